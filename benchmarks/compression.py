@@ -48,7 +48,7 @@ class Effort:
         seeds: Number of networks.
         shares: What is kept.
         epochs: Of training.
-        num_data: Number of data to train on.
+        num_data: Number of examples to train on.
         repeats: Number of times that are measured.
     """
 

@@ -18,7 +18,7 @@ class Batches:
         model: The model.
         data: The batches.
         few_columns: Whether one backpropagated vector per class and position is feasible.
-        terms: Loss terms per datum.
+        terms: Loss terms per example.
         autocast: The precision to run in, if not the model's own.
         tf32: Whether float32 products may be rounded to TF32.
         large: Whether a batch takes so long that a GPU gets fewer of them, and fewer tasks.

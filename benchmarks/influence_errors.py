@@ -1,6 +1,6 @@
 """Scores of several libraries against brute force, in float64, for small models with one kind of layer each.
 
-Gradients of every datum come from autograd. What is compared:
+Gradients of every example come from autograd. What is compared:
 
 - inner products: of gradients of queries and of training data, so without curvature. Their brute force needs nothing
   else, and is the same for all libraries.

@@ -63,7 +63,7 @@ class Analysis:
         model: The model, which Kronfluence changes.
         data: What it was trained with.
         task: Says what is differentiated.
-        batch: How many data it takes at a time.
+        batch: How many examples it takes at a time.
         cpu: Whether to ignore a GPU.
     """
 
@@ -135,7 +135,7 @@ class Analysis:
 
 
 class Fitted(influence_methods.Fitted):
-    """EKFAC with one drawn label for each datum, which is Kronfluence's default.
+    """EKFAC with one drawn label for each example, which is Kronfluence's default.
 
     Args:
         damping: What is added to eigenvalues; the only multiple of the mean eigenvalue that it knows is 0.1.
@@ -157,7 +157,7 @@ class Fitted(influence_methods.Fitted):
         return self.analysis.pairwise(queries, self.arguments)
 
     def own(self) -> Tensor:
-        """Return the score of each training datum with itself."""
+        """Return the score of each training example with itself."""
         return self.analysis.own(self.arguments)
 
 

@@ -1,6 +1,6 @@
 """Methods that score training data, with one interface: ours, and the simple ones that all others are compared with.
 
-A pair's score is larger if the training datum raises the query's margin. A self-score is larger for data that are
+A pair's score is larger if the training example raises the query's margin. A self-score is larger for data that are
 harder to learn. Other libraries have modules of their own, `influence_kronfluence` and `influence_dattri`.
 """
 
@@ -35,7 +35,7 @@ class Fitted:
         raise NotImplementedError
 
     def own(self) -> Tensor:
-        """Return the score of each training datum with itself, `[train]`."""
+        """Return the score of each training example with itself, `[train]`."""
         raise NotImplementedError
 
 
@@ -90,7 +90,7 @@ class Ours(Fitted):
         return -self.influence.scores(self._risk(queries), self.train, of="margin")
 
     def own(self) -> Tensor:
-        """Return the score of each training datum with itself."""
+        """Return the score of each training example with itself."""
         return self.influence.self_scores(self.train)
 
     def _risk(self, data: Data) -> EmpiricalRisk:
@@ -121,7 +121,7 @@ class DenseGGN(Fitted):
         return asked @ torch.cholesky_solve(self._own_gradients().T, self.root)
 
     def own(self) -> Tensor:
-        """Return the score of each training datum with itself."""
+        """Return the score of each training example with itself."""
         G = self._own_gradients()
         return (G * torch.cholesky_solve(G.T, self.root).T).sum(1)
 
@@ -168,13 +168,13 @@ class LossAlone(Fitted):
         self.data = data
 
     def own(self) -> Tensor:
-        """Return the loss of each training datum."""
+        """Return the loss of each training example."""
         with torch.no_grad():
             return losses(self.model(self.data[0]), self.data[1])
 
 
 def losses(f: Tensor, y: Tensor) -> Tensor:
-    """Return the cross-entropy of every datum, for logits `[N, C]` or `[C]`."""
+    """Return the cross-entropy of every example, for logits `[N, C]` or `[C]`."""
     return cross_entropy(f, y, reduction="none")
 
 
@@ -184,7 +184,7 @@ def negative_margins(f: Tensor, y: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, quantity: Quantity, data: Data) -> dict[str, Tensor]:
-    """Differentiate a quantity of every datum: `[data, *shape]` for each parameter."""
+    """Differentiate a quantity of every example: `[data, *shape]` for each parameter."""
     params = {name: p.detach() for name, p in model.named_parameters()}
 
     def value(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 `python -m benchmarks.applications laplace [--quick]` needs laplace-torch (`benchmarks/peers.txt`) for the comparison,
 and says so if it is not there. Times are of one thread, of the process, in the median. A fit is that of a model that
 was not seen before, and so includes its audit, unless it says otherwise. *Error* is the relative distance of results to
-those of laplace-torch with its curvlinops backend; for models on one datum, where KFAC is exact, to the blocks of the
+those of laplace-torch with its curvlinops backend; for models on one example, where KFAC is exact, to the blocks of the
 GGN. JSON is written to benchmarks/results.
 """
 
@@ -153,9 +153,9 @@ def fits(quick: bool) -> list[LaplaceRow]:
     images, labels = torch.randn(1000, 64).double(), torch.randint(10, (1000,))
     small = torch.randn(400, 10).double(), torch.randn(400, 1).double()
     models: list[tuple[str, nn.Module, Data, str]] = [
-        ("MLP 64-64-64-10, 1000 data", mlp(64, 64, 10, nn.ReLU).double(), (images, labels), "classification"),
-        ("CNN, 1000 data", cnn().double(), (images, labels), "classification"),
-        ("MLP 10-50-50-1, 400 data", mlp(10, 50, 1, nn.Tanh).double(), small, "regression"),
+        ("MLP 64-64-64-10, 1000 examples", mlp(64, 64, 10, nn.ReLU).double(), (images, labels), "classification"),
+        ("CNN, 1000 examples", cnn().double(), (images, labels), "classification"),
+        ("MLP 10-50-50-1, 400 examples", mlp(10, 50, 1, nn.Tanh).double(), small, "regression"),
     ]
     rows: list[LaplaceRow] = []
     for name, model, data, likelihood in models[:1] if quick else models:
@@ -189,7 +189,7 @@ def _timed_fits(
 
 
 def coverage() -> list[LaplaceRow]:
-    """Compare Kronecker factors of one datum with blocks of the GGN, which they should equal."""
+    """Compare Kronecker factors of one example with blocks of the GGN, which they should equal."""
     torch.manual_seed(0)
     image = torch.randn(1, 64).double(), torch.tensor([3])
     models: dict[str, tuple[nn.Module, Data]] = {
@@ -210,12 +210,12 @@ def coverage() -> list[LaplaceRow]:
                 error = distance(dense(fit(copy.deepcopy(prepared), data, "classification", "kron", backend)), exact)
             except Exception as problem:  # noqa: BLE001 (whatever it raises is what is reported)
                 remark = f"{type(problem).__name__}: {str(problem)[:60]} ..."
-            rows.append(LaplaceRow(f"one datum: {name}", library, error=error, remark=remark))
+            rows.append(LaplaceRow(f"one example: {name}", library, error=error, remark=remark))
         if name == "groups of channels":
             belief = kfs.laplace.posterior(kfs.KFAC(risk, joint_bias=False), risk, 1.0)
             identity = torch.eye(len(exact), dtype=exact.dtype)
             error = distance(belief.precision.to_dense(), exact + identity)
-            rows.append(LaplaceRow(f"one datum: {name}", "kfs.laplace.posterior", error=error))
+            rows.append(LaplaceRow(f"one example: {name}", "kfs.laplace.posterior", error=error))
     return rows
 
 
@@ -233,7 +233,7 @@ def _blocks(risk: kfs.EmpiricalRisk) -> Tensor:
 
 
 def _one_position(**options: Any) -> nn.Sequential:
-    """Return a net whose second convolution has one position, so that KFAC is exact for one datum."""
+    """Return a net whose second convolution has one position, so that KFAC is exact for one example."""
     second = nn.Conv2d(2, 4, 3, padding=1, **options)
     first = (nn.Unflatten(1, (1, 8, 8)), nn.Flatten(), nn.Linear(64, 2), nn.Unflatten(1, (2, 1, 1)))
     return nn.Sequential(*first, second, nn.Flatten(), nn.Linear(4, 10))

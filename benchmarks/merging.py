@@ -1,9 +1,9 @@
 """Merging two models of digits: averages, Fisher merging, RegMean, KFAC, EKFAC and the GGN.
 
-`python -m benchmarks.applications merging [--quick]` trains a common start on a few data of both tasks, trains a copy
-of it on each task, and merges the two. The *strong* start has 200 data of each task and 60 epochs, then 8 epochs on
-each task; the *weak* start has 60 data and 12 epochs, then 25. The tasks are `rotate` (digits, and digits turned by a
-quarter) and `halves` (digits below five, and the others). All of it three times, with different seeds.
+`python -m benchmarks.applications merging [--quick]` trains a common start on a few examples of both tasks, trains a
+copy of it on each task, and merges the two. The *strong* start has 200 examples of each task and 60 epochs, then 8
+epochs on each task; the *weak* start has 60 examples and 12 epochs, then 25. The tasks are `rotate` (digits, and digits
+turned by a quarter) and `halves` (digits below five, and the others). All of it three times, with different seeds.
 
 Accuracies are those on held-out data, the mean over both tasks. Seconds are those of the CPU for curvatures and
 `kfs.merge` together; iterations are those of conjugate gradients. For comparison: the start, each model on its own
@@ -51,7 +51,7 @@ class Start:
     """How models come about.
 
     Attributes:
-        num_data: Number of data of each task that the start sees.
+        num_data: Number of examples of each task that the start sees.
         epochs: Epochs on them.
         epochs_on_task: Epochs on each task, afterwards.
         epochs_on_both: Epochs of the model that is trained on both tasks.

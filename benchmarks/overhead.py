@@ -127,7 +127,7 @@ def deep_network(depth: int) -> nn.Module:
 
 
 def small_batches(count: int) -> Data:
-    """Return batches of 32 data with 16 features and as many classes."""
+    """Return batches of 32 examples with 16 features and as many classes."""
     return [(torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))) for _ in range(count)]
 
 

@@ -103,7 +103,7 @@ class ReplayRow:
 
 HEADER = (
     "| problem | program | library | milliseconds | first | marginal | recording | / graphed | no replay "
-    "| allocated | reserved | audit / (8 data) | / KFAC |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| allocated | reserved | audit / (8 examples) | / KFAC |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 

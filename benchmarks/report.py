@@ -116,7 +116,7 @@ def write(rows: list[Row], name: str, settings: dict[str, object], results: Path
     file = save(rows, name, settings, results)
     draw(rows, name, results / f"{name}.png")
     ratios = "time / (forward+backward) | FLOPs / (forward+backward) | memory / (forward+backward)"
-    print(f"| problem | program | library | milliseconds | {ratios} | audit / (8 data) |")
+    print(f"| problem | program | library | milliseconds | {ratios} | audit / (8 examples) |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         others = ("" if r is None else f"{r:.2f}" for r in (row.flop_ratio, row.memory_ratio, row.audit_ratio))

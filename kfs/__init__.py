@@ -8,7 +8,7 @@ Start with `EmpiricalRisk` (model, loss, data), the linear operators on it, and 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kfs.display.suggestions import near
+from kfs.display.suggestions import suggest
 from kfs.errors import UnknownAttributeError
 from kfs.version import __version__
 
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":  # something that this module needs is missing
                 raise
-    raise UnknownAttributeError(f"{__name__} has no {name!r}.", near([name], __dir__()))
+    raise UnknownAttributeError(f"{__name__} has no {name!r}.", suggest([name], __dir__()))
 
 
 def __dir__() -> list[str]:

@@ -71,7 +71,7 @@ def inspect(
     sharing: Annotated[str, typer.Option(help="Weight sharing: expand or reduce.")] = "expand",
     joint_bias: Annotated[bool, typer.Option(help="Whether weight and bias share a block.")] = True,
     max_dim: Annotated[int | None, typer.Option(help="Factors wider than this are diagonal.")] = None,
-    audit: Annotated[bool, typer.Option(help="Whether to check, on a few data, what is captured.")] = True,
+    audit: Annotated[bool, typer.Option(help="Whether to check, on a few examples, what is captured.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show what KFAC covers of a model, with what factors, at what cost. Fails if something is not covered."""
@@ -178,7 +178,7 @@ def influence(
                 None if damping is None else Relative(damping),
                 weight_decay=weight_decay,
             ),
-            attribution.Wish(top, own, normalize, folder, rank, shape),
+            attribution.Request(top, own, normalize, folder, rank, shape),
         )
     except KfsError as error:
         typer.echo(f"Error: {error}", err=True)

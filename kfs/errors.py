@@ -51,7 +51,7 @@ class DataError(KfsError, ValueError):
 
 
 class ModelError(KfsError, ValueError):
-    """A model does not have what was asked for, or is not a function of one datum."""
+    """A model does not have what was asked for, or is not a function of one example."""
 
 
 class UnknownNameError(ModelError, KeyError):

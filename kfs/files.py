@@ -28,7 +28,7 @@ from kfs.version import __version__
 
 
 class UnfitError(Exception):
-    """A part of a state is not what it should be; `valid` turns this into a helpful message."""
+    """A part of a state is not what it should be; `require_valid` turns this into a helpful message."""
 
 
 class Elsewhere:
@@ -166,7 +166,7 @@ def read(path: str | Path, device: str | torch.device = "cpu", check_digest: boo
 
 
 @contextmanager
-def valid(path: str | Path) -> Iterator[None]:
+def require_valid(path: str | Path) -> Iterator[None]:
     """Say of a state that does not have the expected parts that it is not one of ours."""
     try:
         yield

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_count, readable_size
-from kfs.display.suggestions import near
+from kfs.display.suggestions import suggest
 from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalues, parts_of, passes, place
 from kfs.errors import DtypeError, ModelError
 from kfs.factors import inspect
@@ -25,7 +25,7 @@ class BlockShape:
         rows: `d_B`.
         columns: `d_A`; a bias counts as a column.
         indices: Whether inputs are indices, as those of an embedding, so that `A` is diagonal.
-        positions: Vectors that each datum (or token) adds.
+        positions: Vectors that each example (or token) adds.
         same_input: Whether inputs are those of a block that came before, so that `A` is the same.
     """
 
@@ -121,7 +121,7 @@ class Source(NamedTuple):
         name: What to call it.
         parts: Parts of all blocks.
         max_dim: Factors wider than this are diagonal.
-        batch: Number of data (or tokens) in a batch of one rank.
+        batch: Number of examples (or tokens) in a batch of one rank.
         activations: Precision of inputs and gradients.
         same_input: Blocks whose inputs are those of another block.
         uncovered: Parameters that have no block.
@@ -142,7 +142,7 @@ def source_of(model: Any, sample: Any, max_dim: int | None, eigen: bool) -> Sour
         return _of_module(model, sample, max_dim, eigen)
     if isinstance(model, str):
         if model not in NAMED:
-            raise ModelError(f"There is no model {model!r}.", near([model], NAMED))
+            raise ModelError(f"There is no model {model!r}.", suggest([model], NAMED))
         named = NAMED[model]
         shapes = list(named.blocks())
         name = named.title
@@ -209,7 +209,7 @@ class Plan(DescribedByTables):
         of: Model, or what else it is a plan for.
         placement: Owners of all parts.
         settings: What was asked for, in words.
-        batch: Number of data (or tokens) in a batch of one rank.
+        batch: Number of examples (or tokens) in a batch of one rank.
         activation: Bytes of a number in inputs and gradients.
         whole: Owners of whole factors, if wide ones are split.
         same_input: Blocks whose inputs are those of another block.
@@ -467,7 +467,7 @@ def plan(
             diagonal, and no others.
         eigen: Whether owners keep eigenvectors and corrected eigenvalues (`kfs.EKFAC`), or inverses.
         memory: Bytes of a rank for all of this. The plan says how many passes over the data they allow.
-        batch: Number of data in a batch of one rank; for named models, of tokens. By default 2,048, or those of the
+        batch: Number of examples in a batch of one rank; for named models, of tokens. By default 2,048, or those of the
             sample.
         activations: Precision of inputs and gradients. By default that of the module, or bfloat16.
         split: Split dense factors into diagonal pieces, of at most so many rows, or `"share"`: such that none has more

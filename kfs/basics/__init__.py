@@ -1,4 +1,4 @@
-"""The definitions of the document's chapter 2, one file each: dense, per datum, obvious.
+"""The definitions of the paper's chapter 2, one file each: dense, per example, obvious.
 
 Every file runs (`python kfs/basics/ggns.py`), checks itself, and is the oracle of the tests of everything else.
 Read them in the order of `CONTENTS`. Files that start with an underscore define nothing; they hold what several

@@ -1,4 +1,4 @@
-"""What the Fisher definitions share: predictions one datum at a time, gradients, and sums of their outer products.
+"""What the Fisher definitions share: predictions one example at a time, gradients, and sums of their outer products.
 
 The matrices themselves live in `mc_fishers`, `exact_fishers` and `emp_fishers`.
 """
@@ -40,7 +40,7 @@ def parameter_pair(model: Module, params: Params) -> Pair:
 
 
 def predictions(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> Iterator[tuple[Tensor, Tensor]]:
-    """Evaluate the model on one datum after the other; yield the prediction, without batch axis, and the target.
+    """Evaluate the model on one example after the other; yield the prediction, without batch axis, and the target.
 
     Everything is checked before the first one is yielded.
     """
@@ -58,7 +58,7 @@ def predictions(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> 
 
 
 def gradients(c: Tensor, pair: Pair) -> tuple[Tensor, Tensor]:
-    """Differentiate a scalar with respect to both parameters of a pair; zero where this datum does not use one."""
+    """Differentiate a scalar with respect to both parameters of a pair; zero where this example does not use one."""
     g1, g2 = (pull_back(c, p, ones_like(c), create_graph=False) for p in pair)
     return zeros_like(pair[0]) if g1 is None else g1, zeros_like(pair[1]) if g2 is None else g2
 
@@ -107,12 +107,12 @@ def _parameter(model: Module, param: Param) -> Tensor:
 
 
 def _check_model(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> None:
-    """Refuse a model whose prediction for one datum is not a function of that datum and the parameters."""
+    """Refuse a model whose prediction for one example is not a function of that example and the parameters."""
     for name, module in model.named_modules():
         if module.training and isinstance(module, _BatchNorm):
             raise ModelError(
-                f"Module {name!r} ({type(module).__name__}) is in training mode: its output for one datum depends on "
-                "the rest of the batch, so per-datum derivatives are not defined.",
+                f"Module {name!r} ({type(module).__name__}) is in training mode: its output for one example depends on "
+                "the rest of the batch, so per-example derivatives are not defined.",
                 "Call model.eval() first.",
             )
     with restored(model, pair[0].device), no_randomness(pair[0].device):
@@ -122,19 +122,19 @@ def _check_model(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) ->
         if not isinstance(f, Tensor) or f.shape[:1] != (1,):
             came = f"of shape {list(f.shape)}" if isinstance(f, Tensor) else f"a {type(f).__name__}"
             raise ModelError(
-                f"The model's output for one datum is {came}, expected a tensor whose first axis has length 1.",
-                "Wrap the model in a module that returns one prediction per datum along the first axis.",
+                f"The model's output for one example is {came}, expected a tensor whose first axis has length 1.",
+                "Wrap the model in a module that returns one prediction per example along the first axis.",
             )
         if (f.isnan() | (f == torch.inf)).any():
             raise DataError(
-                f"The prediction for datum {n} is not finite.",
+                f"The prediction for example {n} is not finite.",
                 "Look for NaN or infinity in the data or the parameters.",
             )
         check_datum(loss, f[0], y_n)
     # Batched and single products round differently: half of the digits must agree.
     if not torch.allclose(together, torch.cat(alone), rtol=torch.finfo(together.dtype).eps ** 0.5, atol=1e-6):
         raise ModelError(
-            "The model's prediction for a datum changes with the other data in the batch.",
+            "The model's prediction for an example changes with the other data in the batch.",
             "Use a model without batch statistics; call model.eval() if it has them in training mode only.",
         )
     for role, p in zip(("rows", "columns"), pair, strict=True):

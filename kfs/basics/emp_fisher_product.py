@@ -1,6 +1,6 @@
 r"""Empirical Fisher products: multiply with the matrix, one gradient at a time.
 
-The empirical Fisher is a sum of outer products, so multiplication with it needs one inner product per datum,
+The empirical Fisher is a sum of outer products, so multiplication with it needs one inner product per example,
 
 $$
 E v = R \sum_n g_n \, \langle g_n, v \rangle, \qquad g_n = \nabla_\theta\, c(f_n, y_n).
@@ -22,7 +22,7 @@ def empirical_fisher_vp(model: Module, loss: Loss, X: Tensor, y: Tensor, params:
     """Multiply the empirical Fisher with a tensor.
 
     Args:
-        model: The network, a function of one datum (no batch normalization or dropout in training mode).
+        model: The network, a function of one example (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise.
@@ -34,7 +34,7 @@ def empirical_fisher_vp(model: Module, loss: Loss, X: Tensor, y: Tensor, params:
 
     Raises:
         LossError: If the loss is not supported here.
-        ModelError: If the model is not a function of one datum, or has no such parameter.
+        ModelError: If the model is not a function of one example, or has no such parameter.
         GraphError: If the parameter is frozen or not used.
         DataError: If data or targets do not fit.
 

@@ -12,7 +12,7 @@ fits its targets, $g_n = 0$ and the empirical Fisher vanishes; with the square l
 there, since they do not depend on targets at all (Kunstner et al., 2019 discuss what follows).
 
 As everywhere in this package, $R$ is the loss's reduction factor, and $g_n$ is the gradient of the *criterion* of
-one datum; the gradient of the averaged loss is not what is multiplied here.
+one example; the gradient of the averaged loss is not what is multiplied here.
 
 Implements: empirical Fisher (chapter 2, "The Empirical Fisher").
 """
@@ -32,7 +32,7 @@ def empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Pa
     """Compute the empirical Fisher tensor with respect to one parameter, or a pair of them.
 
     Args:
-        model: The network, a function of one datum (no batch normalization or dropout in training mode).
+        model: The network, a function of one example (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise.
@@ -43,7 +43,7 @@ def empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Pa
 
     Raises:
         LossError: If the loss is not supported here.
-        ModelError: If the model is not a function of one datum, or has no such parameter.
+        ModelError: If the model is not a function of one example, or has no such parameter.
         GraphError: If the parameter is frozen or not used.
         DataError: If data or targets do not fit.
 
@@ -78,7 +78,7 @@ def vec_empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params
 
 
 def per_datum_gradients(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, datum by datum, the criterion's gradients with respect to both parameters."""
+    """Yield, example by example, the criterion's gradients with respect to both parameters."""
     c = criterion(loss)
     for f_n, y_n in predictions(model, loss, X, y, pair):
         yield gradients(c(f_n, y_n), pair)

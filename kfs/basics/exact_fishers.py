@@ -50,7 +50,7 @@ def type1_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
     """Compute the type-I Fisher tensor: the exact covariance of would-be gradients.
 
     Args:
-        model: The network, a function of one datum (no batch normalization or dropout in training mode).
+        model: The network, a function of one example (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.
@@ -61,7 +61,7 @@ def type1_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
 
     Raises:
         LossError: If the loss is not supported here.
-        ModelError: If the model is not a function of one datum, or has no such parameter.
+        ModelError: If the model is not a function of one example, or has no such parameter.
         GraphError: If the parameter is frozen or not used.
         DataError: If data or targets do not fit.
     """
@@ -79,7 +79,7 @@ def type2_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
     """Compute the type-II Fisher tensor: the exact expectation of the negative log-likelihood's Hessian.
 
     Args:
-        model: The network, a function of one datum (no batch normalization or dropout in training mode).
+        model: The network, a function of one example (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.
@@ -90,7 +90,7 @@ def type2_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
 
     Raises:
         LossError: If the loss is not supported here.
-        ModelError: If the model is not a function of one datum, or has no such parameter.
+        ModelError: If the model is not a function of one example, or has no such parameter.
         GraphError: If the parameter is frozen or not used.
         DataError: If data or targets do not fit.
     """
@@ -100,7 +100,7 @@ def type2_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
         labels = expected_labels(loss, f_n)
         expected_c = stack([weight * c(f_n, hide_ignored(loss, label, y_n)) for weight, label in labels]).sum()
         if all(pull_back(expected_c, p, ones_like(expected_c), create_graph=False) is not None for p in pair):
-            F += hessian(expected_c, *pair)  # zero for a datum that does not use a parameter
+            F += hessian(expected_c, *pair)  # zero for an example that does not use a parameter
     return reduction_factor(loss, y) * F
 
 
@@ -147,14 +147,14 @@ def expected_labels(loss: Loss, prediction: Tensor) -> Iterator[tuple[Tensor, Te
 
     Args:
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
-        prediction: One datum's prediction, shape `[...]` (square loss) or `[C, ...]` (cross-entropy).
+        prediction: One example's prediction, shape `[...]` (square loss) or `[C, ...]` (cross-entropy).
 
     Yields:
         Pairs `(weight, label)`, detached. The sum of `weight * h(label)` is the expectation of `h(y)`: for all
         functions `h` (cross-entropy), or for all polynomials of degree three (square loss).
 
     Raises:
-        DataError: If a datum has too many positions to enumerate all of its label combinations.
+        DataError: If an example has too many positions to enumerate all of its label combinations.
     """
     check_likelihood(loss, prediction)
     f = prediction.detach()

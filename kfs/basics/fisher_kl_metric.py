@@ -29,7 +29,7 @@ from kfs.basics.reduction_factors import Loss
 
 
 def kl_divergence(loss: Loss, prediction: Tensor, other: Tensor) -> Tensor:
-    """Compute the KL divergence between the distributions that two predictions for one datum stand for.
+    """Compute the KL divergence between the distributions that two predictions for one example stand for.
 
     Args:
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.

@@ -38,7 +38,7 @@ $$
   = 2 \begin{pmatrix} 1 + 6 \alpha x_1^2 - 2 \alpha x_2 & -2 \alpha x_1 \\ -2 \alpha x_1 & \alpha \end{pmatrix}.
 $$
 
-Implements: GGN for the Rosenbrock function (chapter 2, "Partial Linearization, GGNs, GGNVPs"). The document's
+Implements: GGN for the Rosenbrock function (chapter 2, "Partial Linearization, GGNs, GGNVPs"). The paper's
 expansion of the linearized function has two slips: its constant is $\alpha \hat{x}_1^4$, not twice that, and the
 term $2 \hat{x}_1^2 x_2$ has a plus sign.
 """

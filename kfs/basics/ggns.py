@@ -29,7 +29,7 @@ the empirical risk) and the GGN is
 $R \sum_n (\mathrm{J}_\theta f_n)^\top (\mathrm{H}_{f_n} c_n)\, \mathrm{J}_\theta f_n$.
 
 Implements: GGN tensor, cvec- and rvec-GGN (chapter 2, "Partial Linearization, GGNs, GGNVPs" and "The Generalized
-Gauss-Newton"); the diagram is figure 3 of the document. The document states the one-dimensional chain rule with $g'$
+Gauss-Newton"); the diagram is figure 3 of the paper. The paper states the one-dimensional chain rule with $g'$
 and $h'$ mixed up; the one above is right.
 """
 

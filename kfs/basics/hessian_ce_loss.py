@@ -23,10 +23,10 @@ from kfs.basics.reduction_factors import check_logits
 
 
 def ce_hessian(logits: Tensor) -> Tensor:
-    """Return the Hessian of the cross-entropy criterion of one datum in closed form.
+    """Return the Hessian of the cross-entropy criterion of one example in closed form.
 
     Args:
-        logits: One datum's logits, shape `[C, ...]`.
+        logits: One example's logits, shape `[C, ...]`.
 
     Returns:
         A tensor of shape `[C, ..., C, ...]`. It does not depend on the label.

@@ -1,7 +1,7 @@
 r"""Symmetric factors of the criterion's Hessian.
 
 A convex criterion has a positive semi-definite Hessian with respect to the prediction, so it can be written as
-$\mathrm{H}_f c = S S^\top$. One datum's share of the GGN is then a self-outer product,
+$\mathrm{H}_f c = S S^\top$. One example's share of the GGN is then a self-outer product,
 
 $$
 (\mathrm{J}_\theta f)^\top (\mathrm{H}_f c)\, (\mathrm{J}_\theta f) = V V^\top,
@@ -32,11 +32,11 @@ from kfs.errors import LossError
 
 
 def hessian_factor(loss: Loss, prediction: Tensor, target: Tensor) -> Tensor:
-    """Compute `S` such that `S S^T` is the Hessian of the criterion with respect to one datum's prediction.
+    """Compute `S` such that `S S^T` is the Hessian of the criterion with respect to one example's prediction.
 
     Args:
         loss: A `MSELoss` or `CrossEntropyLoss`.
-        prediction: One datum's prediction, shape `[...]` (square loss) or `[C, ...]` (cross-entropy).
+        prediction: One example's prediction, shape `[...]` (square loss) or `[C, ...]` (cross-entropy).
         target: Its target. It matters only if it is weighted, ignored or smoothed.
 
     Returns:

@@ -19,10 +19,10 @@ from kfs.basics._checks import check_floating
 
 
 def mse_hessian(prediction: Tensor) -> Tensor:
-    """Return the Hessian of the square-loss criterion of one datum in closed form.
+    """Return the Hessian of the square-loss criterion of one example in closed form.
 
     Args:
-        prediction: One datum's prediction, shape `[...]`.
+        prediction: One example's prediction, shape `[...]`.
 
     Returns:
         The identity, a tensor of shape `[*prediction.shape, *prediction.shape]`.

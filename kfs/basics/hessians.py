@@ -31,7 +31,7 @@ takes the first derivative with respect to $\theta^{(k)}$ and the second with re
 Row by row: multiply with a one-hot tensor for every entry of $A$.
 
 Implements: general Hessian, cvec- and rvec-Hessian (chapter 2, "Hessians, HVPs" and "The Hessian"); the
-diagram is figure 2 of the document.
+diagram is figure 2 of the paper.
 """
 
 from itertools import product

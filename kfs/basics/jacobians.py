@@ -25,7 +25,7 @@ $$
 Row by row: pull a one-hot tensor back for every entry of $B$.
 
 Implements: general Jacobian, cvec- and rvec-Jacobian (chapter 2, "Jacobians, JVP, VJPs"); the diagram is
-figure 1 of the document.
+figure 1 of the paper.
 """
 
 from itertools import product

@@ -60,7 +60,7 @@ def linear_layer_jacobian(x: Tensor, d_out: int, vec: Vec) -> Tensor:
     check_vec(vec)
     check_tensor("x", x)
     if x.ndim != 1:
-        raise ShapeError(f"x has shape {list(x.shape)}, expected a vector.", "Pass the input of one datum.")
+        raise ShapeError(f"x has shape {list(x.shape)}, expected a vector.", "Pass the input of one example.")
     identity = eye(d_out, dtype=x.dtype, device=x.device)
     row = x.unsqueeze(0)
     return kron(row, identity) if vec is cvec else kron(identity, row)

@@ -1,6 +1,6 @@
 r"""Jacobians of a linear layer with weight sharing: one weight, many inputs.
 
-Attention, convolution and recurrence apply one weight matrix to many vectors per datum. Put these as columns,
+Attention, convolution and recurrence apply one weight matrix to many vectors per example. Put these as columns,
 $X = (x_1, \dots, x_S)$, and the layer is a matrix product,
 
 $$
@@ -34,7 +34,7 @@ def shared_linear_layer_jacobian(X: Tensor, d_out: int, vec: Vec) -> Tensor:
     """Return the Jacobian of `W X` with respect to `W` in closed form.
 
     Args:
-        X: The layer's inputs for one datum as columns, shape `[d_in, S]`.
+        X: The layer's inputs for one example as columns, shape `[d_in, S]`.
         d_out: Number of rows of `W`.
         vec: The flattening of `W` and of `W X`, `cvec` or `rvec`.
 
@@ -47,7 +47,7 @@ def shared_linear_layer_jacobian(X: Tensor, d_out: int, vec: Vec) -> Tensor:
     check_vec(vec)
     check_tensor("X", X)
     if X.ndim != 2:
-        raise ShapeError(f"X has shape {list(X.shape)}, expected a matrix.", "Pass one datum's inputs as columns.")
+        raise ShapeError(f"X has shape {list(X.shape)}, expected a matrix.", "Pass one example's inputs as columns.")
     identity = eye(d_out, dtype=X.dtype, device=X.device)
     return kron(X.T.contiguous(), identity) if vec is cvec else kron(identity, X.T.contiguous())
 

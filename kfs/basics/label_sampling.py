@@ -29,11 +29,11 @@ from kfs.errors import DtypeError, LossError
 
 
 def sample_label(loss: Loss, prediction: Tensor, generator: Generator | None = None) -> Tensor:
-    """Draw a target for one datum from the likelihood that the loss implies.
+    """Draw a target for one example from the likelihood that the loss implies.
 
     Args:
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
-        prediction: One datum's prediction, shape `[...]` (square loss) or `[C, ...]` (cross-entropy).
+        prediction: One example's prediction, shape `[...]` (square loss) or `[C, ...]` (cross-entropy).
         generator: Where the randomness comes from; PyTorch's global generator by default.
 
     Returns:

@@ -32,7 +32,7 @@ def one_sample_variance(model: Module, loss: Loss, X: Tensor, y: Tensor, params:
     """Compute the variance `V` of the Monte Carlo Fisher with one sample, summed over its entries.
 
     Args:
-        model: The network, a function of one datum (no batch normalization or dropout in training mode).
+        model: The network, a function of one example (no batch normalization or dropout in training mode).
         loss: A `CrossEntropyLoss` without class weights and label smoothing.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.

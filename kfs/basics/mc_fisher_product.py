@@ -26,13 +26,13 @@ def mc_fisher_vp(
     """Multiply the Monte Carlo Fisher with a tensor.
 
     Args:
-        model: The network, a function of one datum (no batch normalization or dropout in training mode).
+        model: The network, a function of one example (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise.
         params: A parameter of the model or its name; or two of them, for rows and for columns.
         v: A tensor like the parameter that indexes columns.
-        mc_samples: How many labels to draw per datum.
+        mc_samples: How many labels to draw per example.
         seed: Equal seeds give equal draws.
 
     Returns:
@@ -40,7 +40,7 @@ def mc_fisher_vp(
 
     Raises:
         LossError: If the loss is not supported here.
-        ModelError: If the model is not a function of one datum, or has no such parameter.
+        ModelError: If the model is not a function of one example, or has no such parameter.
         GraphError: If the parameter is frozen or not used.
         DataError: If data or targets do not fit.
 

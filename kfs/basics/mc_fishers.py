@@ -15,8 +15,8 @@ The $\tilde{g}$ are *would-be gradients*: those of labels that might have been. 
 matrix is positive semi-definite. Only first derivatives are needed.
 
 The derivation via the KL divergence gives a factor $1/N$ in place of $R$. We use the reduction factor of the loss,
-so that every matrix in this package approximates the curvature of the same empirical risk. Labels are drawn datum
-by datum from one seeded stream, so they change if `mc_samples` or the order of the data does.
+so that every matrix in this package approximates the curvature of the same empirical risk. Labels are drawn example
+by example from one seeded stream, so they change if `mc_samples` or the order of the data does.
 
 Implements: Monte Carlo-approximated type-I Fisher (chapter 2, "The Fisher").
 """
@@ -40,12 +40,12 @@ def mc_fisher(
     """Compute the Monte Carlo Fisher tensor with respect to one parameter, or a pair of them.
 
     Args:
-        model: The network, a function of one datum (no batch normalization or dropout in training mode).
+        model: The network, a function of one example (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.
         params: A parameter of the model or its name; or two of them, for rows and for columns.
-        mc_samples: How many labels to draw per datum.
+        mc_samples: How many labels to draw per example.
         seed: Equal seeds give equal draws. PyTorch's global generator is not touched.
 
     Returns:
@@ -53,7 +53,7 @@ def mc_fisher(
 
     Raises:
         LossError: If the loss is not supported here.
-        ModelError: If the model is not a function of one datum, or has no such parameter.
+        ModelError: If the model is not a function of one example, or has no such parameter.
         GraphError: If the parameter is frozen or not used.
         DataError: If data or targets do not fit.
 
@@ -86,7 +86,7 @@ def vec_mc_fisher(
         X: All inputs, stacked along the first axis.
         y: All targets, likewise.
         params: A parameter of the model or its name; or two of them, for rows and for columns.
-        mc_samples: How many labels to draw per datum.
+        mc_samples: How many labels to draw per example.
         seed: Equal seeds give equal draws.
         vec: The flattening of both parameters, `cvec` or `rvec`.
 
@@ -107,11 +107,11 @@ def would_be_gradients(
     mc_samples: int,
     seed: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, datum by datum and draw by draw, the gradients with respect to both parameters for a label drawn."""
+    """Yield, example by example and draw by draw, the gradients with respect to both parameters for a label drawn."""
     if not isinstance(mc_samples, int) or mc_samples < 1 or not isinstance(seed, int):
         raise DataError(
             f"mc_samples is {mc_samples!r} and seed is {seed!r}, expected integers.",
-            "Draw at least one label per datum: mc_samples >= 1.",
+            "Draw at least one label per example: mc_samples >= 1.",
         )
     c = criterion(loss)
     generator = Generator(pair[0].device).manual_seed(seed)

@@ -64,7 +64,7 @@ def reduction_factor(loss: Loss, target: Tensor) -> float:
     check_tensor("The target", target)
     if target.ndim == 0 or target.numel() == 0:
         raise DataError(
-            f"The target has shape {list(target.shape)}: there is no datum in it.",
+            f"The target has shape {list(target.shape)}: there is no example in it.",
             "Pass all targets, stacked along the first axis.",
         )
     if isinstance(loss, MSELoss):
@@ -124,7 +124,7 @@ def check_loss(loss: Module) -> None:
 
 
 def check_datum(loss: Loss, f: Tensor, y: Tensor) -> None:
-    """Refuse a prediction and a target of one datum that do not belong together."""
+    """Refuse a prediction and a target of one example that do not belong together."""
     check_floating("The prediction", f)
     check_tensor("The target", y)
     if isinstance(loss, MSELoss):
@@ -145,7 +145,7 @@ def check_logits(f: Tensor) -> None:
     if f.ndim == 0 or f.numel() == 0:
         raise ShapeError(
             f"The prediction has shape {list(f.shape)}, but cross-entropy needs one logit per class.",
-            "Pass one datum's logits, shape [C, ...].",
+            "Pass one example's logits, shape [C, ...].",
         )
 
 
@@ -153,9 +153,9 @@ def _check_target_shape(f: Tensor, y: Tensor, expected: Size) -> None:
     """Refuse a target of another shape than expected."""
     if y.shape != expected:
         raise ShapeError(
-            f"The prediction has shape {list(f.shape)}, so one datum's target has shape {list(expected)}, "
+            f"The prediction has shape {list(f.shape)}, so one example's target has shape {list(expected)}, "
             f"but it has shape {list(y.shape)} (dtype {y.dtype}).",
-            "Pass one datum without its batch axis; class labels as torch.int64, probabilities shaped like the logits.",
+            "Pass one example without its batch axis; class labels as torch.int64, probabilities like the logits.",
         )
 
 

@@ -109,7 +109,7 @@ class TrainingLoss:
 
     Attributes:
         before: The loss of this model.
-        num_data: The number of data that losses are computed from.
+        num_data: The number of examples that losses are computed from.
     """
 
     def __init__(self, risk_of: Callable[..., EmpiricalRisk], model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import skip_init
 
-from kfs.display.suggestions import few, near
+from kfs.display.suggestions import few, suggest
 from kfs.errors import DtypeError, ModelError, SolverError
 from kfs.factors import BlockDiagonal, Relative
 from kfs.factors.blocks import Dense, Factor, Kronecker, Stack, Structure
@@ -173,7 +173,8 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
     unknown = [name for name in names if name not in modules]
     if unknown:
         raise ModelError(
-            f"keep names {few(unknown)}, which is no linear layer or convolution of the model.", near(unknown, modules)
+            f"keep names {few(unknown)}, which is no linear layer or convolution of the model.",
+            suggest(unknown, modules),
         )
     chosen = {name: module for name, module in modules.items() if name in names}
     _check_not_tied(model, chosen)

@@ -104,7 +104,7 @@ def prune(
         >>> report  # doctest: +ELLIPSIS
         surgeon of KFAC, keep=0.5
           50.0% of 66 numbers in 2 layers; all parameters: 66 before, 33 after, 66 stored
-          damping Relative(0.1), chosen by the training loss of 50 data: ...
+          damping Relative(0.1), chosen by the training loss of 50 examples: ...
     """
     risk_of = _training_risk(K, risk)
     ranks = _sharing(K, risk, risk_of)

@@ -64,7 +64,7 @@ class Report(Described):
         damping: What was added to the curvature.
         losses: If damping was chosen by training loss: the losses for all that were tried, on `loss_data` data.
         loss_before: The same loss of the model that was given.
-        loss_data: From how many data losses were computed; zero if damping was not chosen.
+        loss_data: From how many examples losses were computed; zero if damping was not chosen.
     """
 
     method: str
@@ -103,7 +103,7 @@ class Report(Described):
         if self.losses:
             tried = ", ".join(f"{number(loss)} with {damping.fraction:g}" for damping, loss in self.losses.items())
             facts.append(
-                f"damping {self.damping}, chosen by the training loss of {self.loss_data:,} data: "
+                f"damping {self.damping}, chosen by the training loss of {self.loss_data:,} examples: "
                 f"{number(self.loss_before or 0.0)} before, {tried}"
             )
         else:

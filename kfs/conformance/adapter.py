@@ -3,7 +3,7 @@
 An adapter is a function `compute(model, loss, data, fisher, sharing)`:
 
 - `model` is a module in float64, `loss` an `nn.MSELoss` or `nn.CrossEntropyLoss`, `data` a list of batches `(X, y)`.
-- `fisher` is `"type-2"`, `"mc"` (one draw per datum) or `"empirical"`; `sharing` is `"expand"` or `"reduce"`.
+- `fisher` is `"type-2"`, `"mc"` (one draw per example) or `"empirical"`; `sharing` is `"expand"` or `"reduce"`.
 - It returns `{layer: (A, B)}` by module name, such that the curvature of weight and bias, the matrix `(W b)` of shape
   `[d_out, d_in + 1]` flattened by rows, is approximated by `kron(B, A)`. Grouped convolutions may have a list of pairs,
   or a pair of stacks `[G, d, d]`. A factor that is diagonal may be a vector.

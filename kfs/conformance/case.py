@@ -34,8 +34,8 @@ class Case:
         why: Why KFAC is exact, or what the case is good for.
         model: Makes the model.
         inputs: Makes some inputs, given their number.
-        outputs: Shape of the prediction for one datum.
-        num_data: How many data.
+        outputs: Shape of the prediction for one example.
+        num_data: How many examples.
         sharings: For which weight sharing KFAC is exact.
         fishers: For which Fisher it is exact.
         losses: For which losses: `"mse"`, `"ce"`, `"ce, ignored labels"`, `"ce, class weights"`, or `"ce, padding"`,

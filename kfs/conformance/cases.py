@@ -1,6 +1,6 @@
 """Settings in which KFAC is exact, or a known relation must hold: one list for our tests, the kit and the book.
 
-Numbers of data, positions, classes and features all differ, so that a wrong scale tells where it comes from.
+Numbers of examples, positions, classes and features all differ, so that a wrong scale tells where it comes from.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,11 +61,11 @@ def _frozen() -> nn.Module:
     return model
 
 
-_ONE = "With one datum and one position, a sum of Kronecker products has one term only."
-_LINEAR = "In a linear net with square loss, gradients of the prediction do not depend on the datum."
+_ONE = "With one example and one position, a sum of Kronecker products has one term only."
+_LINEAR = "In a linear net with square loss, gradients of the prediction do not depend on the example."
 _EXPAND = "Positions are independent of each other, like further data."
 _REDUCE = "Predictions depend on positions through their sum only."
-_FOLDED = " They are rows of one matrix for all data, as if each were a datum."
+_FOLDED = " They are rows of one matrix for all data, as if each were an example."
 _MIXED = " They are rows of one matrix for all data, in an order of their own."
 _RAGGED = " Some data have more of them than others."
 _BOTH = ("mean", "sum")
@@ -74,7 +74,7 @@ _MSE = {"fishers": ("type-2",), "losses": ("mse",), "num_data": 5, "reductions":
 EXACT: tuple[Case, ...] = (
     Case("one datum", "linear", _ONE, mlp, lambda n: vectors(n, 4), reductions=_BOTH),
     Case(
-        "one datum that counts",
+        "one example that counts",
         "linear",
         _ONE + " Others have the same input and an ignored label; a mean divides by one.",
         mlp,
@@ -84,7 +84,7 @@ EXACT: tuple[Case, ...] = (
         reductions=_BOTH,
     ),
     Case(
-        "one datum, class weights",
+        "one example, class weights",
         "linear",
         _ONE + " A mean divides by the label's weight.",
         mlp,
@@ -92,16 +92,16 @@ EXACT: tuple[Case, ...] = (
         losses=("ce, class weights",),
         reductions=_BOTH,
     ),
-    Case("one datum, first layer frozen", "frozen", _ONE, _frozen, lambda n: vectors(n, 4)),
-    Case("one datum, no bias", "linear", _ONE, lambda: mlp(bias=False), lambda n: vectors(n, 4)),
+    Case("one example, first layer frozen", "frozen", _ONE, _frozen, lambda n: vectors(n, 4)),
+    Case("one example, no bias", "linear", _ONE, lambda: mlp(bias=False), lambda n: vectors(n, 4)),
     Case(
-        "one datum, activations in place",
+        "one example, activations in place",
         "linear",
         _ONE + " Activations overwrite the outputs of layers, whose gradients are those before that.",
         lambda: mlp(activation=lambda: nn.ReLU(inplace=True)),
         lambda n: vectors(n, 4).abs() + 1,
     ),
-    Case("one datum, subclass of Linear", "linear", _ONE, lambda: mlp(linear=Renamed), lambda n: vectors(n, 4)),
+    Case("one example, subclass of Linear", "linear", _ONE, lambda: mlp(linear=Renamed), lambda n: vectors(n, 4)),
     Case(
         "deep linear net",
         "linear",
@@ -153,7 +153,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "sum over positions, two output axes",
         "linear",
-        _REDUCE + " The prediction for a datum has two axes.",
+        _REDUCE + " The prediction for an example has two axes.",
         lambda: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 6), Pool("sum", (1,)), nn.Unflatten(1, (2, 3))),
         lambda n: vectors(n, 7, 4),
         outputs=(2, 3),
@@ -164,7 +164,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "sum over positions, several labels",
         "linear",
-        _REDUCE + " There is one datum, with two labels.",
+        _REDUCE + " There is one example, with two labels.",
         lambda: nn.Sequential(nn.Linear(4, 6), Pool("sum", (1,)), nn.Unflatten(1, (3, 2))),
         lambda n: vectors(n, 7, 4),
         outputs=(3, 2),
@@ -208,7 +208,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "a repeated table",
         "table",
-        _EXPAND + " Copies of a table for every datum are that table, and not parameters of data.",
+        _EXPAND + " Copies of a table for every example are that table, and not parameters of data.",
         Table,
         lambda n: vectors(n, 7, 4),
         outputs=(7, 3),
@@ -314,8 +314,8 @@ EXACT: tuple[Case, ...] = (
     ),
 )
 
-# Nothing is exact here: several data, nonlinear.
-APPROXIMATE = Case("several data", "linear", "A usual net.", mlp, lambda n: vectors(n, 4), num_data=6)
+# Nothing is exact here: several examples, nonlinear.
+APPROXIMATE = Case("several examples", "linear", "A usual net.", mlp, lambda n: vectors(n, 4), num_data=6)
 
 # Sequences of different lengths, on the left, on the right and in the middle of their places.
 PADDED = Case(

@@ -324,7 +324,7 @@ def _facts(case: Case, setting: Setting, params: Sequence[str], fisher: str, sha
 
 
 def _outputs(case: Case, loss: nn.Module) -> dict[str, int]:
-    """Return the divisor of a mean for each datum: outputs of a square loss, labels of a cross-entropy."""
+    """Return the divisor of a mean for each example: outputs of a square loss, labels of a cross-entropy."""
     return {"C": prod(case.outputs)} if isinstance(loss, nn.MSELoss) else {"L": prod(case.outputs[1:])}
 
 

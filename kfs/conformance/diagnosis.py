@@ -64,7 +64,7 @@ def _other_reduction(setting: Setting, right: Tensor) -> dict[str, Tensor]:
     loss.reduction = "sum" if is_mean else "mean"  # type: ignore[assignment]
     one_datum = sum(len(X) for X, _ in setting.data) == 1
     if isinstance(loss, nn.MSELoss) and is_mean and one_datum:
-        return {}  # whoever divides by the number of data, and not by all entries, gets the same
+        return {}  # whoever divides by the number of examples, and not by all entries, gets the same
     factor = _risk(Setting(setting.model, loss, setting.data)).reduction_factor / _risk(setting).reduction_factor
     asked, other = ("mean", "summed") if is_mean else ("sum", "averaged")
     words = (
@@ -183,7 +183,7 @@ def _convolution_suspects(
 
 
 def _of_average_input(block: Block) -> Tensor:
-    """Return the input-based factor of one datum if one input, the mean of all groups', were that of each of them."""
+    """Return the input-based factor of one example if one input, the mean of all groups', were that of each of them."""
     values, vectors = torch.linalg.eigh(block.A)
     inputs = vectors[..., -1] * values[:, -1:].sqrt()
     mean = (inputs * inputs[:, -1:].sign()).mean(0)  # the bias coordinate is positive
@@ -213,7 +213,7 @@ class Facts:
 
     Attributes:
         counts: Numbers by which a scale may be wrong, by what they count: `"N"` data, `"S"` positions, `"C"` outputs of
-            a square loss, `"L"` labels of a datum.
+            a square loss, `"L"` labels of an example.
         suspects: Wrong blocks by the bug that makes them.
         tolerance: From which relative error on two blocks are different.
     """
@@ -224,16 +224,16 @@ class Facts:
 
 
 _MEANING = {
-    "N": "the number of data. An averaged loss was differentiated and the mean not undone, or a mean over data is "
+    "N": "the number of examples. An averaged loss was differentiated and the mean not undone, or a mean over data is "
     "missing or taken twice",
-    "N^2": "the number of data, squared. Both factors were averaged, or none was",
+    "N^2": "the number of examples, squared. Both factors were averaged, or none was",
     "S": "the number of shared positions. A mean over positions is missing or taken twice",
     "S^2": "the number of shared positions, squared. `reduce` divides gradients by it once too often, or not at all",
-    "N S": "the number of data times the number of shared positions. A sum over all of them was taken for a mean, or "
+    "N S": "the number of examples times the number of shared positions. A sum over all was taken for a mean, or "
     "the other way round",
-    "C": "the number of outputs. `MSELoss` with mean divides by all entries, not by the number of data",
-    "L": "the number of labels of a datum. A mean divides by all labels, not by the number of data",
-    "N C": "the number of data times the number of outputs, by which the mean divides. The reduction was ignored",
+    "C": "the number of outputs. `MSELoss` with mean divides by all entries, not by the number of examples",
+    "L": "the number of labels of an example. A mean divides by all labels, not by the number of examples",
+    "N C": "the number of examples times the number of outputs, by which the mean divides. The reduction was ignored",
     "2": "two. The Hessian of the square loss is two times the identity",
 }
 

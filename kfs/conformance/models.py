@@ -45,11 +45,11 @@ class Renamed(nn.Linear):
 
 
 class Rows(nn.Module):
-    """A layer that gets all positions of all data as rows of one matrix; results are summed up for each datum, or kept.
+    """A layer that gets all positions of all data as rows of one matrix; results are summed per example, or kept.
 
     Args:
-        order: `"folded"` for datum by datum, `"mixed"` for rows in an order that has nothing to do with data.
-        combine: `"sum"` over the positions of a datum, or `"keep"` them as positions of the output.
+        order: `"folded"` for example by example, `"mixed"` for rows in an order that has nothing to do with data.
+        combine: `"sum"` over the positions of an example, or `"keep"` them as positions of the output.
     """
 
     def __init__(self, order: str, combine: str) -> None:
@@ -109,7 +109,7 @@ class Padded(nn.Module):
 
 
 class Table(nn.Module):
-    """A learned table of positions that is repeated for every datum and added to inputs, before a layer."""
+    """A learned table of positions that is repeated for every example and added to inputs, before a layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -164,7 +164,7 @@ def vector(v: Any, noun: str = "tensor") -> str:
 def batches_and_data(num_batches: int | None, num_data: int | None) -> str:
     """Return how many batches and data there are, as far as it is known."""
     batches = "batches" if num_batches is None else counted(num_batches, "batch")
-    return f"{batches}, {'not counted yet' if num_data is None else f'{num_data:,} data'}"
+    return f"{batches}, {'not counted yet' if num_data is None else f'{num_data:,} examples'}"
 
 
 def number(value: Any) -> str:

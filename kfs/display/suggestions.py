@@ -38,10 +38,10 @@ class ByName(dict[str, Value]):
         return "\n".join([f"{len(self)} {self.noun}{'' if len(self) == 1 else 's'} by name", *lines])
 
     def __missing__(self, name: object) -> Value:
-        raise UnknownNameError(f"There is no {self.noun} {name!r}.", near([name], self))
+        raise UnknownNameError(f"There is no {self.noun} {name!r}.", suggest([name], self))
 
 
-def near(unknown: Iterable[object], known: Iterable[str]) -> str:
+def suggest(unknown: Iterable[object], known: Iterable[str]) -> str:
     """Return the way out of wrong names: those that are near, or some of those that exist.
 
     Args:
@@ -49,11 +49,11 @@ def near(unknown: Iterable[object], known: Iterable[str]) -> str:
         known: Names that do.
 
     Example:
-        >>> near(["encoder.weigth"], [f"layer{i}" for i in range(40)] + ["encoder.weight"])
+        >>> suggest(["encoder.weigth"], [f"layer{i}" for i in range(40)] + ["encoder.weight"])
         "Did you mean 'encoder.weight'?"
-        >>> near(["head"], ["fc1", "fc2"])
+        >>> suggest(["head"], ["fc1", "fc2"])
         "Choose from 'fc1', 'fc2'."
-        >>> near(["head"], [f"fc{i}" for i in range(40)])
+        >>> suggest(["head"], [f"fc{i}" for i in range(40)])
         "There are 40, such as 'fc0', 'fc1', 'fc2', 'fc3', 'fc4', 'fc5'."
     """
     names = list(known)

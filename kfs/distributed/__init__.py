@@ -6,7 +6,7 @@ Nothing here knows about KFAC, so that everything else may be built on it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kfs.display.suggestions import near
+from kfs.display.suggestions import suggest
 from kfs.distributed.collectives import (
     Same,
     add_up,
@@ -56,4 +56,4 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         globals()[name] = value = getattr(import_module(_LATER[name]), name)
         return value
-    raise UnknownAttributeError(f"{__name__} has no {name!r}.", near([name], __all__))
+    raise UnknownAttributeError(f"{__name__} has no {name!r}.", suggest([name], __all__))

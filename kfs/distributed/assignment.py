@@ -46,7 +46,7 @@ class Part:
         diagonal: For each sum that it consists of, whether that is only a diagonal. A weight with two roles has two
             sums on each side.
         itemsize: Bytes of a number.
-        positions: Vectors that each datum adds to each sum.
+        positions: Vectors that each example adds to each sum.
         eigen: Whether the owner of a factor keeps its eigenvectors, or its inverse.
 
     Example:
@@ -113,7 +113,7 @@ class Part:
 
     @property
     def vectors(self) -> float:
-        """Numbers for each datum that could be sent in place of dense sums: inputs, or gradients of one column."""
+        """Numbers for each example that could be sent in place of dense sums: inputs, or gradients of one column."""
         return self.positions * self.groups * self.size * self.diagonal.count(False)
 
     def pieces(self, width: int) -> "list[Part]":
@@ -173,7 +173,7 @@ def parts_of(block: Summed, num_data: int = 1, eigen: bool = False) -> list[Part
 
     Args:
         block: Its sums.
-        num_data: How many data they were taken over.
+        num_data: How many examples they were taken over.
         eigen: Whether owners keep eigenvectors and corrected eigenvalues, or inverses.
     """
     groups, rows, columns = block.layout.matrix_shape

@@ -100,7 +100,7 @@ def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
     """
     if not ranks.are_several:
         return flag
-    if not sync.runs_behind(flag.device):
+    if not sync.is_asynchronous(flag.device):
         return torch.tensor(ranks.gather("flags", flag.tolist())).all(0)
     number = flag.to(ranks.device_for(flag.device), torch.int32, copy=True)
     with connected("flags"):
@@ -224,7 +224,7 @@ def checksums(lists: Iterable[Sequence[Tensor]]) -> list[int]:
     plain = [[t for t in tensors if _has_plain_bits(t)] for tensors in lists]
     sums = [[_checksum(place, some) for place, some in enumerate(buckets(tensors))] for tensors in plain]
     found = [one for some in sums for one in some]
-    with sync.waiting_allowed():
+    with sync.allow_sync():
         numbers = iter(torch.stack([one.to(found[0].device) for one in found]).tolist() if found else ())
     return [sum(islice(numbers, len(some))) for some in sums]
 

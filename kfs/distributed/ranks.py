@@ -39,7 +39,7 @@ class _Message(NamedTuple):
     error: bytes | None = None  # a pickled exception
 
 
-class _ToldError(Exception):
+class _RemoteError(Exception):
     """Another rank has an error, and waits for this one to hear it."""
 
 
@@ -60,7 +60,7 @@ class Ranks:
 
     Example:
         >>> ranks = Ranks(None)
-        >>> ranks.rank, ranks.size, ranks.gather("numbers of data", 7)
+        >>> ranks.rank, ranks.size, ranks.gather("numbers of examples", 7)
         (0, 1, [7])
     """
 
@@ -153,7 +153,7 @@ class Ranks:
             yield
         except (LostRankError, GeneratorExit):  # nobody can be told, or nothing has failed
             raise
-        except _ToldError:
+        except _RemoteError:
             self._exchange(_Message(where))  # raises the other rank's error
             raise
         except BaseException as error:
@@ -181,7 +181,7 @@ class Ranks:
         except RuntimeError:  # The process that has the store has ended. The next exchange says so.
             return
         if is_told:
-            raise _ToldError
+            raise _RemoteError
 
     @property
     def _key(self) -> str:

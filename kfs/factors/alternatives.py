@@ -36,7 +36,7 @@ from kfs.factors.blocks import (
     Structure,
     stacked_with_zeros,
 )
-from kfs.factors.compute import one_by_one_if_needed, sweep
+from kfs.factors.compute import retry_without_vmap, sweep
 from kfs.factors.kfac import KFAC
 from kfs.factors.layout import Side
 from kfs.factors.settings import Settings
@@ -261,7 +261,7 @@ def _kfac(risk: EmpiricalRisk, settings: dict[str, Any]) -> KFAC:
 
 
 def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None]) -> dict[str, S]:
-    """Make statistics of blocks (`None` to leave a block out), and add all per-datum gradients to them."""
+    """Make statistics of blocks (`None` to leave a block out), and add all per-example gradients to them."""
 
     def run(settings: Settings) -> dict[str, S]:
         layouts = {block.layout.key: block.layout for block in K.blocks.values()}
@@ -270,7 +270,7 @@ def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None])
         sweep(risk, sums, settings, "gradients")
         return made
 
-    return one_by_one_if_needed(K.settings, run)
+    return retry_without_vmap(K.settings, run)
 
 
 def _operator(K: KFAC, structure: Callable[[Block], Structure]) -> BlockDiagonal:

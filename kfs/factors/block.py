@@ -86,7 +86,7 @@ class Block(Described):
         return self.sums.nbytes
 
     @property
-    def A(self) -> Tensor:  # noqa: N802 (the document's symbol)
+    def A(self) -> Tensor:  # noqa: N802 (the paper's symbol)
         """The input-based factor: `[d, d]`, only its diagonal `[d]`, or one for each group."""
         return self._without_single_group(self.scale("A") * self._total("A"))
 
@@ -200,7 +200,7 @@ class Block(Described):
 
     def _total(self, side: Side) -> Tensor:
         """Return the numbers of one side, before scaling."""
-        if not self.sums.is_here:
+        if not self.sums.is_local:
             raise DistributedError(
                 f"Another process owns block {self.name!r}, and has its factors.",
                 "Call K.fetch(name) in all processes, which copies one block to each of them, or K.gathered() for all.",

@@ -60,7 +60,7 @@ class SeenData:
 
     @property
     def number(self) -> int:
-        """How many data these are."""
+        """How many examples these are."""
         return sum(stop - start for start, stop in self.ranges)
 
     def add(self, some: Range, digest: int) -> None:
@@ -92,12 +92,12 @@ class SeenData:
         return [(start, stop) for start, stop in pairs if start < stop]
 
     def overlaps(self, other: "SeenData") -> bool:
-        """Whether some datum is in both."""
+        """Whether some example is in both."""
         return any(self.common(some) for some in other.ranges)
 
 
 def digests_of(batch: Batch, batch_axis: int | None) -> list[int]:
-    """Return a digest for each datum of a batch.
+    """Return a digest for each example of a batch.
 
     What has no batch axis counts for each of them: it must be the same in other batches of the same data.
     """
@@ -250,12 +250,12 @@ class Progress:
 
     Attributes:
         batches: Number of batches.
-        num_data: Number of data.
+        num_data: Number of examples.
         count: What a mean over the targets divides by, up to the last time that somebody asked for it.
         counted: What it has to be increased by since then; a tensor if only a device knows it.
         unexplained: `(parameter, why)` of uses that no rule explains.
         reached: Parameters that predictions depend on.
-        audit: What was checked on a few data.
+        audit: What was checked on a few examples.
     """
 
     batches: int = 0
@@ -392,7 +392,7 @@ class Journal:
         self._files: list[_File] = []
         self._others: list[_File] = []  # of these, those that this process adds in the end
         self._checked: dict[str, SeenData] = {}  # what this process has met of the data in each file
-        self._digests: dict[int, int] = {}  # of parts of the present batch, by the index of their first datum
+        self._digests: dict[int, int] = {}  # of parts of the present batch, by the index of their first example
         self._written_at = time.monotonic()
 
     def resume(self, sums: Sums) -> Progress:
@@ -424,7 +424,7 @@ class Journal:
         listed = []
         for path in [self.path, *paths] if self.path.exists() else paths:
             header, state = files.read(path, check_digest=False)
-            with files.valid(path):
+            with files.require_valid(path):
                 theirs = json.loads(header["belongs_to"])
                 mine = json.loads(json.dumps(self.belongs_to))
                 differs = [name for name in mine | theirs if theirs.get(name) != mine.get(name)]
@@ -448,7 +448,7 @@ class Journal:
         """Read a file, let somebody take the sums, and return what was counted."""
         path = self.path.with_name(file.name)
         _, state = files.read(path, self._device)
-        with files.valid(path):
+        with files.require_valid(path):
             take(state["uses"])
             return Progress.from_state(state["progress"])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kfs.display.charts import draw_errors
 from kfs.display.describe import DescribedByTables, Description, Table, readable_size
 from kfs.display.progress import show_progress
-from kfs.display.suggestions import near
+from kfs.display.suggestions import suggest
 from kfs.errors import ModelError
 from kfs.factors.alternatives import (
     exact_blocks,
@@ -182,7 +182,7 @@ def _makers(structures: Iterable[str] | Mapping[str, Callable[..., BlockDiagonal
     names = [structures] if isinstance(structures, str) else list(structures)
     unknown = [name for name in names if name not in STRUCTURES]
     if unknown or not names:
-        raise ModelError(f"There are no structures {unknown or names}.", near(unknown, STRUCTURES))
+        raise ModelError(f"There are no structures {unknown or names}.", suggest(unknown, STRUCTURES))
     return {name: STRUCTURES[name] for name in names}
 
 

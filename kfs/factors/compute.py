@@ -40,7 +40,7 @@ from kfs.problem.torch_fixes import RightGradients, explained, has_instance_norm
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import Replays
 from kfs.runtime.precision import at_least_float32
-from kfs.runtime.sync import Flags, numbers
+from kfs.runtime.sync import DeferredChecks, numbers
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def warn_of_wide(blocks: Iterable[Block], settings: Settings, stacklevel: int) -
 
 
 def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Settings) -> dict[str, Tensor]:
-    """Sum squares of every datum's backpropagated vectors, without the reduction factor: slow, but right.
+    """Sum squares of every example's backpropagated vectors, without the reduction factor: slow, but right.
 
     Args:
         risk: Model, loss, data and parameters.
@@ -199,11 +199,11 @@ def backpropagated_vectors(
         f: Predictions, `[N, ...]`, detached.
         y: Targets, `[N, ...]`.
         settings: Which curvature matrix is approximated.
-        first_datum: Index of the first datum within all data, as in `Draws`.
+        first_datum: Index of the first example within all data, as in `Draws`.
         at_once: Number of vectors to return together.
 
     Yields:
-        Some columns, `[columns, *f.shape]`: the same number of vectors for every datum.
+        Some columns, `[columns, *f.shape]`: the same number of vectors for every example.
     """
     if settings.fisher in {"type-2", "ggn"}:
         factor = loss.fisher_factor if settings.fisher == "type-2" else loss.hessian_factor
@@ -238,7 +238,7 @@ def columns_at_once(settings: Settings, device: torch.device) -> int:
     return settings.columns_at_once or (8 if device.type == "cuda" else 1)
 
 
-def one_by_one_if_needed(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
+def retry_without_vmap(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
     """Compute something for several vectors together, or one by one if an operation does not work with `vmap`."""
     try:
         return run(settings)
@@ -365,10 +365,14 @@ def sweep(
     """
     ranks = risk.ranks
     # An accelerator is not asked for every batch whether all targets count: they nearly always do.
-    ignored = Flags(risk.device) if sync.runs_behind(risk.device) and sums.counts_rows and journal is None else None
+    ignored = (
+        DeferredChecks(risk.device)
+        if sync.is_asynchronous(risk.device) and sums.counts_rows and journal is None
+        else None
+    )
     # Padding shows where gradients are missing.
     looks = sums.counts_rows and journal is None and settings.fisher != "forward-only"
-    padding = Flags(risk.device) if looks else None
+    padding = DeferredChecks(risk.device) if looks else None
     with risk.together(task, settings.all()):
         progress = Progress() if journal is None else journal.resume(sums)
         for _ in passes(risk, sums, settings, task, progress, journal, ignored=ignored, padding=padding):
@@ -402,8 +406,8 @@ def passes(
     pausing: bool = False,
     skip: Callable[[int, Batch], bool] | None = None,
     seen: Callable[[Tensor], None] | None = None,
-    ignored: Flags | None = None,
-    padding: Flags | None = None,
+    ignored: DeferredChecks | None = None,
+    padding: DeferredChecks | None = None,
 ) -> Generator[Batch, None, None]:
     """Run the passes over all batches, and yield each batch after its pass.
 
@@ -428,7 +432,7 @@ def passes(
         The batches whose passes are complete.
     """
     at_once = 1 if vectors is not None else columns_at_once(settings, risk.device)
-    instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single datum
+    instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single example
 
     def vectors_of(f: Tensor, batch: Batch) -> Iterable[Tensor]:
         """Return what is sent back for a batch."""
@@ -439,7 +443,7 @@ def passes(
 
     def run(batch: Batch) -> None:
         """Run the pass over a batch."""
-        # For a single datum, PyTorch misreads some gradients.
+        # For a single example, PyTorch misreads some gradients.
         with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
             known = audits.of_batch(risk, batch) if settings.audit else None
             # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
@@ -454,7 +458,7 @@ def passes(
         progress.unexplained |= capture.unexplained | missed
         progress.reached |= capture.reached
 
-    assumed: Flags | None = None
+    assumed: DeferredChecks | None = None
     # Surroundings are entered around all batches, or around each of them if the caller does other things in between.
     with _surroundings(risk, at_once, entered=not pausing) as check_values:
         with _surroundings(risk, at_once, entered=pausing):  # all parameters require gradients in there
@@ -485,15 +489,15 @@ def passes(
     progress.audit = audits.close(distrust=_wrong(padding))
 
 
-def _wrong(assumption: Flags | None) -> bool:
+def _wrong(assumption: DeferredChecks | None) -> bool:
     """Whether something turned out to be wrong that was taken for granted."""
-    return assumption is not None and assumption.first_bad() is not None
+    return assumption is not None and assumption.first_failure() is not None
 
 
-def _assumed(ignored: Flags | None, risk: EmpiricalRisk, batch: Batch) -> Flags | None:
+def _assumed(ignored: DeferredChecks | None, risk: EmpiricalRisk, batch: Batch) -> DeferredChecks | None:
     """Return where data with ignored targets are noted; `None` if some of a batch are, or if nobody wants to know."""
     targets = None if ignored is None else risk.loss.counted(batch.y)
-    with sync.waiting_allowed():
+    with sync.allow_sync():
         return ignored if targets is None or bool(targets.all()) else None
 
 
@@ -536,7 +540,7 @@ def compute_sums(
     """
     journal = None if checkpoint is None else partial(Journal, checkpoint, risk, settings)
     with naming(checkpoint):
-        sums, progress = one_by_one_if_needed(settings, lambda s: kfac(risk, s, journal, owners))
+        sums, progress = retry_without_vmap(settings, lambda s: kfac(risk, s, journal, owners))
     found = list(sums.blocks.values())
     bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts, progress.reached)
     blocks = [block for block in found if not bad.keys() & set(block.layout.params)]
@@ -544,7 +548,7 @@ def compute_sums(
     if uncovered and settings.uncovered == "error":
         raise coverage_error(uncovered)
     if not all(risk.ranks.gather("finite", _is_finite(blocks))):
-        if sync.runs_behind(risk.device):
+        if sync.is_asynchronous(risk.device):
             explain_vectors(risk, settings)
         with risk.ranks.agreed("factors"):
             _refuse_not_finite(blocks)
@@ -578,7 +582,7 @@ def read_blocks(states: Iterable[Any], ranks: Ranks) -> tuple[list[BlockSums], d
 
 def _is_finite(blocks: list[BlockSums]) -> bool:
     """Whether there is neither NaN nor infinity; the device is asked once if all is well."""
-    totals = [s.total for block in blocks if block.is_here for s in block.sums]
+    totals = [s.total for block in blocks if block.is_local for s in block.sums]
     if not totals or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(totals)]))):
         return True
     # Numbers may only be so large that the norm overflows.
@@ -590,7 +594,7 @@ def _refuse_not_finite(blocks: list[BlockSums]) -> None:
     for block in blocks:
         for role in block.roles.values():
             for what, s in (("inputs", role.input), ("gradients", role.gradient)):
-                if block.is_here and not s.total.isfinite().all():
+                if block.is_local and not s.total.isfinite().all():
                     raise DataError(
                         f"The {what} of block {block.layout.name!r} are not finite.",
                         "Look for NaN or infinity in the data, the parameters or the loss.",

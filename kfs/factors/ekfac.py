@@ -21,7 +21,7 @@ from kfs.factors.blocks.eigenbasis import Eigenbasis
 from kfs.factors.blocks.stack import Stack, check_coverage
 from kfs.factors.blocks.structure import Structure
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, digest, naming
-from kfs.factors.compute import JournalOf, LossScale, exact_diagonals, one_by_one_if_needed, sweep
+from kfs.factors.compute import JournalOf, LossScale, exact_diagonals, retry_without_vmap, sweep
 from kfs.factors.kfac import KFAC, ShowsFactors, describe_factors
 from kfs.factors.loading import loadable
 from kfs.factors.settings import Fisher, Settings, Sharing
@@ -29,7 +29,7 @@ from kfs.files import UnfitError
 from kfs.operators.curvature import check_risk
 from kfs.operators.space import Space
 from kfs.problem.risk import EmpiricalRisk
-from kfs.runtime.sync import numbers, waiting_allowed
+from kfs.runtime.sync import allow_sync, numbers
 
 
 def sum_squares(
@@ -96,8 +96,8 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     Args:
         risk: Model, loss, data and parameters.
-        fisher: As in `KFAC`. With `"mc"`, eigenvalues come from other draws than eigenvectors, as many for each datum;
-            the same draws would make the smallest eigenvalues several times too small.
+        fisher: As in `KFAC`. With `"mc"`, eigenvalues come from other draws than eigenvectors, as many for each
+            example; the same draws would make the smallest eigenvalues several times too small.
         sharing: As in `KFAC`.
         checkpoint: As in `KFAC`. A second file, with `.eigenvalues` appended to its name, keeps eigenvalues.
         **settings: All others that `KFAC` takes. `products` is about factors. Eigenvalues are computed in float32 or
@@ -108,7 +108,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         factors: The KFAC whose eigenvectors these are.
         blocks: Its blocks by name, with `A` and `B`.
         settings: All settings.
-        num_data: How many data the eigenvalues were computed from.
+        num_data: How many examples the eigenvalues were computed from.
         audit: What was checked, and how closely; `None` if nothing was, or if eigenvalues were loaded.
 
     Example:
@@ -116,7 +116,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         >>> print(EKFAC(EmpiricalRisk(model, torch.nn.MSELoss(), data), "mc", mc_samples=2))
         EKFAC of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
           fisher='mc', sharing='expand', mc_samples=2
-          factors of 9 data, eigenvalues of 9, 1 block, 80 B of factors
+          factors of 9 examples, eigenvalues of 9, 1 block, 80 B of factors
         blocks
         block   matrix  A          B          operations  bytes
         ------  ------  ---------  ---------  ----------  -----
@@ -175,7 +175,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         factors.risk_of = factors.risk_of or risk.with_model
         self._of = factors.of
         # A decomposition is checked before anybody uses it.
-        with waiting_allowed(), self.ranks.agreed("eigenvectors"):
+        with allow_sync(), self.ranks.agreed("eigenvectors"):
             self._sums = [
                 Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis()))
                 for stack in factors.own_stacks
@@ -206,7 +206,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     def describe(self) -> Description:
         """Describe model, loss, settings, data and blocks."""
-        data = f"factors of {self.factors.num_data:,} data, eigenvalues of {self.num_data:,}"
+        data = f"factors of {self.factors.num_data:,} examples, eigenvalues of {self.num_data:,}"
         return describe_factors(self.about, self.blocks, self.settings, data)
 
     @property
@@ -290,7 +290,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             return stacks, sum_squares(risk, settings, self.factors, self._blocks_in(stacks), journal)
 
         # The draws behind the eigenvectors have least curvature along the smallest of them, by chance.
-        stacks, progress = one_by_one_if_needed(settings.with_fresh_draws(), run)
+        stacks, progress = retry_without_vmap(settings.with_fresh_draws(), run)
         self._write_exact_diagonals(stacks, risk, settings)
         finite = numbers([stack.structure.like.isfinite().all() for stack in stacks])
         with risk.ranks.agreed("eigenvalues"):
@@ -400,11 +400,11 @@ if __name__ == "__main__":
         K, E = KFAC(risk), EKFAC(risk)
         for name, block in K.blocks.items():
             exact, kfac, ekfac = (op.submatrix(block.layout.params).to_dense() for op in (GGN(risk), K, E))
-            case = f"layer {name}, {N} data"
+            case = f"layer {name}, {N} examples"
             if N == 1:
-                verify("for one datum, EKFAC equals the GGN's block", ekfac, exact, case=case)
+                verify("for one example, EKFAC equals the GGN's block", ekfac, exact, case=case)
                 continue
-            verify_differs("for several data, it approximates it", ekfac, exact, case=case)
+            verify_differs("for several examples, it approximates it", ekfac, exact, case=case)
             closer = (ekfac - exact).norm() < (kfac - exact).norm()
             verify_that("better than KFAC does, in the Frobenius norm", bool(closer), case=case)
             verify("the trace is right", ekfac.trace(), exact.trace(), case=case)

@@ -17,7 +17,7 @@ from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.audit import Audit, Audits
 from kfs.factors.blocks.block_diagonal import kind_and_size
-from kfs.factors.capture import Known, backward, forward, measure_rows
+from kfs.factors.capture import AuditResult, backward, forward, measure_rows
 from kfs.factors.compute import not_covered, shared_with
 from kfs.factors.layout import Side
 from kfs.factors.rules import new_session
@@ -47,7 +47,7 @@ class Row:
         A: Structure and size of the input-based factor.
         B: Structure and size of the gradient-based factor.
         nbytes: Bytes of both factors. Zero for a bias that shares its weight's block.
-        cost: Floating-point operations for both factors, for each datum and column that is sent back, roughly.
+        cost: Floating-point operations for both factors, for each example and column that is sent back, roughly.
         why_not: Why the parameter is not covered. Empty if it is.
         rows: How rows of the operations' inputs belong to data. Empty without audit.
         difference: Relative difference of the sum over its uses from its gradient by autograd. `None` without audit.
@@ -75,7 +75,7 @@ class Inspection(DescribedByTables):
         model: The class of the model.
         audit: What was checked, and how closely; `None` if nothing was.
         blocks: Sums of all blocks that are covered, without numbers: layouts, sizes, how many positions.
-        num_data: Number of data that these positions belong to.
+        num_data: Number of examples that these positions belong to.
     """
 
     rows: tuple[Row, ...]
@@ -98,7 +98,7 @@ class Inspection(DescribedByTables):
         """Draw bytes of factors, and operations for them, layer by layer, into a new figure.
 
         Returns:
-            Axes of matplotlib: for bytes, and for operations for each datum and column that is sent back.
+            Axes of matplotlib: for bytes, and for operations for each example and column that is sent back.
 
         Raises:
             ModelError: If nothing is covered.
@@ -108,7 +108,7 @@ class Inspection(DescribedByTables):
             raise ModelError("No parameter is covered.", "Print the table: it says why.")
         memory = [float(row.nbytes) for row in layers.values()], readable_size
         work = [row.cost for row in layers.values()], readable_count
-        return draw_bars(list(layers), {"factors": memory, "operations for a datum": work})
+        return draw_bars(list(layers), {"factors": memory, "operations for an example": work})
 
     def describe(self) -> Description:
         """Describe all parameters, and what was checked."""
@@ -140,15 +140,15 @@ def inspect(
 ) -> Inspection:
     """Find out what KFAC covers, without computing any factor.
 
-    After an audit of a few data, the same few go through the model once more, forward and backward, and the rest of the
-    sample does so only if it may be used in another way. Without audit, the whole sample does.
+    After an audit of a few examples, the same few go through the model once more, forward and backward, and the rest of
+    the sample does so only if it may be used in another way. Without audit, the whole sample does.
 
     Args:
         model: A module, or a function `f(params, x)`. A module on the `meta` device takes no memory, whatever its size:
             make it in `with torch.device("meta"):`. There are no values then. If it asks for some, `x.all()` and
             `x == y` are true, and `x.any()` is false.
-        sample: A batch of inputs, as the model takes it. Use at least two data: with one datum, the batch axis looks
-            like any other axis of length one.
+        sample: A batch of inputs, as the model takes it. Use at least two examples: with one example, the batch axis
+            looks like any other axis of length one.
         params: Which parameters, as in `EmpiricalRisk`.
         sharing: As in `KFAC`.
         joint_bias: As in `KFAC`.
@@ -208,10 +208,12 @@ def inspect(
     return Inspection(tuple(rows), audits.report, risk.about.partition(" ")[0], covered, len(used.y))
 
 
-def _audited_part(batch: Batch, known: Known | None, report: Audit | None, batch_axis: int | None) -> Batch | None:
+def _audited_part(
+    batch: Batch, known: AuditResult | None, report: Audit | None, batch_axis: int | None
+) -> Batch | None:
     """Return those data of a batch that were audited, if all other data are used in the same way.
 
-    Shapes of factors do not depend on the number of data, so that a few are enough.
+    Shapes of factors do not depend on the number of examples, so that a few are enough.
     """
     if known is None or report is None or report.num_data >= len(batch.y):
         return None
@@ -225,7 +227,7 @@ def _audited_part(batch: Batch, known: Known | None, report: Audit | None, batch
 
 
 def _uses(
-    risk: EmpiricalRisk, batch: Batch, settings: Settings, known: Known | None
+    risk: EmpiricalRisk, batch: Batch, settings: Settings, known: AuditResult | None
 ) -> tuple[FactorSums, dict[str, str]]:
     """Run a forward and a backward pass. Return sums that have shapes, but no numbers, and what is not covered."""
     sums = FactorSums(settings, dry=True)

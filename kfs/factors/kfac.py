@@ -13,12 +13,12 @@ import torch
 
 from kfs.display.charts import Panel, draw_factors
 from kfs.display.describe import Description, Table, counted, readable_size, times
-from kfs.display.suggestions import ByName, near
+from kfs.display.suggestions import ByName, suggest
 from kfs.distributed import Ranks, Same, check_same
 from kfs.distributed.collectives import fetched, joined
 from kfs.errors import DistributedError, ModelError
 from kfs.factors.accumulate.block_sums import BlockSums, Placement
-from kfs.factors.audit import both_audits
+from kfs.factors.audit import merge_audits
 from kfs.factors.block import Block
 from kfs.factors.blocks import chosen
 from kfs.factors.blocks.block_diagonal import BlockDiagonal, kind_and_size
@@ -48,7 +48,7 @@ def describe_factors(about: str, blocks: Mapping[str, Block], settings: Settings
         about: The title.
         blocks: All blocks.
         settings: All settings.
-        data: How many data it comes from.
+        data: How many examples it comes from.
     """
     nbytes = readable_size(sum(block.nbytes for block in blocks.values()))
     counts = f"{data}, {counted(len(blocks), 'block')}, {nbytes} of factors"
@@ -123,8 +123,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
         sharing: How to treat positions that share a weight (pixels, tokens): `"expand"` treats them like further
             data, `"reduce"` sums over them first. One value for all parameters, or a dictionary by the name of a
             parameter or module; others expand.
-        mc_samples: Number of labels to draw per datum for `"mc"`.
-        seed: Seed for drawing labels. Draws depend on seed, datum and sample alone.
+        mc_samples: Number of labels to draw per example for `"mc"`.
+        seed: Seed for drawing labels. Draws depend on seed, example and sample alone.
         max_dim: Factors wider than this keep only their diagonal. A warning says which.
         uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out of this
             operator), or `"diagonal"` (compute the exact diagonal of their curvature, slowly).
@@ -136,7 +136,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         joint_bias: Whether a bias shares the block of its weight.
         batch_axis: Position of the batch axis in inputs, if it is not the first. In activations it is measured; without
             audit, it is expected there, too.
-        first_datum: Index of the first datum, for draws, if these data are part of a larger set.
+        first_datum: Index of the first example, for draws, if these data are part of a larger set.
         columns_at_once: Number of columns that are sent back together. More columns take more memory.
         factor_device: Device of the factors, if not the model's. `"cpu"` saves GPU memory and takes longer.
         factor_dtype: Precision of the factors. By default the model's, or float32 for half precision. Sums are taken
@@ -147,9 +147,9 @@ class KFAC(ShowsFactors, BlockDiagonal):
             `"tf32"` multiplies float32 in TF32. `"bf16"` rounds float32 to bfloat16 first, which is fastest: an entry
             of a factor is off by about `2^-7` of its sum of absolute products, at most. A CPU has no TF32, and is not
             faster with `"bf16"`. Eigenvalues of `EKFAC` are computed as with `"auto"`.
-        audit: Whether to check, on a few data of the first batch (and of the first one of every other shape), that what
-            is captured is what the model computes; see `kfs.factors.audit.audit`. Without, the batch axis is guessed by
-            its length.
+        audit: Whether to check, on a few examples of the first batch (and of the first one of every other shape), that
+            what is captured is what the model computes; see `kfs.factors.audit.audit`. Without, the batch axis is
+            guessed by its length.
         replay: Whether passes over batches of one shape are recorded as a CUDA graph, from the third one on, if the
             model is on a GPU and more than a few batches are to come; see `kfs.runtime.cuda_graphs`. Passes that cannot
             be recorded, because something in them depends on values of data, run as they are; the logger `kfs.factors`
@@ -164,7 +164,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
     Attributes:
         blocks: Blocks by name. Each has `A` and `B`; if another process owns it, `fetch` gets them.
         owners: The rank that owns each block, by name; empty if all processes have all blocks.
-        num_data: Number of data seen.
+        num_data: Number of examples seen.
         settings: All of the above.
         loss: What the factors depend on in the loss.
         count: What a mean over all targets seen divides by.
@@ -185,7 +185,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         >>> K
         KFAC of Sequential with CrossEntropyLoss (mean): 23 x 23, float32 on cpu, symmetric
           fisher='type-2', sharing='expand'
-          10 data, 2 blocks, 216 B of factors
+          10 examples, 2 blocks, 216 B of factors
         >>> (K @ risk.gradient())["2.bias"].shape
         torch.Size([2])
     """
@@ -248,7 +248,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
     def own_stacks(self) -> list[Stack]:
         """The blocks of this process as Kronecker products, those of one size together in memory."""
         if self._stacks is None:
-            here = [block for block in self.blocks.values() if block.sums.is_here]
+            here = [block for block in self.blocks.values() if block.sums.is_local]
             parts = [(block.layout, block.structure()) for block in here]
             layouts = [block.layout for block in self.blocks.values()]
             # One of the ranks has rows of parameters that are not used.
@@ -259,7 +259,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
 
     def describe(self) -> Description:
         """Describe model, loss, settings, data and blocks."""
-        return describe_factors(self.about, self.blocks, self.settings, f"{self.num_data:,} data")
+        return describe_factors(self.about, self.blocks, self.settings, f"{self.num_data:,} examples")
 
     def update(self, risk: EmpiricalRisk) -> Self:
         """Add more data, in place; if something goes wrong, nothing is changed.
@@ -279,7 +279,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             skips = self.settings.uncovered == "skip"
             named = _params(block.layout for block in blocks) if skips else set(risk.params)
             self._add(blocks, named, progress.num_data, progress.count, owners)
-        self.audit = both_audits(self.audit, progress.audit)
+        self.audit = merge_audits(self.audit, progress.audit)
         return self
 
     def merge(self, other: "KFAC") -> Self:
@@ -303,7 +303,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
                 )
         theirs = [block.sums for block in other.blocks.values()]
         self._add(theirs, set(other.domain.shapes), other.num_data, other.count, self.owners)
-        self.audit = both_audits(self.audit, other.audit)
+        self.audit = merge_audits(self.audit, other.audit)
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
@@ -342,7 +342,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         block = self.blocks[name]
         if not self.ranks.are_several:
             return block
-        state = {"blocks": [block.sums.state()] if block.sums.is_here else []}
+        state = {"blocks": [block.sums.state()] if block.sums.is_local else []}
         (found,) = fetched(joined(self.ranks, state, self._lists))["blocks"]
         return replace(block, sums=BlockSums.from_state(found))
 
@@ -404,7 +404,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             "loss": asdict(self.loss),
             "count": self.count,
             "num_data": self.num_data,
-            "blocks": [block.sums.state() for block in self.blocks.values() if block.sums.is_here],
+            "blocks": [block.sums.state() for block in self.blocks.values() if block.sums.is_local],
         }
 
     @classmethod
@@ -456,7 +456,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             known = set(risk.params) | {name.rpartition(".")[0] for name in risk.params}
             unknown = [name for name in self.settings.sharing if name not in known]
             if unknown:
-                raise ModelError(f"sharing has unknown names {unknown}.", near(unknown, sorted(known)))
+                raise ModelError(f"sharing has unknown names {unknown}.", suggest(unknown, sorted(known)))
 
 
 def _params(layouts: Iterable[Layout]) -> set[str]:

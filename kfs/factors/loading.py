@@ -67,7 +67,7 @@ def _read(path: str | Path, device: str | torch.device, ranks: Ranks) -> BlockDi
             f"{path} holds a {header.get('kind')}.",
             "Pass a file that K.save(...) has written; a checkpoint is resumed with KFAC(risk, checkpoint=...).",
         )
-    with files.valid(path):
+    with files.require_valid(path):
         shapes = {str(name): tuple(map(int, shape)) for name, shape in state["space"]["shapes"]}
         dtype = getattr(torch, state["space"]["dtype"])
         if not isinstance(dtype, torch.dtype):

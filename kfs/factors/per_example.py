@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from kfs.display.describe import Described, Description, Table, counted, kind, times
-from kfs.display.suggestions import ByName, few, near
+from kfs.display.suggestions import ByName, few, suggest
 from kfs.errors import DataError, ModelError, ShapeError
 from kfs.factors.accumulate import (
     Captured,
@@ -72,7 +72,7 @@ class BlockGradients(Described):
 
     Attributes:
         layout: How the parameter becomes a matrix.
-        num_data: Number of data.
+        num_data: Number of examples.
         dtype: Dtype of all numbers, float32 or better.
         device: Device of all numbers.
         uses: One part for each use of the parameter: what was captured, or rows.
@@ -90,16 +90,15 @@ class BlockGradients(Described):
         """Describe block, data and parts; rows are not counted, since that may take memory."""
         groups, rows, columns = self.layout.matrix_shape
         size = times((groups, rows, columns) if groups > 1 else (rows, columns))
-        title = (
-            f"Gradients of {self.num_data:,} data, block {self.layout.name!r}: {size}, {kind(self.dtype, self.device)}"
-        )
+        where = kind(self.dtype, self.device)
+        title = f"Gradients of {self.num_data:,} examples, block {self.layout.name!r}: {size}, {where}"
         parts = [f"rows of {counted(len(self.uses), 'use')}"] if self.uses else []
         parts += [] if self.whole is None else ["matrices"]
         return Description(title, (" + ".join(parts) or "zero: the parameter was not used",))
 
     @cached_property
     def parts(self) -> tuple[RowProducts, ...]:
-        """The rows of all uses: each has vectors `x` and `g`, `[groups, n, rows of a datum, d_A]` and `[..., d_B]`.
+        """The rows of all uses: each has vectors `x` and `g`, `[groups, n, rows of an example, d_A]` and `[..., d_B]`.
 
         Data that have fewer rows than others have rows of zeros. `x.dense()` writes unit vectors and the coordinate of
         the bias down.
@@ -112,12 +111,12 @@ class BlockGradients(Described):
 
     @property
     def shared(self) -> int:
-        """Number of rows of each datum, of all parts together; none is written down to count them."""
+        """Number of rows of each example, of all parts together; none is written down to count them."""
         return sum(use.shared for use in self.uses)
 
     @property
     def numbers(self) -> int:
-        """How many numbers the gradient of a datum has."""
+        """How many numbers the gradient of an example has."""
         groups, rows, columns = self.layout.matrix_shape
         return groups * rows * columns
 
@@ -202,7 +201,7 @@ class BlockGradients(Described):
 
     @precisely
     def inner_within(self, other: "BlockGradients") -> Tensor:
-        """Return the inner products of two gradients of every datum, `[n]`."""
+        """Return the inner products of two gradients of every example, `[n]`."""
         self._check_block(other)
         if not (self._has_parts and other._has_parts):
             return torch.zeros(self.num_data, dtype=self.dtype, device=self.device)
@@ -212,7 +211,7 @@ class BlockGradients(Described):
         return (self.dense() * other.dense()).flatten(1).sum(1)
 
     def squared_norms(self) -> Tensor:
-        """Return the squared norm of every datum's gradient, `[n]`."""
+        """Return the squared norm of every example's gradient, `[n]`."""
         return self.inner_within(self)
 
     @precisely
@@ -279,7 +278,7 @@ class BlockGradients(Described):
         return cheaper(pairs, rows, self._work(other), self.numbers, (False, False))
 
     def _matrices(self) -> Iterator[Tensor]:
-        """Form matrices, a few data at a time if there is a single part."""
+        """Form matrices, a few examples at a time if there is a single part."""
         if len(self.uses) == 1 and self.whole is None:
             yield from (some.to(self.dtype) for some in self.uses[0].matrices())
         else:
@@ -373,7 +372,7 @@ class GradientBatch(Described):
     """The gradients of some consecutive data, with respect to all blocks.
 
     Attributes:
-        start: Index of the first datum within the data set.
+        start: Index of the first example within the data set.
         stop: End of the half-open range of data, `start` to `stop`.
         blocks: The gradients by the names of blocks.
         shapes: The shapes of all parameters, by name.
@@ -428,7 +427,7 @@ class GradientBatch(Described):
         return torch.stack(both).sum(0)
 
     def squared_norms(self) -> Tensor:
-        """Return the squared norm of every datum's gradient, `[n]`."""
+        """Return the squared norm of every example's gradient, `[n]`."""
         return torch.stack([block.squared_norms() for block in self.blocks.values()]).sum(0)
 
 
@@ -443,20 +442,20 @@ def per_datum(
     audit: bool = True,
     skip: Callable[[int, Batch], bool] | None = None,
 ) -> Iterator[GradientBatch]:
-    """Compute the gradient of every datum, batch by batch, without forming it.
+    """Compute the gradient of every example, batch by batch, without forming it.
 
-    The gradient is that of the datum's own term `c(f, y)` of the loss, which is not scaled: the gradient of the risk is
-    `risk.reduction_factor` times the sum over all data. Parameters, modes and random state are as before whenever a
+    The gradient is that of the example's own term `c(f, y)` of the loss, which is not scaled: the gradient of the risk
+    is `risk.reduction_factor` times the sum over all data. Parameters, modes and random state are as before whenever a
     batch is yielded, and if you stop early.
 
     Args:
         risk: Model, loss, data and parameters.
         of: What is differentiated: `"loss"`, `"log-probability"` (of the label), `"margin"` (`log p / (1 - p)` of the
-            label's probability; Park et al., 2023), or a function of one datum's prediction and target.
+            label's probability; Park et al., 2023), or a function of one example's prediction and target.
         blocks: An operator such as `KFAC`, whose blocks and settings are used. By default, blocks are those that `KFAC`
             would have.
         uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out), or
-            `"autograd"` (differentiate datum by datum, slowly).
+            `"autograd"` (differentiate example by example, slowly).
         joint_bias: As in `KFAC`.
         batch_axis: As in `KFAC`.
         audit: As in `KFAC`.
@@ -469,7 +468,7 @@ def per_datum(
 
     Raises:
         ModelError: If a parameter is not covered, or blocks are others than those of the operator.
-        DataError: If a gradient is not finite, or an index of an embedding does not exist. The datum is named.
+        DataError: If a gradient is not finite, or an index of an embedding does not exist. The example is named.
         LossError: If there is no such quantity.
 
     Example:
@@ -492,7 +491,7 @@ def per_datum(
     named = {"of": getattr(of, "__qualname__", of), "uncovered": uncovered, "joint_bias": joint_bias}
     with risk.together("kfs.per_datum", named | {"batch_axis": batch_axis}):
         if uncovered not in _UNCOVERED:
-            raise ModelError(f"uncovered is {uncovered!r}.", near([uncovered], _UNCOVERED))
+            raise ModelError(f"uncovered is {uncovered!r}.", suggest([uncovered], _UNCOVERED))
         settings = Settings(fisher="empirical", joint_bias=joint_bias, batch_axis=batch_axis, audit=audit, replay=False)
         settings = _settings(settings, blocks)
         gradient = gradient_of(of, risk.loss)
@@ -508,7 +507,7 @@ def per_datum_columns(
     uncovered: Uncovered = "error",
     audit: bool = True,
 ) -> Iterator[list[GradientBatch]]:
-    r"""Compute $J_n^\top v_{n,c}$ for every datum and several vectors each, with a single forward pass for each batch.
+    r"""Compute $J_n^\top v_{n,c}$ for every example and several vectors each, with one forward pass per batch.
 
     For unit vectors, these are the rows of the Jacobian.
 
@@ -524,7 +523,7 @@ def per_datum_columns(
 
     Raises:
         ModelError: If a parameter is not covered, or blocks are others than those of the operator.
-        DataError: If a gradient is not finite. The datum is named.
+        DataError: If a gradient is not finite. The example is named.
     """
     settings = _settings(Settings(fisher="empirical", audit=audit, replay=False), blocks)
     return _Stream(risk, vectors, blocks, uncovered).batches(settings)
@@ -638,7 +637,7 @@ class _Stream:
         return GradientBatch(batch.first, batch.first + num_data, by_name, shapes)
 
     def _by_autograd(self, batch: Batch, bad: Mapping[str, str]) -> list[dict[str, Tensor]]:
-        """Differentiate with respect to parameters that no rule covers datum by datum, `[n, *shape]`, for each column.
+        """Differentiate by parameters that no rule covers, example by example, `[n, *shape]`, for each column.
 
         There is nothing to differentiate if they are left out.
         """
@@ -665,7 +664,7 @@ def _flat_layout(risk: EmpiricalRisk, name: str) -> Layout:
 
 
 def _check_finite(columns: Sequence[GradientBatch]) -> None:
-    """Refuse gradients with NaN or infinity, and name the datum; an accelerator is asked once if all is well."""
+    """Refuse gradients with NaN or infinity, and name the example; an accelerator is asked once if all is well."""
     blocks = [block for batch in columns for block in batch.blocks.values()]
     uses = [use for block in blocks for use in block.uses if isinstance(use, Captured)]
     tensors = [use.gradient for use in uses]
@@ -685,7 +684,7 @@ def _check_finite(columns: Sequence[GradientBatch]) -> None:
                 first, last = start + wrong[0], start + wrong[-1]
                 # Gradients by autograd are sent back for all data together, and one may spoil all.
                 unclear = block.whole is not None and last > first
-                datum = f"a datum from {first} to {last}" if unclear else f"datum {first}"
+                datum = f"an example from {first} to {last}" if unclear else f"datum {first}"
                 raise DataError(
                     f"The gradient of {datum} with respect to block {block.layout.name!r} is not finite.",
                     "Look for NaN or infinity in its input, its target, the parameters or the loss.",
@@ -693,7 +692,7 @@ def _check_finite(columns: Sequence[GradientBatch]) -> None:
 
 
 def _explaining_indices(risk: EmpiricalRisk, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Iterate; if an index is out of range, say which one, of which datum and of which embedding."""
+    """Iterate; if an index is out of range, say which one, of which example and of which embedding."""
     with risk.whole.held(risk.params):  # other processes have other numbers of batches
         try:
             yield from batches
@@ -706,7 +705,7 @@ def _explaining_indices(risk: EmpiricalRisk, batches: Iterator[Batch]) -> Iterat
 
 
 class _CheckedEmbeddings(TorchFunctionMode):
-    """Refuses indices that an embedding does not have, and names the datum."""
+    """Refuses indices that an embedding does not have, and names the example."""
 
     def __init__(self, risk: EmpiricalRisk, batch: Batch) -> None:
         super().__init__()
@@ -722,7 +721,7 @@ class _CheckedEmbeddings(TorchFunctionMode):
             if len(wrong):
                 value = int(index[tuple(wrong[0])])
                 has_data = index.shape[:1] == self.batch.y.shape[:1]
-                datum = f"of datum {self.batch.first + int(wrong[0, 0])} " if has_data else ""
+                datum = f"of example {self.batch.first + int(wrong[0, 0])} " if has_data else ""
                 name = self.names.get(id(weight), "an embedding")
                 raise DataError(
                     f"The index {value} {datum}does not exist in {name!r}, which has {len(weight)} rows.",

@@ -97,7 +97,7 @@ class Settings:
     """The settings of `kfs.KFAC`, which documents them.
 
     Attributes:
-        first_sample: Index of the first draw for each datum: zero for factors; `kfs.EKFAC` sets it for eigenvalues.
+        first_sample: Index of the first draw for each example: zero for factors; `kfs.EKFAC` sets it for eigenvalues.
 
     Raises:
         ModelError: If a setting is unknown or out of range.
@@ -160,7 +160,7 @@ class Settings:
         return self.state() | {"placement": self.placement, "factor_memory": self.factor_memory}
 
     def with_fresh_draws(self) -> "Settings":
-        """Return the same settings with other draws, of which there are as many for each datum."""
+        """Return the same settings with other draws, of which there are as many for each example."""
         return replace(self, first_sample=self.first_sample + self.mc_samples) if self.fisher == "mc" else self
 
     @classmethod

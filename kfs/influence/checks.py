@@ -7,7 +7,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from kfs.display.suggestions import few, near
+from kfs.display.suggestions import few, suggest
 from kfs.errors import DistributedError, KfsWarning, ModelError, SolverError
 from kfs.factors.blocks import BlockDiagonal, Damping, Method, Relative
 from kfs.operators.match import check_parameters
@@ -54,7 +54,7 @@ def inverse_of(K: BlockDiagonal, damping: Damping, method: Method) -> BlockDiago
 def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
     """Refuse what is neither `None` nor one of some names."""
     if value is not None and value not in choices:
-        raise ModelError(f"{what} is {value!r}.", f"{near([value], choices)} Or leave it out.")
+        raise ModelError(f"{what} is {value!r}.", f"{suggest([value], choices)} Or leave it out.")
 
 
 def check_memory(memory: object, what: str = "memory") -> None:

@@ -32,8 +32,8 @@ class QueryError(Described):
         query_rank: How many are kept.
         left_out: The norm of what is left out, relative to that of all queries' gradients times the inverse, by block.
             Only blocks for which compression takes fewer operations are compressed; others are not in here.
-        bound: For every query, `[queries]`: the error of its score with a training datum is at most this number times
-            the norm of the datum's gradient.
+        bound: For every query, `[queries]`: the error of its score with a training example is at most this number times
+            the norm of the example's gradient.
         measured: The relative error of the scores of all queries and the training data of the first batch.
     """
 
@@ -246,7 +246,7 @@ def _total(works: dict[str, Work], phase: str) -> int:
 
 
 def _passes(batch: GradientBatch) -> int:
-    """Return how many operations forward and backward pass of a datum take: a product with the weight each."""
+    """Return how many operations forward and backward pass of an example take: a product with the weight each."""
     return sum(2 * _OPERATIONS * block.shared * _touched(block) for block in batch.blocks.values())
 
 

@@ -35,7 +35,7 @@ from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.nested import tensors_in
 
 # Details that people read in a message. Of all others, only that they differ is said.
-_READABLE = ("damping", "method", "of_train", "rank", "compression", "dtype", "number of data", "precision")
+_READABLE = ("damping", "method", "of_train", "rank", "compression", "dtype", "number of examples", "precision")
 
 
 def identity(
@@ -56,7 +56,7 @@ def identity(
         "parameters": {name: list(p.shape) for name, p in train.params.items()},
         "curvature": digest(t for stack in K.stacks for t in tensors_in(stack.state()["blocks"])),
         "of_train": _named(of_train),
-        "number of data": train.num_data,
+        "number of examples": train.num_data,
         "precision": f"{train.dtype} on {train.device.type}",
         **{name: str(value) for name, value in settings.items()},
         **weights(train),
@@ -179,7 +179,7 @@ class Folder:
         if not self._main.exists():
             return None
         header, state = files.read(self._main)
-        with files.valid(self._main):
+        with files.require_valid(self._main):
             differ = differences(json.loads(header["belongs_to"]), self._belongs_to)
             number = int(state["shards"]) if state["complete"] else None
         if differ:
@@ -249,7 +249,7 @@ def _version(file: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-# Compressed scores of this many data of a batch are compared with full ones.
+# Compressed scores of this many examples of a batch are compared with full ones.
 _SAMPLE = 16
 
 
@@ -302,13 +302,13 @@ class Builder:
             StorageError: If there is an index of something else, or a damaged one.
         """
         found = self.shards.open(belongs_to)
-        known = _Known([])
+        known = _CompletedBatches([])
         if found is not None:
             state, number = found
-            with files.valid("The index"):
+            with files.require_valid("The index"):
                 self.stored = self._restored(state)
             # Every shard is read once, so that damage shows now.
-            known = _Known([self.shards.read(place) for place in range(number)])
+            known = _CompletedBatches([self.shards.read(place) for place in range(number)])
             if state["complete"]:
                 known.check_all(self.plan.train)
                 return state
@@ -318,7 +318,7 @@ class Builder:
         self.shards.save(state)
         return state
 
-    def _fill(self, known: "_Known") -> None:
+    def _fill(self, known: "_CompletedBatches") -> None:
         """Compute all batches that no shard has."""
         plan = self.plan
         waiting: list[dict[str, Any]] = []
@@ -334,7 +334,7 @@ class Builder:
             self._write(waiting, known)
         known.check_all_seen()
 
-    def _write(self, waiting: list[dict[str, Any]], known: "_Known") -> None:
+    def _write(self, waiting: list[dict[str, Any]], known: "_CompletedBatches") -> None:
         errors = [one.pop("error") for one in waiting]
         error = [sum(parts) for parts in zip(*errors, strict=True)]
         state = {"start": waiting[0]["start"], "stop": waiting[-1]["stop"], "error": error, "batches": waiting}
@@ -412,7 +412,7 @@ class Builder:
         return stored
 
 
-class _Known:
+class _CompletedBatches:
     """The batches that shards have.
 
     Args:
@@ -426,7 +426,7 @@ class _Known:
     """
 
     def __init__(self, shards: list[Any]) -> None:
-        with files.valid("The index"):
+        with files.require_valid("The index"):
             self.shards = len(shards)
             self.errors = [[float(number) for number in shard["error"]] for shard in shards]
             self._identities = [list(batch["identity"]) for shard in shards for batch in shard["batches"]]
@@ -595,7 +595,7 @@ class Index(Described):
         memory: int = 2**32,
         query_rank: int | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Compute the score of every pair of a query and a training datum, as `Influence.scores` does.
+        """Compute the score of every pair of a query and a training example, as `Influence.scores` does.
 
         Args:
             queries: Data to explain, with the same model and parameters.
@@ -635,10 +635,10 @@ class Index(Described):
         return best(self._stream(queries, of, normalize, memory, query_rank), k)
 
     def self_scores(self) -> Tensor:
-        """Return the score of every training datum with itself, `[train]`. These were computed without compression."""
+        """Return the score of every training example with itself, `[train]`, computed without compression."""
         self._check_weights()
         shards = [self._shards.read(place) for place in range(self._count)]
-        with files.valid(self.path or "The index"):
+        with files.require_valid(self.path or "The index"):
             return torch.cat([batch["own"] for shard in shards for batch in shard["batches"]]).to(self.train.device)
 
     def _stream(
@@ -686,7 +686,7 @@ class _IndexStream(Stream):
         for place in range(self._count):
             shard = self._shards.read(place)
             found = []
-            with files.valid("The index"):
+            with files.require_valid("The index"):
                 for batch in shard["batches"]:
                     blocks = ByName(blocks_of(batch, self._layouts, train), "block")
                     found.append(GradientBatch(int(batch["start"]), int(batch["stop"]), blocks, shapes))

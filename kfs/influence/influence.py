@@ -1,8 +1,8 @@
 r"""Influence functions with block-diagonal curvature: scores of pairs of data, by products of gradients.
 
 Training data $n$ with weight $1 + \epsilon$ move the parameters by $-\epsilon R H^{-1} g_n$, where $R$ is the reduction
-factor of the training loss, $g_n$ the gradient of the datum's own term, and $H$ the curvature. So a quantity of a query
-with gradient $g_q$ changes by $-\epsilon R\, g_q^\top H^{-1} g_n$. The score is $g_q^\top H^{-1} g_n$.
+factor of the training loss, $g_n$ the gradient of the example's own term, and $H$ the curvature. So a quantity of a
+query with gradient $g_q$ changes by $-\epsilon R\, g_q^\top H^{-1} g_n$. The score is $g_q^\top H^{-1} g_n$.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,7 @@ from kfs.problem.risk import EmpiricalRisk
 class Influence(Described):
     """Influence functions: which training data made a model predict what it does?
 
-    A positive score means that the training datum helps: without it, the query's loss is predicted to be higher, by
+    A positive score means that the training example helps: without it, the query's loss is predicted to be higher, by
     `train.reduction_factor * score`. (For `"log-probability"` and `"margin"` of queries, of which more is better,
     helpful data have negative scores.) Scores are `g_q^T (K + damping)^-1 g_n` with gradients of single data, as in
     other libraries: they have no `1 / N`.
@@ -133,19 +133,19 @@ class Influence(Described):
         memory: int = 2**32,
         query_rank: int | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Compute the score of every pair of a query and a training datum.
+        """Compute the score of every pair of a query and a training example.
 
         Args:
             queries: Data to explain, with the same model and parameters.
             train: Data to explain them by. If processes share them, all pass the same queries and get all scores.
             of: Which quantity of queries is explained, as in `kfs.per_datum`: `"loss"`, `"log-probability"`,
-                `"margin"`, or a function of one datum's prediction and target.
+                `"margin"`, or a function of one example's prediction and target.
             of_train: Which quantity of training data is differentiated. Models are trained by their `"loss"`.
             by: `None` for scores `[queries, train]`. `"block"` or `"layer"` for a dictionary of such scores, which sum
                 up to the total. `"token"` for the share of every position of training data, `[queries, train,
                 positions]`, zero behind the last position of a shorter one.
             normalize: `"cosine"` divides by the roots of both self-scores, so that scores are between -1 and 1.
-                `"self"` divides by the root of the training datum's alone (Barshan et al., 2020): otherwise, unusual
+                `"self"` divides by the root of the training example's alone (Barshan et al., 2020): otherwise, unusual
                 data with large gradients have large scores for most queries. Shares of blocks are divided by the same
                 numbers as their sum.
             memory: How many bytes of the queries' gradients are kept. If they do not fit, there is a pass over the
@@ -165,7 +165,7 @@ class Influence(Described):
             return all_scores(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), by)
 
     def self_scores(self, train: EmpiricalRisk, *, of: Quantity = "loss") -> Tensor:
-        """Compute the score of every datum with itself, `[train]`.
+        """Compute the score of every example with itself, `[train]`.
 
         It is large for data that are hard to learn, and for many that are mislabelled.
 
@@ -311,8 +311,8 @@ class Influence(Described):
             train: The training data.
             rank: `None` keeps all numbers: for each block, as rows or as matrices, whichever takes fewer bytes. A
                 number compresses blocks for which that takes fewer bytes.
-            compression: `"low rank"` keeps this many singular vectors of every datum's matrix. `"projected"` keeps this
-                many coordinates of each block: those of the leading eigenvectors of the curvature.
+            compression: `"low rank"` keeps this many singular vectors of every example's matrix. `"projected"` keeps
+                this many coordinates of each block: those of the leading eigenvectors of the curvature.
             dtype: Dtype of the stored numbers: `torch.float32`, `torch.bfloat16` or `torch.float64`.
             of_train: As in `scores`.
             file: A folder, which is made if it does not exist. By default, gradients are kept in memory.

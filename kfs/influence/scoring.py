@@ -224,7 +224,7 @@ def check_finite(scores: Tensor, queries: Queries, batch: GradientBatch) -> None
         return
     query, datum = (~scores.isfinite()).nonzero()[0, :2].tolist()
     raise DataError(
-        f"The score of query {queries.start + query} and training datum {batch.start + datum} is not finite.",
+        f"The score of query {queries.start + query} and training example {batch.start + datum} is not finite.",
         "Look for NaN or infinity in their inputs, or for gradients that are so large that products overflow; "
         "float64 has more room.",
     )
@@ -348,7 +348,7 @@ def by_token(queries: BlockGradients, train: BlockGradients, captured: BlockGrad
         queries: Gradients of queries, multiplied with the inverse.
         train: Gradients of training data, by place.
         captured: The same, as they were captured.
-        positions: How many positions each datum has.
+        positions: How many positions each example has.
 
     Raises:
         DataError: If rows of the block are not those of positions.
@@ -455,7 +455,7 @@ def _columns(stream: Stream, chunk: Queries, by: By | None) -> dict[str, list[Te
 
 
 def self_scores(stream: Stream) -> Tensor:
-    """Compute the score of every datum with itself."""
+    """Compute the score of every example with itself."""
     train = stream.request.train
     check_same_request(stream)
     own = [stream.own(batch) for batch in stream.train()]

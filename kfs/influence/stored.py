@@ -2,7 +2,7 @@ r"""Forms in which the gradients of training data are stored, block by block.
 
 - `"rows"`: the vectors of their rows, which is exact.
 - `"matrices"`: matrices, and `"rotated"`: matrices in the basis of the inverse. Both are exact, too.
-- `"low rank"`: the leading singular vectors of every datum's matrix, which are rows.
+- `"low rank"`: the leading singular vectors of every example's matrix, which are rows.
 - `"projected"`: some coordinates in the basis of the inverse, the same ones for all data: those of the leading
   eigenvectors of the curvature, where the damped inverse has its smallest eigenvalues $1 / (\lambda + \delta)$. An
   eigenvalue of EKFAC is the mean square of a coordinate of gradients, up to scale, so that $\lambda / (\lambda +
@@ -46,7 +46,7 @@ def check_storage(rank: int | None, compression: Compression, dtype: torch.dtype
 
 
 def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> int:
-    """Return how many numbers are stored for each datum of a block, in one of the forms."""
+    """Return how many numbers are stored for each example of a block, in one of the forms."""
     groups, d_B, d_A = gradients.layout.matrix_shape
     if form == "rows":
         # The coordinate of a bias is one in every row, and unit vectors are indices.

@@ -17,7 +17,7 @@ class Truncated:
 
     Attributes:
         kept: The best approximation of that rank, by rows.
-        left_out: The Frobenius norm of what was left out, for every datum, `[n]`: the root of the sum of squares of
+        left_out: The Frobenius norm of what was left out, for every example, `[n]`: the root of the sum of squares of
             its other singular values.
     """
 
@@ -26,7 +26,7 @@ class Truncated:
 
 
 def truncated(gradients: BlockGradients, rank: int) -> Truncated:
-    """Keep the leading singular vectors of every datum's matrix (of every group's).
+    """Keep the leading singular vectors of every example's matrix (of every group's).
 
     Gradients that have no more rows than that are left as they are. If there are fewer rows than coordinates, the
     matrices are not formed: with QR decompositions of the rows on both sides, the rest is a small matrix.
@@ -70,7 +70,7 @@ class Sizes:
     Attributes:
         queries: Number of queries.
         train: Number of training data.
-        rows: Rows of each datum.
+        rows: Rows of each example.
         columns: `d_A`, coordinates on the input side.
         matrix_rows: `d_B`, coordinates on the gradient side.
         groups: Groups of channels.
@@ -132,7 +132,7 @@ def work(way: Way, sizes: Sizes) -> Work:
 
     Args:
         way: Which one.
-        sizes: Numbers of data and coordinates.
+        sizes: Numbers of examples and coordinates.
     """
     Q = sizes.queries
     N = sizes.train
@@ -248,7 +248,7 @@ def rotated(gradients: BlockGradients, basis: Basis) -> BlockGradients:
 
 
 def self_products(gradients: BlockGradients, structure: Structure) -> Tensor:
-    """Return `<G, H^-1 G>` for every datum, `[n]`."""
+    """Return `<G, H^-1 G>` for every example, `[n]`."""
     if not isinstance(structure, Basis) or gradients.keeps_rows(structure):
         return gradients.multiplied(structure).inner_within(gradients)
     inside = rotated(gradients, structure)

@@ -1,7 +1,7 @@
 r"""Backpropagated vectors $\blacktriangle_{n,c}$: they determine which curvature matrix is approximated.
 
-The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top] J_n$. The matrix in the
-middle belongs to the datum's prediction $f_n$, and is small. Each curvature matrix has its own:
+The curvature of each example is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top] J_n$. The matrix in
+the middle belongs to the example's prediction $f_n$, and is small. Each curvature matrix has its own:
 
 | curvature matrix | $\blacktriangle_{n,c}$ | how many |
 |---|---|---|
@@ -10,7 +10,7 @@ middle belongs to the datum's prediction $f_n$, and is small. Each curvature mat
 | empirical Fisher | $\nabla_{f_n} c(f_n, y_n)$ | 1 |
 
 Sent back to a layer's output $z_n$, a vector becomes $g_{n,c} = (\mathrm{J}_{z_n} f_n)^\top \blacktriangle_{n,c}$. For
-the empirical Fisher this is the gradient of the datum's loss: the backward pass of training has it already. One drawn
+the empirical Fisher this is the gradient of the example's loss: the backward pass of training has it already. One drawn
 label costs as much. All columns of $S_n$ cost $\dim f_n$ backward passes.
 
 Implements: backpropagated vectors (chapter "KFAC: An Overview", "Backpropagated Vectors"). The engine's are in
@@ -27,7 +27,7 @@ from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.label_sampling import hide_ignored, sample_label
 from kfs.basics.reduction_factors import Loss, criterion
 
-# From the loss, and prediction and target of one datum, to its vectors [columns, *f_n.shape].
+# From the loss, and prediction and target of one example, to its vectors [columns, *f_n.shape].
 OfDatum = Callable[[Loss, Tensor, Tensor], Tensor]
 
 
@@ -59,7 +59,7 @@ def backpropagated_vectors(loss: Loss, f: Tensor, y: Tensor, vectors: OfDatum = 
 def send_back(vectors: Tensor, f: Tensor, z: Tensor) -> Tensor:
     """Send vectors `[columns, *f.shape]` from predictions back to a layer's output `z`: `[columns, *z.shape]`.
 
-    A datum's `f` must depend on its own row of `z` only.
+    An example's `f` must depend on its own row of `z` only.
     """
     return stack([grad(f, z, column, retain_graph=True)[0] for column in vectors])
 
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     from kfs.verification import verify
 
     def middle(vectors: Tensor) -> Tensor:
-        """Sum outer products of all vectors of every datum."""
+        """Sum outer products of all vectors of every example."""
         return torch.einsum("cni,cnj->nij", vectors, vectors)
 
     def middle_of_engine(loss: Loss, f: Tensor, y: Tensor, fisher: Fisher) -> Tensor:
@@ -98,7 +98,7 @@ if __name__ == "__main__":
             f_n = f[n].clone().requires_grad_()
             c = criterion(loss)(f_n, y[n])
             H, (g,) = vec_hessian(c, f_n), grad(c, f_n)
-            case = f"{name}, datum {n}"
+            case = f"{name}, example {n}"
             verify("type-2 vectors are a factor of the criterion's Hessian", type2[n], H, case=case)
             # 200 draws err by about 10 percent; three times that is allowed.
             verify("vectors of drawn labels converge to the Hessian", drawn[n], H, 0.3, case)

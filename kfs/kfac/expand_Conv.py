@@ -15,12 +15,12 @@ of the kernel meets row $t_s + i\, d$ of the image, where $t_s$ is the top row o
 dilation. The next position below starts one stride further down. Padding surrounds the image with zeros. A
 convolution with groups is several convolutions side by side, each with channels and factors of its own.
 
-KFAC-expand is exact for one datum with one position, and for a linear net with square loss that makes a
+KFAC-expand is exact for one example with one position, and for a linear net with square loss that makes a
 prediction at every position. If positions are averaged before the loss, as in most image classifiers, use
 `reduce_Conv`.
 
 Implements: KFAC-expand for a convolution (chapter "Conclusion & Outlook", "KFAC for linear layers with weight
-sharing": the document names convolutions and leaves them to future versions; Grosse and Martens, 2016).
+sharing": the paper names convolutions and leaves them to future versions; Grosse and Martens, 2016).
 """
 
 from itertools import product
@@ -111,6 +111,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     loss = MSELoss()
     general = Window((3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))
-    check("one datum, one position", 1, Window((4, 4)), Tanh(), exact=True)
+    check("one example, one position", 1, Window((4, 4)), Tanh(), exact=True)
     check("linear net, a loss term per position", 3, general, Identity(), exact=True)
-    check("nonlinear net, several data and positions", 3, general, Tanh(), exact=False)
+    check("nonlinear net, several examples and positions", 3, general, Tanh(), exact=False)

@@ -1,7 +1,7 @@
-r"""KFAC for a linear layer, with weight sharing `expand`: every position counts like a further datum.
+r"""KFAC for a linear layer, with weight sharing `expand`: every position counts like a further example.
 
 A linear layer maps inputs $x_{n,s}$ to $z_{n,s} = W x_{n,s}$, with one weight for all data $n$ and for all
-$S$ positions $s$ of a datum: words of a sentence, patches of an image. Without weight sharing, $S = 1$. Let
+$S$ positions $s$ of an example: words of a sentence, patches of an image. Without weight sharing, $S = 1$. Let
 $f_n$ be the network's prediction and $\blacktriangle_{n,c}$ the vectors that are sent back from it. At the
 layer's output they have become
 
@@ -25,7 +25,7 @@ $$
 
 In `rvec` the factors change places. A bias is one more column of $W$, with one more input that is always one.
 
-Both steps are exact for one datum with one position. They are also exact for a linear net with square loss
+Both steps are exact for one example with one position. They are also exact for a linear net with square loss
 that makes a prediction at every position: the first step because a prediction depends on its own position
 only, the second because gradients are the same for all data and positions. If positions are added up before
 the loss, use `reduce_Linear`. `scaffold` computes these factors for all layers of a
@@ -106,6 +106,6 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     loss = MSELoss()
-    check("one datum, one position", 1, 1, Tanh(), exact=True)
+    check("one example, one position", 1, 1, Tanh(), exact=True)
     check("linear net, a loss term per position", 4, 3, Identity(), exact=True)
-    check("nonlinear net, several data and positions", 4, 3, Tanh(), exact=False)
+    check("nonlinear net, several examples and positions", 4, 3, Tanh(), exact=False)

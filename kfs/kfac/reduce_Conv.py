@@ -15,12 +15,12 @@ is the sum of all pixels that this place meets while the kernel moves over the i
 every position; their sum is $S$. A convolution with groups is several convolutions side by side, each with
 channels and factors of its own.
 
-KFAC-reduce is exact for a linear net with square loss that averages over positions. For one datum the rest of
+KFAC-reduce is exact for a linear net with square loss that averages over positions. For one example the rest of
 the net may be nonlinear, as long as the average comes first. If every position has a loss term of its own,
 use `expand_Conv`.
 
 Implements: KFAC-reduce for a convolution (chapter "Conclusion & Outlook", "KFAC for linear layers with weight
-sharing": the document names convolutions and leaves them to future versions; Eschenhagen et al., 2023).
+sharing": the paper names convolutions and leaves them to future versions; Eschenhagen et al., 2023).
 """
 
 from itertools import product
@@ -94,4 +94,4 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     check("one datum", nn.CrossEntropyLoss(), torch.tensor([1]), nn.Tanh(), exact=True)
     check("linear net that averages", nn.MSELoss(), torch.randn(4, 2, dtype=torch.float64), nn.Identity(), exact=True)
-    check("nonlinear net, several data", nn.CrossEntropyLoss(), torch.tensor([0, 1, 1]), nn.Tanh(), exact=False)
+    check("nonlinear net, several examples", nn.CrossEntropyLoss(), torch.tensor([0, 1, 1]), nn.Tanh(), exact=False)

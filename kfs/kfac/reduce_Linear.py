@@ -1,9 +1,9 @@
 r"""KFAC for a linear layer, with weight sharing `reduce`: positions are summed before outer products are taken.
 
 A linear layer maps inputs $x_{n,s}$ to $z_{n,s} = W x_{n,s}$, with one weight for all data $n$ and for all
-$S$ positions $s$ of a datum. Suppose that the network adds up or averages positions later, so that it sees only
+$S$ positions $s$ of an example. Suppose that the network adds up or averages positions later, so that it sees only
 $\sum_s z_{n,s} = W \sum_s x_{n,s}$. Then the layer is one without weight sharing, whose input is
-$\sum_s x_{n,s}$. The vectors $g_{n,s,c}$ that come back are the same at all positions of a datum, so each is
+$\sum_s x_{n,s}$. The vectors $g_{n,s,c}$ that come back are the same at all positions of an example, so each is
 their mean, $\tfrac{1}{S} \sum_s g_{n,s,c}$. KFAC for such a layer is
 
 $$
@@ -14,12 +14,12 @@ $$
 
 KFAC-reduce uses these formulas for every network. A bias appends a one at every position; their sum is $S$.
 
-It is exact for a linear net with square loss that sums or averages over positions. For one datum the rest of
+It is exact for a linear net with square loss that sums or averages over positions. For one example the rest of
 the net may be nonlinear, as long as the sum comes first. If every position has a loss term of its own, use
 `expand_Linear`. With one position both are the same.
 
 Implements: KFAC-reduce for a linear layer (chapter "Conclusion & Outlook", "KFAC for linear layers with
-weight sharing": the document describes it in words and leaves it to future versions; Eschenhagen et al.,
+weight sharing": the paper describes it in words and leaves it to future versions; Eschenhagen et al.,
 2023).
 """
 
@@ -85,4 +85,4 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     check("one datum", CrossEntropyLoss(), torch.tensor([1]), Tanh(), exact=True)
     check("linear net that averages", MSELoss(), torch.randn(4, 2, dtype=torch.float64), Identity(), exact=True)
-    check("nonlinear net, several data", CrossEntropyLoss(), torch.tensor([0, 1, 1]), Tanh(), exact=False)
+    check("nonlinear net, several examples", CrossEntropyLoss(), torch.tensor([0, 1, 1]), Tanh(), exact=False)

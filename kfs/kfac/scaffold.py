@@ -82,23 +82,23 @@ if __name__ == "__main__":
         drawn = kfac(model, loss, X, y, partial(mc_vectors, mc_samples=100))
         f = model(X)
         for name, (A, B) in type2.items():
-            case = f"{N} data, layer {name}"
+            case = f"{N} examples, layer {name}"
             W_b = list(model.get_submodule(name).parameters())
             G = cat([cat([vec_ggn(loss(f, y), f, p, q, vec=cvec) for q in W_b], dim=1) for p in W_b])
             if N == 1:
-                verify("for one datum, A (x) B equals the GGN's block", kfac_block(A, B, cvec), G, case=case)
+                verify("for one example, A (x) B equals the GGN's block", kfac_block(A, B, cvec), G, case=case)
             else:
-                verify_differs("for several data, it approximates it", kfac_block(A, B, cvec), G, case=case)
+                verify_differs("for several examples, it approximates it", kfac_block(A, B, cvec), G, case=case)
             # 100 draws err by about 14 percent; three times that is allowed.
             error = ((drawn[name][1] - B).norm() / B.norm()).item()
             verify_at_most("drawn labels converge to the same gradient-based factor", error, 0.42, case)
 
         risk = EmpiricalRisk(model, loss, (X, y))
         for name, block in KFAC(risk, "type-2").blocks.items():
-            verify("the engine computes the same A", block.A, type2[name][0], case=f"{N} data, layer {name}")
-            verify("the engine computes the same B", block.B, type2[name][1], case=f"{N} data, layer {name}")
+            verify("the engine computes the same A", block.A, type2[name][0], case=f"{N} examples, layer {name}")
+            verify("the engine computes the same B", block.B, type2[name][1], case=f"{N} examples, layer {name}")
         for name, block in KFAC(risk, "empirical").blocks.items():
-            case = f"{N} data, layer {name}"
+            case = f"{N} examples, layer {name}"
             verify("for the empirical Fisher, the engine computes the same B", block.B, empirical[name][1], case=case)
 
     averaging = Sequential(Linear(4, 3), AvgPool2d((5, 1)), Flatten(), Tanh(), Linear(3, 3)).double()

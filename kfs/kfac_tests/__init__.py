@@ -1,4 +1,4 @@
-"""Settings in which KFAC is exact, as runnable files: the document's two tests, and their variants with weight sharing.
+"""Settings in which KFAC is exact, as runnable files: the paper's two tests, and their variants with weight sharing.
 
 Each file states what must be equal, and what must not, and checks it in float64 against the definitions of
 `kfs.basics`.

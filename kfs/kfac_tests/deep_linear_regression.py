@@ -1,6 +1,6 @@
 r"""KFAC is exact for regression with a deep linear net, on any data set (Bernacchia et al., 2018).
 
-With square loss the backpropagated vectors at the prediction do not depend on the datum, and without nonlinearity nor
+With square loss the backpropagated vectors at the prediction do not depend on the example, and without nonlinearity nor
 do they anywhere else: the factor $\sum_c g_{n,c} g_{n,c}^\top$ is the same for all $n$. So for every layer, with weight
 and bias $\tilde{W} = (W\; b)$, and for both flattenings,
 
@@ -11,9 +11,9 @@ $$
 $$
 
 and KFAC of the Monte Carlo Fisher converges to $G$. The empirical Fisher $E$ sends residuals back, which do depend on
-the datum, so there KFAC remains an approximation.
+the example, so there KFAC remains an approximation.
 
-This catches wrong scales: factors of the number of data, of the reduction, of the number of draws.
+This catches wrong scales: factors of the number of examples, of the reduction, of the number of draws.
 
 Implements: test "KFAC for regression with a deep linear net" (chapter "KFAC for Linear Layers").
 """

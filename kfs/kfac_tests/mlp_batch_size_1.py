@@ -1,6 +1,6 @@
-r"""KFAC is exact for one datum: all linear layers of a multi-layer perceptron, any loss, any activation.
+r"""KFAC is exact for one example: all linear layers of a multi-layer perceptron, any loss, any activation.
 
-The approximation replaces a sum over data of Kronecker products by a product of sums. With one datum there is nothing
+The approximation replaces a sum over data of Kronecker products by a product of sums. With one example there is nothing
 to replace: $R\, x x^\top \otimes \sum_c g_c g_c^\top$ is the curvature itself. So for every layer, with weight and bias
 $\tilde{W} = (W\; b)$, and for both flattenings,
 
@@ -13,7 +13,7 @@ $$
 and KFAC of the Monte Carlo Fisher converges to $G$. Here $G$ is the GGN and $E$ the empirical Fisher.
 
 This catches errors in backpropagated vectors, in flattening and in the treatment of biases. It does not catch wrong
-scales that depend on the number of data; for those see `deep_linear_regression`.
+scales that depend on the number of examples; for those see `deep_linear_regression`.
 
 Implements: test "KFAC for linear layers in an MLP with one data point" (chapter "KFAC for Linear Layers").
 """

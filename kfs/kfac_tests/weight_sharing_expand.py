@@ -1,6 +1,6 @@
 r"""KFAC-expand is exact for a deep linear net that treats the elements of a sequence independently.
 
-Weight sharing `expand` treats every position like a further datum: $A = R \sum_{n,s} x_{n,s} x_{n,s}^\top$ and $B =
+Weight sharing `expand` treats every position like a further example: $A = R \sum_{n,s} x_{n,s} x_{n,s}^\top$ and $B =
 \tfrac{1}{NS} \sum_{n,s,c} g_{n,s,c} g_{n,s,c}^\top$ (Eschenhagen et al., 2023). That is right if each position has a
 prediction and a loss term of its own, and wrong if positions are averaged later. For every layer, and for both
 flattenings, KFAC-expand equals the GGN here. For the first layer, KFAC-reduce does not.

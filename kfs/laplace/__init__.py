@@ -7,7 +7,7 @@ laplace-torch, which has other predictives and samplers.
 
 from typing import TYPE_CHECKING, Any
 
-from kfs.display.suggestions import near
+from kfs.display.suggestions import suggest
 from kfs.errors import UnknownAttributeError
 from kfs.laplace.backend import make_backend
 from kfs.laplace.evidence import log_marginal_likelihood, tune_prior, tune_prior_and_noise
@@ -32,4 +32,4 @@ def __getattr__(name: str) -> Any:
     if name == "Backend":
         globals()[name] = made = make_backend()
         return made
-    raise UnknownAttributeError(f"{__name__} has no {name!r}.", near([name], __all__))
+    raise UnknownAttributeError(f"{__name__} has no {name!r}.", suggest([name], __all__))

@@ -18,7 +18,7 @@ from kfs.factors.settings import Fisher, Settings
 from kfs.problem.risk import EmpiricalRisk
 
 
-class Handed:
+class SingleBatchSource:
     """Data that are handed over one batch at a time, each right before it is asked for."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class ByBatch(ABC):
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module, names: Sequence[str], settings: Settings) -> None:
-        self._handed = Handed()
+        self._handed = SingleBatchSource()
         self._risk = EmpiricalRisk(model, loss, self._handed, names, progress=False)
         self.settings = settings
         self.names = names
@@ -281,7 +281,7 @@ def _kron_factors(
     Args:
         name: Name of the parameter.
         blocks: Blocks of the batch, by name.
-        num_data: Number of data in the batch.
+        num_data: Number of examples in the batch.
         factor: What their library multiplies the loss with.
         num_all_data: Number of all data.
 

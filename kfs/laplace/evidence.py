@@ -88,7 +88,7 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
 
 
 def _round_off(values: Tensor) -> Tensor:
-    """Return a bound on the errors of eigenvalues, `[stack]`: those of sums grow with the number of data."""
+    """Return a bound on the errors of eigenvalues, `[stack]`: those of sums grow with the number of examples."""
     largest = values.abs().amax(1).double()
     bound: Tensor = largest * torch.finfo(values.dtype).eps ** 0.5
     return bound
@@ -137,7 +137,7 @@ def log_marginal_likelihood(
         >>> bool(log_marginal_likelihood(K, risk, best) > log_marginal_likelihood(K, risk, 2 * best))
         True
     """
-    with _told_to_others(risk):
+    with _shared_with_ranks(risk):
         check_curvature(K)
         check_risk(K, risk)
         likelihood = likelihood_of(K, risk, noise, temperature)
@@ -145,7 +145,7 @@ def log_marginal_likelihood(
         return evidence(decomposed(K, likelihood.scale), risk, priors, likelihood)
 
 
-def _told_to_others(risk: object) -> AbstractContextManager[None]:
+def _shared_with_ranks(risk: object) -> AbstractContextManager[None]:
     """Return a context whose errors reach the processes that share a risk, and compute its value afterwards."""
     return risk.ranks.agreed("kfs.laplace", is_short=True) if isinstance(risk, EmpiricalRisk) else nullcontext()
 
@@ -285,9 +285,9 @@ def tune_prior_and_noise(
 
     Raises:
         ModelError: If the loss is not that of a regression.
-        SolverError: If there is no best noise: every datum is met exactly, or the search does not converge.
+        SolverError: If there is no best noise: every example is met exactly, or the search does not converge.
     """
-    with _told_to_others(risk):
+    with _shared_with_ranks(risk):
         check_curvature(K)
         check_risk(K, risk)
         if not is_regression(risk):

@@ -168,7 +168,7 @@ def check_curvature(K: object) -> None:
 
 
 def check_risk(K: BlockDiagonal, risk: object) -> None:
-    """Refuse a risk with other parameters, or another number of data, than the curvature.
+    """Refuse a risk with other parameters, or another number of examples, than the curvature.
 
     Warns if the parameters had other values when the curvature was computed.
 
@@ -182,7 +182,7 @@ def check_risk(K: BlockDiagonal, risk: object) -> None:
     check_parameters(K, {name: p.shape for name, p in risk.params.items()})
     if isinstance(K, KFAC | EKFAC) and K.num_data != risk.num_data:
         raise ModelError(
-            f"The curvature was computed from {K.num_data:,} data, and the risk has {risk.num_data:,}.",
+            f"The curvature was computed from {K.num_data:,} examples, and the risk has {risk.num_data:,}.",
             "Use the risk that the curvature was computed for.",
         )
     warn_of_other_values(K, risk.params, what="The curvature", owner="the model", stacklevel=4)

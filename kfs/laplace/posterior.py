@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.display.describe import Described, Description, counted, kind, number
-from kfs.display.suggestions import near
+from kfs.display.suggestions import suggest
 from kfs.errors import ModelError
 from kfs.factors.blocks import BlockDiagonal
 from kfs.laplace.evidence import decomposed, evidence
@@ -44,7 +44,7 @@ def check_link(loss: Loss, link: str) -> None:
         ModelError: If it is one of these.
     """
     if link not in LINKS:
-        raise ModelError(f"There is no link {link!r}.", near([link], LINKS))
+        raise ModelError(f"There is no link {link!r}.", suggest([link], LINKS))
     if not isinstance(loss, BinaryCrossEntropy | CrossEntropy | TokenCrossEntropy):
         raise ModelError(
             f"{loss.name} has no classes whose probabilities could be predicted.",
@@ -232,7 +232,7 @@ class Posterior(Described):
         noise: bool = False,
         batch_size: int = 256,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Predict with the linearized network, whose outputs have a normal distribution for every datum.
+        """Predict with the linearized network, whose outputs have a normal distribution for every example.
 
         Args:
             X: Inputs, as the model takes them.
@@ -242,11 +242,11 @@ class Posterior(Described):
             seed: Seed for the draws.
             noise: For regression, whether the noise is added to the variances. Then they are those of targets, and
                 otherwise those of the model's outputs.
-            batch_size: How many data are processed together, if inputs are one tensor.
+            batch_size: How many examples are processed together, if inputs are one tensor.
 
         Returns:
             For classes, their probabilities, shaped like the model's outputs. For regression, mean `[n, *outputs]` and
-            covariance `[n, outputs, outputs]` of the outputs of each datum; several axes are flattened.
+            covariance `[n, outputs, outputs]` of the outputs of each example; several axes are flattened.
 
         Raises:
             ModelError: If the loss is neither that of classes nor of a regression, or an option is for the other.
@@ -358,7 +358,7 @@ def functional_variance(
         prior_precision: As in `posterior`.
         noise: Standard deviation of targets, for regression. It is not added to the result.
         temperature: As in `posterior`.
-        batch_size: How many data are processed together, if inputs are one tensor.
+        batch_size: How many examples are processed together, if inputs are one tensor.
 
     Returns:
         `[n, outputs, outputs]`; outputs with several axes are flattened.
@@ -399,7 +399,7 @@ def _numbers(priors: Mapping[str, Number]) -> dict[str, float]:
 
 
 def _checked(name: str, number: object) -> int:
-    """Refuse what is not a number of data, or of draws."""
+    """Refuse what is not a number of examples, or of draws."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ModelError(f"{name} is {number!r}.", "Use an integer of at least one.")
     return number

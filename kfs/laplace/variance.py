@@ -1,6 +1,6 @@
 r"""The covariance of a linearized network's outputs, block by block, without Jacobians where that is possible.
 
-With the posterior covariance $(K + \delta I)^{-1}$, the outputs $f_c$ of a datum have the covariance
+With the posterior covariance $(K + \delta I)^{-1}$, the outputs $f_c$ of an example have the covariance
 
 $$
 \Sigma_{cd} = \sum_{\text{blocks}} \mathrm{vec}(J_c)^\top (K + \delta I)^{-1}\, \mathrm{vec}(J_d),
@@ -9,7 +9,7 @@ $$
 
 In the eigenbasis of the block, with $\tilde g_c = Q_B^\top g_c$ and $\tilde x = Q_A^\top x$, this is
 $\sum_i \tilde g_{c,i}\, \tilde g_{d,i} \sum_j \Lambda_{ij} \tilde x_j^2$: vectors are rotated, and no Jacobian is
-formed. With several positions, Jacobians of a block are formed, for a few data at a time.
+formed. With several positions, Jacobians of a block are formed, for a few examples at a time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,13 +49,13 @@ def risk_of_inputs(risk: EmpiricalRisk, X: Any, batch_size: int) -> EmpiricalRis
     Args:
         risk: Has model and parameters. Its data are not used.
         X: Inputs.
-        batch_size: How many data are processed together.
+        batch_size: How many examples are processed together.
     """
     return EmpiricalRisk(risk.model, NO_LOSS, _batches(X, batch_size), risk.params, progress=risk.progress)
 
 
 def output_mean(inputs: EmpiricalRisk) -> Tensor:
-    """Return the outputs of every datum at the parameters as they are, `[n, *outputs]`.
+    """Return the outputs of every example at the parameters as they are, `[n, *outputs]`.
 
     Raises:
         DataError: If one is not finite.
@@ -69,7 +69,7 @@ def output_mean(inputs: EmpiricalRisk) -> Tensor:
 
 
 def output_covariance(K: BlockDiagonal, covariance: BlockDiagonal, inputs: EmpiricalRisk) -> Tensor:
-    """Return the covariance of the outputs of every datum, `[n, outputs, outputs]`.
+    """Return the covariance of the outputs of every example, `[n, outputs, outputs]`.
 
     Args:
         K: Has blocks and settings.
@@ -108,7 +108,7 @@ def _of_batch(structures: Mapping[str, Structure], columns: Sequence[GradientBat
 
 
 def block_covariance(structure: Structure, outputs: Sequence[BlockGradients]) -> Tensor:
-    """Return `<J_c, S J_d>` for every datum and all pairs of outputs, `[n, outputs, outputs]`.
+    """Return `<J_c, S J_d>` for every example and all pairs of outputs, `[n, outputs, outputs]`.
 
     Args:
         structure: `S`, the block of the posterior's covariance.
@@ -124,7 +124,7 @@ def block_covariance(structure: Structure, outputs: Sequence[BlockGradients]) ->
 
 
 def _is_outer_product(gradients: BlockGradients) -> bool:
-    """Whether the gradient of each datum is one outer product of plain vectors."""
+    """Whether the gradient of each example is one outer product of plain vectors."""
     if gradients.whole is not None or len(gradients.uses) != 1 or gradients.shared != 1:
         return False
     part = gradients.parts[0]

@@ -80,7 +80,7 @@ class CrossEntropy(Loss):
         else:
             self._check_labels(y, len(self.weight))
             count = self._weights(self.weight, y, torch.float64).sum()
-        return count if sync.runs_behind(y.device) else count.item()
+        return count if sync.is_asynchronous(y.device) else count.item()
 
     @property
     def class_axis(self) -> int:
@@ -239,7 +239,7 @@ class CrossEntropy(Loss):
         """Refuse labels of another dtype and, unless that means to wait, wrong ones."""
         if y.dtype != torch.int64:
             raise DtypeError(f"Class labels have dtype {y.dtype}, expected torch.int64.", "Convert them: y.long().")
-        if not sync.runs_behind(y.device) and self._wrong_labels(y, classes).any():
+        if not sync.is_asynchronous(y.device) and self._wrong_labels(y, classes).any():
             counted = y[self._counts(y)]
             raise DataError(
                 f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {classes} classes.",

@@ -1,4 +1,4 @@
-r"""Any other loss: a function of one datum's prediction and target that returns a scalar.
+r"""Any other loss: a function of one example's prediction and target that returns a scalar.
 
 Gradient and Hessian come from automatic differentiation in prediction space, all data at once. The symmetric factor
 comes from the Hessian's eigendecomposition, $S = Q \sqrt{\Lambda}$. A criterion that is not convex has negative
@@ -26,12 +26,12 @@ from kfs.runtime import sync
 
 
 class Custom(Loss):
-    """A loss that the user writes as a function of one datum.
+    """A loss that the user writes as a function of one example.
 
     Args:
-        function: `(f, y) -> scalar` for one datum, in torch operations that `torch.func.vmap` supports.
+        function: `(f, y) -> scalar` for one example, in torch operations that `torch.func.vmap` supports.
         reduction: `"mean"` over data, or `"sum"`.
-        likelihood: `f -> torch.distributions.Distribution` for one datum's prediction, from which targets are drawn.
+        likelihood: `f -> torch.distributions.Distribution` for one example's prediction, from which targets are drawn.
         negative: What to do about negative eigenvalues of a Hessian when its symmetric factor is asked for:
             `"refuse"` them, or `"clip"` them to zero.
 
@@ -53,14 +53,14 @@ class Custom(Loss):
         if not callable(function):
             raise LossError(
                 f"The loss is {function!r}, which is neither a supported loss module nor a function.",
-                "Pass a torch.nn loss module, or a function (f, y) -> scalar of one datum's prediction and target.",
+                "Pass a torch.nn loss module, or a function (f, y) -> scalar of one example's prediction and target.",
             )
         if negative not in {"refuse", "clip"}:
             raise LossError(f"negative={negative!r} is unknown.", "Choose negative='refuse' or negative='clip'.")
         self.function, self.likelihood, self.negative = function, likelihood, negative
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Refuse functions that do not return one number per datum."""
+        """Refuse functions that do not return one number per example."""
         if not len(f):
             return
         value = self.function(f[0].detach(), y[0])
@@ -68,21 +68,21 @@ class Custom(Loss):
             raise DtypeError(f"{self.name} returned a {type(value).__name__}.", "Return a scalar tensor.")
         if value.ndim != 0:
             raise ShapeError(
-                f"{self.name} returned shape {list(value.shape)} for one datum, expected a scalar.",
-                "Sum or average over the entries of one datum inside of the function.",
+                f"{self.name} returned shape {list(value.shape)} for one example, expected a scalar.",
+                "Sum or average over the entries of one example inside of the function.",
             )
 
     def count(self, y: Tensor) -> float:
-        """Return the number of data."""
+        """Return the number of examples."""
         return len(y)
 
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
-        """Evaluate the function on every datum."""
+        """Evaluate the function on every example."""
         values: Tensor = vmap(self.function)(f, y)
         return values
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Differentiate the function on every datum."""
+        """Differentiate the function on every example."""
         gradients: Tensor = vmap(grad(self.function))(f, y)
         return gradients
 
@@ -117,7 +117,7 @@ class Custom(Loss):
         labels = torch.stack([d.enumerate_support() for d in distributions], 1)  # [K, N, ...]
         if labels.ndim != 2:
             raise LossError(
-                f"The likelihood has {list(labels.shape[2:])} independent labels per datum; they are not enumerated.",
+                f"The likelihood has {list(labels.shape[2:])} independent labels per example; they are not enumerated.",
                 "Use the Monte Carlo Fisher ('mc').",
             )
         roots = torch.stack([d.log_prob(labels[:, n]).exp().sqrt() for n, d in enumerate(distributions)], 1)[start:stop]
@@ -139,7 +139,7 @@ class Custom(Loss):
         return f
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Draw a target per datum on the CPU, by a generator that is seeded for this datum and sample alone.
+        """Draw a target per example on the CPU, by a generator that is seeded for this example and sample alone.
 
         This waits for the predictions and cannot be replayed.
         """
@@ -157,7 +157,7 @@ class Custom(Loss):
         return -self._log_gradient(f, y)
 
     def _log_gradient(self, f: Tensor, labels: Tensor) -> Tensor:
-        """Return the gradient of the negative log-density of every datum's label."""
+        """Return the gradient of the negative log-density of every example's label."""
         likelihood = self._distribution()
         leaf = f.detach().requires_grad_()
         with torch.enable_grad():
@@ -179,7 +179,7 @@ class Custom(Loss):
         # Round-off of a symmetric eigensolver is some eps times the largest eigenvalue and the size.
         floor = -10 * size * torch.finfo(f.dtype).eps * eigenvalues.abs().max()
         negative = eigenvalues < floor
-        if self.negative == "refuse" and sync.runs_behind(f.device):
+        if self.negative == "refuse" and sync.is_asynchronous(f.device):
             eigenvalues = torch.where(negative, torch.nan, eigenvalues)
         elif self.negative == "refuse" and negative.any():
             raise LossError(

@@ -1,6 +1,6 @@
 r"""Random numbers that depend on what they are for, not on when they are drawn.
 
-Entry $e$ of draw $m$ for datum $n$ is a pure function of $(\mathrm{seed}, n, m, e)$. It is the same for every batch
+Entry $e$ of draw $m$ for example $n$ is a pure function of $(\mathrm{seed}, n, m, e)$. It is the same for every batch
 size, order, device and number of processes. The function is Threefry-2x32 with 20 rounds (Salmon et al., 2011), a keyed
 bijection of 64-bit counters, in integer operations: by NumPy for a CPU, by tensor operations elsewhere, and by one
 kernel in computations that are recorded on a GPU. Words and uniform numbers are equal to the last bit everywhere;
@@ -152,8 +152,8 @@ class Draws:
 
     Attributes:
         seed: Equal seeds give equal numbers; from 0 to 2**64 - 1.
-        first: Index of the first datum within the data set: a number, or a tensor without axes on the device for which
-            numbers are drawn, so that a recorded computation draws other numbers if it changes.
+        first: Index of the first example within the data set: a number, or a tensor without axes on the device for
+            which numbers are drawn, so that a recorded computation draws other numbers if it changes.
         sample: Index of the Monte Carlo sample.
     """
 
@@ -175,14 +175,14 @@ class Draws:
     def _words(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words.
 
-        These are some hundred operations on integers. On a CPU, they are done for many data at a time, and small
+        These are some hundred operations on integers. On a CPU, they are done for many examples at a time, and small
         batches find theirs done.
         """
         key, entries = _key_of(self.seed, self.sample), prod(shape)
         at_a_time = _BLOCK // max(entries, 1)
         first = self.first
         few = bool(at_a_time and num_data)
-        if few and isinstance(first, int) and first + num_data <= _MASK and not sync.runs_behind(device):
+        if few and isinstance(first, int) and first + num_data <= _MASK and not sync.is_asynchronous(device):
             start, stop = first // at_a_time, first + num_data
             blocks = [_block_of_words(key, block, at_a_time, entries) for block in range(start, -(-stop // at_a_time))]
             words = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)

@@ -38,7 +38,7 @@ class Gaussian(Loss):
                 f"GaussianNLLLoss: predictions have shape {list(f.shape)} and targets {list(y.shape)}.",
                 "Let the model return mean and variance stacked along axis 1: [N, 2, ...] for targets [N, ...].",
             )
-        if not sync.runs_behind(f.device) and self.wrong(f, y).any():
+        if not sync.is_asynchronous(f.device) and self.wrong(f, y).any():
             raise LossError(
                 "GaussianNLLLoss was given a negative variance.",
                 "Let the model return a positive second output, e.g. through softplus.",
@@ -53,7 +53,7 @@ class Gaussian(Loss):
         return y.numel()
 
     def examples(self, y: Tensor) -> float:
-        """Return the number of data."""
+        """Return the number of examples."""
         return len(y)
 
     @property

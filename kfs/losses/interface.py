@@ -4,7 +4,7 @@ A loss is $\mathcal{L} = R \sum_n c(f_n, y_n)$. A `Loss` describes its criterion
 with respect to the prediction, and what its reduction factor $R$ counts. It has no opinion about networks.
 
 Axes: predictions `f` are `[N, ...]`, targets `y` are `[N, ...]`, and columns `v` to multiply are `[..., N, ...]`,
-any number of leading axes followed by those of `f`. Two matrices per datum exist in prediction space:
+any number of leading axes followed by those of `f`. Two matrices per example exist in prediction space:
 
 - the **Hessian** of the criterion for the target at hand. It makes the GGN.
 - the **Fisher** matrix: the covariance of the gradient if targets follow the model's likelihood. It makes the (type-I
@@ -84,7 +84,7 @@ class Loss(ABC):
         """Refuse predictions and targets that do not belong together, without waiting.
 
         Shapes, dtypes and settings are looked at on every device, values only where that costs nothing: see
-        `kfs.runtime.sync.runs_behind`.
+        `kfs.runtime.sync.is_asynchronous`.
         """
 
     def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
@@ -97,10 +97,10 @@ class Loss(ABC):
     def check_now(self, f: Tensor, y: Tensor) -> None:
         """Refuse what `check` refuses, and values on every device; waits for an accelerator."""
         self.check(f, y)
-        if not sync.runs_behind(f.device):
+        if not sync.is_asynchronous(f.device):
             return
         wrong = self.wrong(f, y)
-        with sync.waiting_allowed():
+        with sync.allow_sync():
             if wrong is not None and wrong.any():
                 self.check(f.cpu(), y.cpu())
 
@@ -113,10 +113,10 @@ class Loss(ABC):
 
     @abstractmethod
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the criterion of every datum, `[N]`, differentiable with respect to `f`."""
+        """Return the criterion of every example, `[N]`, differentiable with respect to `f`."""
 
     def deviance(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return how far the criterion of every datum is above the smallest one for its target, `[N]`.
+        """Return how far the criterion of every example is above the smallest one for its target, `[N]`.
 
         By default, the smallest one is zero.
         """
@@ -128,26 +128,26 @@ class Loss(ABC):
 
     @abstractmethod
     def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Multiply every datum's Hessian with its part of `v`, `[..., *f.shape]`."""
+        """Multiply every example's Hessian with its part of `v`, `[..., *f.shape]`."""
 
     @abstractmethod
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Hessian; or some of them."""
+        """Return columns `[K, *f.shape]` whose outer products sum up to every example's Hessian; or some of them."""
 
     def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Multiply every datum's Fisher matrix with its part of `v`. By default, it equals the Hessian."""
+        """Multiply every example's Fisher matrix with its part of `v`. By default, it equals the Hessian."""
         return self.hessian_product(f, y, v)
 
     def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Fisher; or some of them."""
+        """Return columns `[K, *f.shape]` whose outer products sum up to every example's Fisher; or some of them."""
         return self.hessian_factor(f, y, start, stop)
 
     @abstractmethod
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Return a random vector per datum, shaped like `f`, whose expected outer product is the Fisher matrix.
+        """Return a random vector per example, shaped like `f`, whose expected outer product is the Fisher matrix.
 
         It is the gradient for a label drawn from the likelihood. The true target matters only where it is weighted or
-        missing: the weight belongs to the datum, not to the label that was drawn.
+        missing: the weight belongs to the example, not to the label that was drawn.
         """
 
     def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Loss(ABC):
 
     @property
     def weighs_targets(self) -> bool:
-        """Whether targets say how much a datum counts. Then `stand_in` is right only if it finds the true ones."""
+        """Whether targets say how much an example counts. Then `stand_in` is right only if it finds the true ones."""
         return False
 
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class Elementwise(Loss):
         return y.numel()
 
     def examples(self, y: Tensor) -> float:
-        """Return the number of data."""
+        """Return the number of examples."""
         return len(y)
 
     @abstractmethod
@@ -269,12 +269,12 @@ class Elementwise(Loss):
 
 
 def per_datum(t: Tensor) -> Tensor:
-    """Sum all entries of each datum: `[N, ...]` to `[N]`."""
+    """Sum all entries of each example: `[N, ...]` to `[N]`."""
     return t.flatten(1).sum(1) if t.ndim > 1 else t
 
 
 def any_per_datum(t: Tensor) -> Tensor:
-    """Tell for each datum whether any of its entries is true: `[N, ...]` to `[N]`."""
+    """Tell for each example whether any of its entries is true: `[N, ...]` to `[N]`."""
     return t.flatten(1).any(1) if t.ndim > 1 else t
 
 
@@ -288,14 +288,14 @@ def placed(setting: Tensor, device: torch.device) -> Tensor:
     copies: dict[torch.device, tuple[int, Tensor]] = _COPIES.setdefault(setting, {})
     version = 0 if setting.is_inference() else setting._version
     if device not in copies or copies[device][0] != version:
-        copy = setting.to(device, non_blocking=sync.runs_behind(device))
+        copy = setting.to(device, non_blocking=sync.is_asynchronous(device))
         copies[device] = version, sync.unwrapped(copy)
     return copies[device][1]
 
 
 def root(curvature: Tensor) -> Tensor:
     """Return the square root of curvatures. If there is none, raise; on an accelerator, return NaN there."""
-    if not sync.runs_behind(curvature.device) and (curvature < 0).any():
+    if not sync.is_asynchronous(curvature.device) and (curvature < 0).any():
         raise LossError(
             "A target gives the criterion a negative curvature, which has no real factor.",
             "Use targets and weights in the loss's range (probabilities from 0 to 1, counts from 0).",
@@ -304,7 +304,7 @@ def root(curvature: Tensor) -> Tensor:
 
 
 def diagonal_factor(entries: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-    """Return columns `[K, N, ...]`, one per entry of a datum: `entries` `[N, ...]` there, zero elsewhere; or some."""
+    """Return columns `[K, N, ...]`, one per entry of an example: `entries` `[N, ...]` there, else zero; or some."""
     flat = entries.flatten(1) if entries.ndim > 1 else entries.unsqueeze(1)
     index = torch.arange(flat.shape[1], device=entries.device)[start:stop]
     columns = flat.new_zeros(len(index), *flat.shape)

@@ -40,7 +40,7 @@ def describe(loss: object) -> Loss:
 
     Args:
         loss: A supported loss module of `torch.nn` (not a subclass, which may compute anything), the function of
-            `torch.nn.functional` for it, a `Loss`, or a function `(f, y) -> scalar` of one datum, which is averaged
+            `torch.nn.functional` for it, a `Loss`, or a function `(f, y) -> scalar` of one example, which is averaged
             over the data.
 
     Returns:
@@ -62,7 +62,7 @@ def describe(loss: object) -> Loss:
     if isinstance(loss, nn.Module) or not callable(loss):
         raise LossError(
             f"The loss {loss!r} is not supported.",
-            f"Use one of {[t.__name__ for t in DESCRIPTIONS]}, or a function (f, y) -> scalar of one datum's "
+            f"Use one of {[t.__name__ for t in DESCRIPTIONS]}, or a function (f, y) -> scalar of one example's "
             "prediction and target (kfs.losses.Custom, which also takes a reduction and a likelihood).",
         )
     return Custom(loss)

@@ -74,7 +74,7 @@ class Poisson(Elementwise):
         """Return the rates. If one is negative or infinite, raise; on an accelerator, return NaN there."""
         rate = f.exp() if self.module.log_input else f
         right = (rate >= 0) & rate.isfinite()
-        if sync.runs_behind(f.device):
+        if sync.is_asynchronous(f.device):
             return torch.where(right, rate, torch.nan)
         if not right.all():
             raise LossError(
@@ -100,7 +100,7 @@ def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
     rate = torch.where(large, 1.0, rate)
     # An accelerator is not asked how large counts are. Digits that they do not have are zero.
     digits = _DIGITS + 1
-    if rate.numel() and not sync.runs_behind(rate.device):
+    if rate.numel() and not sync.is_asynchronous(rate.device):
         # No quantile that 52 bits can ask for is further than 9 standard deviations and a few counts from the rate.
         digits = int((rate + 9 * rate.sqrt() + 40).nan_to_num().max()).bit_length()
     rate = rate.clamp(min=1e-300)

@@ -1,4 +1,4 @@
-"""Quantities of a datum that one may ask about: its loss, the log-probability of its label, its margin, or a function.
+"""Quantities of an example: its loss, the log-probability of its label, its margin, or a function.
 
 All are functions of a prediction and a target. What is needed of them is their gradient with respect to the prediction.
 """
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from kfs.display.suggestions import near
+from kfs.display.suggestions import suggest
 from kfs.errors import LossError
 from kfs.losses.interface import Loss
 
 Name = Literal["loss", "log-probability", "margin"]
-# The name of a quantity, or a function of one datum's prediction and target that returns a number.
+# The name of a quantity, or a function of one example's prediction and target that returns a number.
 Quantity = Name | Callable[[Tensor, Tensor], Tensor]
 NAMES: tuple[str, ...] = get_args(Name)
 
@@ -24,11 +24,11 @@ def gradient_of(quantity: Quantity, loss: Loss) -> Callable[[Tensor, Tensor], Te
     """Return what computes the gradient of a quantity with respect to predictions.
 
     Args:
-        quantity: `"loss"` is the datum's own term of the loss, `c(f, y)`, without the reduction factor.
+        quantity: `"loss"` is the example's own term of the loss, `c(f, y)`, without the reduction factor.
             `"log-probability"` is that of the target, without class weights and label smoothing. `"margin"` is
             `log p / (1 - p)`, where `p` is the probability of the label: its logit minus the logarithm of the summed
-            exponentials of all others. Where a datum has several labels, both are summed over them. A function takes
-            one datum's prediction and target.
+            exponentials of all others. Where an example has several labels, both are summed over them. A function takes
+            one example's prediction and target.
         loss: Says what predictions mean.
 
     Returns:
@@ -51,7 +51,7 @@ def gradient_of(quantity: Quantity, loss: Loss) -> Callable[[Tensor, Tensor], Te
         return loss.log_probability_gradient
     if quantity == "margin":
         return loss.margin_gradient
-    way_out = f"{near([quantity], NAMES)} A function of one datum's prediction and target is possible, too."
+    way_out = f"{suggest([quantity], NAMES)} A function of one example's prediction and target is possible, too."
     raise LossError(f"There is no quantity {quantity!r}.", way_out)
 
 
@@ -61,7 +61,7 @@ def sign_of(quantity: Quantity) -> int:
 
 
 class _Function:
-    """Differentiates a function of one datum: for all data together if `vmap` can do that, otherwise one by one."""
+    """Differentiates a function of one example: for all data together if `vmap` can do that, otherwise one by one."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.function = function
@@ -85,13 +85,13 @@ class _Function:
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             name = getattr(self.function, "__name__", type(self.function).__name__)
             raise LossError(
-                f"The function {name} returned {found} for one datum, expected a number in a tensor.",
-                "Let it take the prediction and the target of a single datum, and sum over their entries.",
+                f"The function {name} returned {found} for one example, expected a number in a tensor.",
+                "Let it take the prediction and the target of a single example, and sum over their entries.",
             )
         return value.reshape(())
 
     def _one(self, f: Tensor, y: Tensor) -> Tensor:
-        """Differentiate for one datum. A function that does not depend on the prediction has no gradient."""
+        """Differentiate for one example. A function that does not depend on the prediction has no gradient."""
         leaf = f.requires_grad_()
         value = self._value(leaf, y)
         if not value.requires_grad:

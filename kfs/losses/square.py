@@ -34,7 +34,7 @@ class Square(Elementwise):
 
 
 class HalfSquaredError(Square):
-    """Half the squared distance of each datum, summed over its entries and averaged over data (not over entries).
+    """Half the squared distance of each example, summed over its entries and averaged over data (not over entries).
 
     Args:
         reduction: `"mean"` over data, or `"sum"`.
@@ -50,5 +50,5 @@ class HalfSquaredError(Square):
         Loss.__init__(self, "HalfSquaredError", reduction)
 
     def count(self, y: Tensor) -> float:
-        """Return the number of data."""
+        """Return the number of examples."""
         return len(y)

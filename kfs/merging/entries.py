@@ -139,7 +139,7 @@ def recomputed(
         if not t.isfinite().all():
             raise DataError(
                 f"The statistic {name!r} is not finite for the merged model.",
-                "Look for NaN or infinity in the data, and pass batches of more than one datum.",
+                "Look for NaN or infinity in the data, and pass batches of more than one example.",
             )
     return new, list(new)
 

@@ -282,11 +282,11 @@ class Sandwich(Curvature):
 
     @abstractmethod
     def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
-        """Multiply `[K, *f.shape]` with every datum's matrix in prediction space."""
+        """Multiply `[K, *f.shape]` with every example's matrix in prediction space."""
 
     @abstractmethod
     def factor(self, f: Tensor, batch: Batch) -> Tensor:
-        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's matrix in prediction space."""
+        """Return columns `[K, *f.shape]` whose outer products sum up to every example's matrix in prediction space."""
 
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
         """Push forward, multiply in prediction space, pull back."""
@@ -316,7 +316,7 @@ class Sandwich(Curvature):
         return super().block(columns, rows)
 
     def _in_prediction_space(self, f: Tensor, batch: Batch, Jv: Tensor) -> Tensor:
-        """Multiply `[K, *f.shape]` with every datum's matrix and the reduction factor, a few data at a time."""
+        """Multiply `[K, *f.shape]` with every example's matrix and the reduction factor, a few examples at a time."""
         f = f.detach()
         R = self.risk.reduction_factor  # cheapest to scale in prediction space
         at_once = max(_NUMBERS_AT_ONCE * len(f) // max(Jv.numel(), 1), 1)
@@ -328,7 +328,7 @@ class Sandwich(Curvature):
             part = R * self.middle(f[some], _part_of(batch, some), Jv[:, some])
             u = part.new_empty(Jv.shape) if u is None else u
             u[:, some] = part
-        assert u is not None  # noqa: S101 (there is a datum)
+        assert u is not None  # noqa: S101 (there is an example)
         return u
 
     def _linearization(self, batch: Batch) -> Linearization:
@@ -343,7 +343,7 @@ class Sandwich(Curvature):
         return linearization
 
     def diagonal(self) -> Tensor:
-        """Compute the diagonal exactly, as a flat vector: sums of squared per-datum gradients, one datum at a time."""
+        """Compute the diagonal exactly, as a flat vector: sums of squared gradients, one example at a time."""
         wide = self.risk.sum_dtype
         task = f"{type(self).__name__} diagonal"
         with self.risk.together(task, self._settings()):
@@ -398,14 +398,14 @@ class GGN(Sandwich):
 
 
 class Fisher(Sandwich):
-    """The Fisher information matrix, times the number of data and the reduction factor.
+    """The Fisher information matrix, times the number of examples and the reduction factor.
 
     Args:
         risk: Model, loss, data and parameters.
         kind: `"type-2"` for the exact matrix, `"mc"` (also called `"type-1"`) for a Monte Carlo estimate with labels
             drawn from the model's likelihood, `"empirical"` for the labels at hand. With `"mc"`, labels are those that
             `kfs.KFAC(risk, fisher="mc")` draws for the same seed.
-        mc_samples: Draws per datum for `"mc"`.
+        mc_samples: Draws per example for `"mc"`.
         seed: Equal seeds give equal draws, however the data are split into batches.
         reuse: As in `GGN`.
         block_diagonal: As in `Curvature`.
@@ -568,6 +568,6 @@ class Jacobian(LinearOperator):
         expected = self.codomain.shapes[PREDICTION][1:]
         if f.shape[1:] != expected:
             raise ShapeError(
-                f"Predictions have shape {list(f.shape[1:])} per datum in one batch, {list(expected)} in the first.",
+                f"Predictions have shape {list(f.shape[1:])} per example in one batch, {list(expected)} in the first.",
                 "Pad the data such that all predictions have one shape.",
             )

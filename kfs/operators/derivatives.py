@@ -31,7 +31,7 @@ from kfs.runtime.nested import tensors_in
 from kfs.runtime.precision import tolerance_for
 
 log = logging.getLogger("kfs.operators")
-# On how many data modes of differentiation are compared.
+# On how many examples modes of differentiation are compared.
 _FEW = 4
 # What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.
 _NO_FORWARD_MODE = (
@@ -383,7 +383,7 @@ def _criterion(risk: EmpiricalRisk, batch: Batch, f: Tensor) -> Tensor:
 class OneDerivative:
     r"""Makes sure that a model has one derivative in every mode of differentiation, before an operator multiplies.
 
-    For random signs $u$ and $v$, and a few data, $u^\top (J v)$ has to equal $v^\top (J^\top u)$. Otherwise forward
+    For random signs $u$ and $v$, and a few examples, $u^\top (J v)$ has to equal $v^\top (J^\top u)$. Otherwise forward
     mode is wrong, or a hook changes gradients on their way back. Then columns are pushed forward by differentiating the
     backward pass, so that $J$ is the transpose of what the backward pass computes, as it is for custom functions
     without forward mode. Second derivatives have no other mode, and must be symmetric.

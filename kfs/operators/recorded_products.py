@@ -2,7 +2,8 @@
 
 A GPU finishes the operations of a product with a small model faster than Python can start them. So they are recorded as
 a CUDA graph, batch by batch, by `kfs.runtime.cuda_graphs.Replays`: it adds the product of a batch with columns to
-totals. Columns and totals are tensors that stay where they are; a product copies its own columns there, and returns copies of totals.
+totals. Columns and totals are tensors that stay where they are; a product copies its own columns there, and returns
+copies of totals.
 
 A graph outlives a product. It reads parameters where they are, so that it sees new values. Whatever else has changed
 since it was recorded ends it: parameters that are other tensors, attributes of the model, of the loss and of the
@@ -35,7 +36,7 @@ from kfs.runtime.cuda_graphs import (
     is_watched,
     surroundings,
 )
-from kfs.runtime.sync import Flags
+from kfs.runtime.sync import DeferredChecks
 
 log = logging.getLogger("kfs.operators")
 # So many kinds of products are recorded at the same time: many columns come in chunks of two sizes, and single ones
@@ -80,7 +81,7 @@ class RecordedKind:
         self._columns = {name: torch.empty_like(t) for name, t in columns.items()}
         shapes = {name: (len(some), *risk.params[name].shape) for name in rows}
         self._totals = {name: some.new_empty(shape, dtype=risk.sum_dtype) for name, shape in shapes.items()}
-        self._flags = Flags(risk.device)
+        self._flags = DeferredChecks(risk.device)
         reference = weakref.ref(operator)
         add = _adder(reference, self._columns, self._totals)
         self._replays = Replays(
@@ -88,9 +89,9 @@ class RecordedKind:
         )
 
     @property
-    def has_given_up(self) -> bool:
+    def is_disabled(self) -> bool:
         """Whether such products cannot be recorded."""
-        return self._replays.has_given_up
+        return self._replays.is_disabled
 
     def multiply(self, operator: Multiplies, columns: Columns, task: str) -> Columns:
         """Multiply columns, and return sums over all batches, one for each row."""
@@ -104,7 +105,7 @@ class RecordedKind:
                 self._replays.run(batch)
             results = {name: t.clone() for name, t in self._totals.items()}
             # This waits. So nothing is left to do for the GPU when a product is returned, whatever stream comes next.
-            if self._flags.first_bad() is not None:
+            if self._flags.first_failure() is not None:
                 with operator.running():
                     explain()
         return results
@@ -191,7 +192,7 @@ class RecordedProducts:
         except BaseException:
             self._forget()
             raise
-        if recorded.has_given_up:
+        if recorded.is_disabled:
             self._refuse(kind)
         return results
 

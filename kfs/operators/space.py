@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfs.basics.flattening import cvec, rvec
 from kfs.display.describe import counted, kind
-from kfs.display.suggestions import few, guess, near
+from kfs.display.suggestions import few, guess, suggest
 from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 
@@ -90,7 +90,7 @@ class Space:
         unknown = [name for name in names if name not in self.shapes]
         if unknown or not names:
             text = f"There are no parameters {unknown}." if unknown else "No parameters are named."
-            raise ModelError(text, near(unknown, self.shapes))
+            raise ModelError(text, suggest(unknown, self.shapes))
         return Space({name: self.shapes[name] for name in names}, self.dtype, self.device)
 
     def read(self, v: Vector) -> tuple[Columns, Form]:

@@ -36,7 +36,7 @@ from kfs.optim.step_sums import StepSums
 from kfs.problem.isolation import equal_up_to_round_off
 from kfs.problem.whole_parameters import is_sharded, model_to_run
 from kfs.runtime import sync
-from kfs.runtime.sync import waiting_allowed
+from kfs.runtime.sync import allow_sync
 
 # What a rank tells about a block: its inverse without numbers (on the meta device), or why there is none.
 Outcome = Inverted | str
@@ -103,7 +103,7 @@ def invert(
     for average in (average for same, _ in due for average in same):
         by_owner.setdefault(owners[average.layout.key], []).append(average)
     for owner, some in by_owner.items():
-        collect(ranks, owner, some)
+        sum_at_owner(ranks, owner, some)
     results: dict[Key, Inverted] = {}
     outcomes: dict[Key, Outcome] = {}
     for same, dampings in due:
@@ -113,13 +113,13 @@ def invert(
     told = {key: one for some in ranks.gather("inverses", outcomes) for key, one in some.items()}
     for owner, some in by_owner.items():
         if at_owners:
-            _leave(ranks, inverses, owner, some, told, results)
+            _keep_at_owner(ranks, inverses, owner, some, told, results)
         else:
-            _receive(ranks, inverses, owner, some, told, results)
+            _broadcast_from_owner(ranks, inverses, owner, some, told, results)
     return {key: why for key, why in told.items() if isinstance(why, str)}
 
 
-def collect(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
+def sum_at_owner(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
     """Let one rank have the averages of all data, and the others zeros."""
     found = list(averages)
     add_up_at(ranks, owner, (part for average in found for part in _travelling(average)))
@@ -129,7 +129,7 @@ def collect(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
         forget_summands(found)
 
 
-def whole(ranks: Ranks, averages: Iterable[Average]) -> list[Average]:
+def sum_over_ranks(ranks: Ranks, averages: Iterable[Average]) -> list[Average]:
     """Return averages of all data on all ranks, as copies; everything else is shared."""
     copies = [_with_copied_summands(average) for average in averages]
     for copy in copies:
@@ -189,12 +189,12 @@ def _invert_own(
         result = Inverted(*(None if one is None else one[part] for one in computed))  # type: ignore[arg-type]
         results[average.layout.key] = result
         # The basis of corrected eigenvalues is that of the inverse, and need not be told.
-        with waiting_allowed():
+        with allow_sync():
             damping = result.damping.cpu()  # It is small, and all ranks report it.
         outcomes[average.layout.key] = Inverted(result.inverse.to("meta"), damping, None, result.input_size.to("meta"))
 
 
-def _leave(
+def _keep_at_owner(
     ranks: Ranks,
     inverses: Inverses,
     owner: int,
@@ -220,7 +220,7 @@ def _leave(
             inverses.forget()
 
 
-def _receive(
+def _broadcast_from_owner(
     ranks: Ranks,
     inverses: Inverses,
     owner: int,
@@ -355,7 +355,7 @@ class OwnedPart(NamedTuple):
         return cls(tuple(0 if prod(shape) == 0 else one for one in start), tuple(shape))
 
 
-class Everywhere:
+class ReplicatedInverses:
     """Lets all processes have whole tensors: each has all inverses.
 
     Args:
@@ -418,8 +418,8 @@ class Everywhere:
         return result.to(t.device)
 
 
-class AtOwners(Everywhere):
-    """Sends parts of tensors to owners, and back. Arguments are those of `Everywhere`.
+class OwnedInverses(ReplicatedInverses):
+    """Sends parts of tensors to owners, and back. Arguments are those of `ReplicatedInverses`.
 
     Attributes:
         owners: By name. All processes know them.
@@ -672,7 +672,7 @@ class Exchange:
             yield
             return
         self._is_due = is_due()
-        self._talks = self._is_due or not sync.runs_behind(device)
+        self._talks = self._is_due or not sync.is_asynchronous(device)
         if not self._talks:
             yield
             return
@@ -786,7 +786,7 @@ class Exchange:
         """Refuse tensors that differ from those of the first rank by more than round-off."""
         first = {name: t.detach().clone() for name, t in tensors.items()}
         copy_from(self.ranks, 0, first.values())
-        with sync.waiting_allowed():
+        with sync.allow_sync():
             apart = [name for name, t in tensors.items() if not equal_up_to_round_off(first[name], t.detach())]
         for rank, names in enumerate(self.ranks.gather("differences", apart)):
             if names:
@@ -822,15 +822,15 @@ class Exchange:
     def numbering(self) -> Callable[[int], tuple[int, int]]:
         """Return what numbers the data of a forward pass that begins.
 
-        Given how many data this rank has, it returns how many data of other ranks come before them, and how many there
-        are on all ranks. It is called in the backward pass. Within `no_sync()`, where ranks do not wait for each other,
-        all are taken to have as many data.
+        Given how many examples this rank has, it returns how many examples of other ranks come before them, and how
+        many there are on all ranks. It is called in the backward pass. Within `no_sync()`, where ranks do not wait for
+        each other, all are taken to have as many examples.
         """
         synchronizes = self.wrapper is None or self.wrapper.require_backward_grad_sync
         return self._place_of_data if synchronizes else self._place_without_asking
 
     def _place_of_data(self, num_data: int) -> tuple[int, int]:
-        counts = self.ranks.gather("numbers of data of a pass", num_data)
+        counts = self.ranks.gather("numbers of examples of a pass", num_data)
         return sum(counts[: self.ranks.rank]), sum(counts)
 
     def _place_without_asking(self, num_data: int) -> tuple[int, int]:

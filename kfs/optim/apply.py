@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfs.optim.across_ranks import AtOwners, Everywhere
+from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
 from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature
 from kfs.optim.fsdp import part_of
-from kfs.optim.last_good_step import Fine, LastFine
+from kfs.optim.last_good_step import GoodStep, LastGoodStep
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic_model import Trial, try_step
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers
-from kfs.optim.update_rule import Scalar, Share, Tensors, adamw_step, correction, natural_step, total_size
+from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, correction, natural_step, total_size
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 from kfs.runtime import sync
 from kfs.runtime.nested import mapped
@@ -36,7 +36,7 @@ class StepNotFiniteError(Exception):
     """Gradients are finite, but products with inverses are not."""
 
 
-class Taken(NamedTuple):
+class StepOutcome(NamedTuple):
     """What an accelerator decides about a step."""
 
     names: tuple[str, ...]  # parameters that were updated. They have grown older in any case.
@@ -44,7 +44,7 @@ class Taken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Together:
+class UpdateBatch:
     """Parameters that are updated with the same numbers: those of a group that are equally old.
 
     Attributes:
@@ -60,7 +60,7 @@ class Together:
     decays: bool
 
 
-def together(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[Together]:
+def update_batches(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[UpdateBatch]:
     """Divide parameters into those that are updated with the same numbers."""
     found: dict[tuple[int, int], list[str]] = {}
     for name in names:
@@ -77,11 +77,11 @@ def together(params: Parameters, state: State, names: Iterable[str], adamw: bool
             bias = [correction(beta, age + 1) for beta in _BETAS]
             numbers = (lr * float(group["adamw_lr"]), 1 - lr * decay, *bias)
             momentum = _BETAS[0]
-        result.append(Together(tuple(same), numbers, momentum, decay != 0))
+        result.append(UpdateBatch(tuple(same), numbers, momentum, decay != 0))
     return result
 
 
-def all_numbers(parts: Iterable[Together]) -> list[float]:
+def all_numbers(parts: Iterable[UpdateBatch]) -> list[float]:
     """Return the numbers of all parts, one after the other."""
     return [number for part in parts for number in part.numbers]
 
@@ -89,13 +89,13 @@ def all_numbers(parts: Iterable[Together]) -> list[float]:
 def natural_updates(
     params: Parameters,
     state: State,
-    parts: Sequence[Together],
+    parts: Sequence[UpdateBatch],
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     kl_clip: float | None,
     taken: Tensor,
-    way: Everywhere,
+    way: ReplicatedInverses,
     scale: Tensor | None,
 ) -> None:
     """Update parameters that have curvature, given gradients of the average over examples.
@@ -109,7 +109,7 @@ def natural_updates(
     """
     if not parts:
         return
-    behind = sync.runs_behind(taken.device)
+    behind = sync.is_asynchronous(taken.device)
     allowed = None if scale is None else next(numbers)
     shares = [_share(params, state, part, "average", numbers, grads) for part in parts]
     if behind:
@@ -142,9 +142,9 @@ def natural_updates(
         scale.copy_(torch.where(taken, scaled, scale))
 
 
-def _agree_on_steps(D: Mapping[str, Tensor], way: Everywhere, taken: Tensor) -> None:
+def _agree_on_steps(D: Mapping[str, Tensor], way: ReplicatedInverses, taken: Tensor) -> None:
     """Let all processes know whether steps are finite: an accelerator by its flag, others by an error."""
-    if sync.runs_behind(taken.device):
+    if sync.is_asynchronous(taken.device):
         # The flag is about what this process has multiplied.
         everywhere = way.all_true(taken)
         if everywhere is not taken:
@@ -158,7 +158,7 @@ def _shorter(
     lrs: Mapping[str, Scalar],
     ahead: Mapping[str, Tensor],
     D: Mapping[str, Tensor],
-    way: Everywhere,
+    way: ReplicatedInverses,
     zero: Tensor,
 ) -> Tensor:
     """Return the factor for steps that keeps the change of predictions within the limit."""
@@ -168,20 +168,25 @@ def _shorter(
 
 
 def _scaled(
-    scale: Tensor, shares: Iterable[Share], parts: Iterable[Together], way: Everywhere, allowed: Scalar, taken: Tensor
+    scale: Tensor,
+    shares: Iterable[ParameterGroup],
+    parts: Iterable[UpdateBatch],
+    way: ReplicatedInverses,
+    allowed: Scalar,
+    taken: Tensor,
 ) -> Tensor:
     """Return the numbers of the steps' scale with the overshoot of the latest steps; bad gradients tell nothing."""
     overshoot = 0.5 * scale[2].exp() * way.sum_of_parts(_slope(shares, parts, way))
     return torch.where(taken & overshoot.isfinite(), next_numbers(scale, overshoot, allowed), scale)
 
 
-def _with_scale(share: Share, factor: Tensor) -> Share:
+def _with_scale(share: ParameterGroup, factor: Tensor) -> ParameterGroup:
     """Multiply the learning rate of a share, for steps and for weights that decay."""
     decays = not (isinstance(share.kept, float) and share.kept == 1)
     return share._replace(lr=share.lr * factor, kept=1 - (1 - share.kept) * factor if decays else 1.0)
 
 
-def _slope(shares: Iterable[Share], parts: Iterable[Together], way: Everywhere) -> Tensor:
+def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], way: ReplicatedInverses) -> Tensor:
     """Return the gradients' slope on the way from average parameters to those of now, as far as this process has them.
 
     A number that several processes have counts in each of them as a part of one.
@@ -199,14 +204,14 @@ def _slope(shares: Iterable[Share], parts: Iterable[Together], way: Everywhere) 
 def _multiplied(
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     ahead: dict[str, Tensor],
-    way: Everywhere,
+    way: ReplicatedInverses,
     taken: Tensor,
 ) -> tuple[dict[str, Tensor], Exception | None]:
     """Multiply with inverses, and return an error instead of raising it where other processes wait for the products.
 
     They get zeros then, take no step, and hear of the error at the end of it. On a CPU, they hear of it before.
     """
-    if not (isinstance(way, AtOwners) and sync.runs_behind(taken.device)):
+    if not (isinstance(way, OwnedInverses) and sync.is_asynchronous(taken.device)):
         return precondition(ahead), None
     try:
         return precondition(ahead), None
@@ -218,20 +223,20 @@ def _multiplied(
 def adamw_updates(
     params: Parameters,
     state: State,
-    parts: Sequence[Together],
+    parts: Sequence[UpdateBatch],
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
     taken: Tensor,
 ) -> None:
     """Update other parameters by AdamW; on an accelerator, nothing changes if the step is not `taken`."""
-    behind = sync.runs_behind(taken.device)
+    behind = sync.is_asynchronous(taken.device)
     for part in parts:
         share = _share(params, state, part, "exp_avg", numbers, grads)
         squares = [part_of(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
         adamw_step(share._replace(taken=taken if behind else None), squares, _BETAS[1], next(numbers))
 
 
-def grow_older(params: Parameters, state: State, names: Iterable[str], by: int = 1) -> None:
+def increment_age(params: Parameters, state: State, names: Iterable[str], by: int = 1) -> None:
     """Count gradients that have entered averages."""
     for name in names:
         state[params.tensors[name]]["age"] += by
@@ -240,11 +245,11 @@ def grow_older(params: Parameters, state: State, names: Iterable[str], by: int =
 def _share(
     params: Parameters,
     state: State,
-    part: Together,
+    part: UpdateBatch,
     average: str,
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
-) -> Share:
+) -> ParameterGroup:
     """Return parameters with their gradients, averages and numbers; of sharded ones, the part of this process."""
     tensors = [params.tensors[n] for n in part.names]
     averages = [part_of(state[p][average]) for p in tensors]
@@ -252,7 +257,7 @@ def _share(
     lr, kept, corrected = (next(numbers) for _ in range(3))
     # Weights that do not decay, which the host knows, are not multiplied by one.
     left = kept if part.decays else 1.0
-    return Share([part_of(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
+    return ParameterGroup([part_of(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
 
 
 class Updates:
@@ -275,7 +280,7 @@ class Updates:
         self._replay = replay
         self._scale = scale
         self._recorded: RecordedUpdate | None = None
-        self._at_owners: AtOwners | None = None
+        self._at_owners: OwnedInverses | None = None
 
     def take(
         self,
@@ -286,7 +291,7 @@ class Updates:
         unit: float,
         half: bool,
         allowed: float,
-    ) -> Taken | None:
+    ) -> StepOutcome | None:
         """Take a step.
 
         Args:
@@ -302,15 +307,15 @@ class Updates:
             What an accelerator decides about it; `None` where everything is known.
         """
         params, curvature = self._params, self._curvature
-        parts = together(params, state, natural, adamw=False)
-        others = together(params, state, rest, adamw=True)
+        parts = update_batches(params, state, natural, adamw=False)
+        others = update_batches(params, state, rest, adamw=True)
         grads = {**natural, **rest}
         scale = None if self._scale is None else self._scale.numbers_on(finite.device)
         if scale is not None:
             for name in natural:
                 keep_mean_step(state, params.tensors[name])
 
-        behind = sync.runs_behind(finite.device)
+        behind = sync.is_asynchronous(finite.device)
         way = self._way_to_inverses()
 
         def update(given: list[Tensor], taken: Tensor, numbers: list[Scalar]) -> None:
@@ -339,23 +344,23 @@ class Updates:
             return None
         # A graph does not tell autograd that it changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
-        grow_older(params, state, grads)
-        return Taken(tuple(grads), flag) if behind else None
+        increment_age(params, state, grads)
+        return StepOutcome(tuple(grads), flag) if behind else None
 
-    def _way_to_inverses(self) -> Everywhere:
+    def _way_to_inverses(self) -> ReplicatedInverses:
         """Return how gradients come to where inverses are."""
         if not self._curvature.at_owners:
-            return Everywhere(self._params.tensors, self._curvature.ranks)
+            return ReplicatedInverses(self._params.tensors, self._curvature.ranks)
         if self._at_owners is None or self._at_owners.like is not self._params.tensors:
-            self._at_owners = AtOwners(self._params.tensors, self._curvature.ranks)
+            self._at_owners = OwnedInverses(self._params.tensors, self._curvature.ranks)
         self._at_owners.owners = self._curvature.owners
         return self._at_owners
 
     def _key(
         self,
         state: State,
-        parts: list[Together],
-        others: list[Together],
+        parts: list[UpdateBatch],
+        others: list[UpdateBatch],
         grads: dict[str, Tensor],
         unit: float,
         half: bool,
@@ -405,9 +410,9 @@ def tried_updates(
     slope = sum(lrs[n] * float((grads[n] * s).sum()) for n, s in steps.items())
     for n, s in steps.items():
         params.tensors[n].add_(s, alpha=lrs[n])
-    parts = together(params, state, rest, adamw=True)
+    parts = update_batches(params, state, rest, adamw=True)
     adamw_updates(params, state, parts, iter(all_numbers(parts)), rest, torch.tensor(True))
-    grow_older(params, state, rest)
+    increment_age(params, state, rest)
     trial = try_step([params.tensors[n] for n in old], list(old.values()), change, slope, noise)
     for n in steps if trial.share else ():
         params.tensors[n].sub_(old[n], alpha=lrs[n] * params.groups[n]["weight_decay"])
@@ -450,25 +455,25 @@ def state_of(state: State, p: Tensor, adamw: bool) -> dict[str, Any]:
     return mine
 
 
-class _Step(NamedTuple):
+class _PendingStep(NamedTuple):
     """A step about which the host does not know everything."""
 
-    fine: Fine  # what to remember if gradients were finite
+    fine: GoodStep  # what to remember if gradients were finite
     names: tuple[str, ...]  # parameters that have grown older, as if the step was taken
     # Whether gradients were used, whether they were finite, whether the step was taken, and whether factors were added.
     flags: Message
 
 
 @dataclass(eq=False)
-class Outstanding:
+class PendingChecks:
     """Steps whose flags nobody has read."""
 
     curvature: Curvature
-    last_fine: LastFine
+    last_good_step: LastGoodStep
     params: Parameters
-    _steps: list[_Step] = field(default_factory=list)
+    _steps: list[_PendingStep] = field(default_factory=list)
 
-    def add(self, state: State, fine: Fine, finite: Tensor, good: Tensor, taken: Taken) -> None:
+    def add(self, state: State, fine: GoodStep, finite: Tensor, good: Tensor, taken: StepOutcome) -> None:
         """Send the flags of a step to the host.
 
         Args:
@@ -482,7 +487,7 @@ class Outstanding:
         if self.curvature.unconfirmed is not None:
             flags.append(self.curvature.unconfirmed)
             self.curvature.unconfirmed = None
-        self._steps.append(_Step(fine, taken.names, Message(torch.stack(flags))))
+        self._steps.append(_PendingStep(fine, taken.names, Message(torch.stack(flags))))
         if len(self._steps) >= _MOST:
             self._read(state, len(self._steps) - _LEFT)
 
@@ -502,7 +507,7 @@ class Outstanding:
         for one in steps:
             good, finite, taken, *added = one.flags.read()
             if good:
-                self.last_fine.note(one.fine)
+                self.last_good_step.note(one.fine)
             else:
                 self.note_skipped(finite)
             if added:
@@ -510,7 +515,7 @@ class Outstanding:
             if good and not taken:
                 self.curvature.note_overflow()
             if not taken:
-                grow_older(self.params, state, one.names, by=-1)
+                increment_age(self.params, state, one.names, by=-1)
 
     def note_skipped(self, finite: bool) -> None:
         """Count a step that was skipped because of its gradients, which may be finite and too large, or of its loss."""
@@ -519,4 +524,4 @@ class Outstanding:
             self.curvature.events.note("refused_gradients", text)
             return
         self.curvature.note_trouble("skipped_steps", "the loss or gradients are not finite, and the step was skipped")
-        self.last_fine.note_skipped()
+        self.last_good_step.note_skipped()

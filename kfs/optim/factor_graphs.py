@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it 
 
 from kfs.factors.accumulate import BlockSums, FactorSums, settle_counts
 from kfs.factors.blocks import computable
-from kfs.factors.capture import Capture, Known, send_back
+from kfs.factors.capture import AuditResult, Capture, send_back
 from kfs.factors.compute import backpropagated_vectors, columns_at_once, not_covered
 from kfs.factors.layout import Key
 from kfs.factors.rows import BatchMasks
@@ -28,7 +28,7 @@ from kfs.runtime import cuda_graphs
 from kfs.runtime.cuda_graphs import Graph, Reads, Recorder, shape_of, unchanged_attributes, why_not
 from kfs.runtime.nested import mapped, tensors_in
 from kfs.runtime.precision import uses_tf32
-from kfs.runtime.sync import waiting_allowed
+from kfs.runtime.sync import allow_sync
 
 
 class Hook:
@@ -74,7 +74,7 @@ _MOST_REFUSALS = 3  # If so many shapes could not be recorded in one mode of the
 # Two ways to compute the same sums, in half precision, may differ by this much.
 _TOLERANCE = 1e-2
 Autocast = tuple[bool, torch.dtype]
-# Of a pass: arguments of the model, number of data, targets, index of the first datum.
+# Of a pass: arguments of the model, number of examples, targets, index of the first example.
 Data = tuple[Any, int, Tensor, int]
 
 
@@ -91,7 +91,7 @@ class FactorPass:
 
     Attributes:
         model: Called with the arguments.
-        loss: The announced one.
+        loss: The declared one.
         settings: Which curvature matrix, and how.
         session: Has plans.
         known: What an audit found out.
@@ -103,7 +103,7 @@ class FactorPass:
     loss: Loss
     settings: Settings
     session: Session
-    known: Known | None
+    known: AuditResult | None
     autocast: Autocast
     masks: MaskSource
 
@@ -129,7 +129,7 @@ class FactorPass:
         ):
             with capture:
                 f = prediction_in(self.model(*args, **kwargs))
-            capture.leave_nothing_behind()
+            capture.clear_marks()
             capture.running = False
             capture.find_hidden_uses(f)
         with torch.no_grad():
@@ -150,7 +150,7 @@ class FactorGraph:
         graph: The recording.
         arguments: What it reads as arguments of the model.
         y: What it reads as targets.
-        first: What it reads as the index of the first datum.
+        first: What it reads as the index of the first example.
         sums: What it writes.
         counts: Numbers of positions that are the same for all data, which the host knows.
         uncovered: Parameters without sums, and why.
@@ -305,7 +305,7 @@ class FactorGraphs:
         make = recorder_for(data[2].device)
         if make is None or len(self._graphs) == _MOST_GRAPHS:
             return
-        with waiting_allowed(), unchanged_attributes(one.model):
+        with allow_sync(), unchanged_attributes(one.model):
             try:
                 self._graphs[key] = self._recorded(make(), one, data, watched)
             except Exception as error:  # noqa: BLE001 (whatever it is, passes can be watched)

@@ -20,7 +20,7 @@ from kfs.optim.recorded_update import SHARE, RecordedUpdate, recorder_for
 from kfs.optim.update_rule import Scalar, limited, total_size
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import Recorder
-from kfs.runtime.sync import waiting_allowed
+from kfs.runtime.sync import allow_sync
 
 # The optimizer's parameter groups, by parameter name.
 Groups = Mapping[str, Mapping[str, Any]]
@@ -94,7 +94,12 @@ class Inverses:
         """
         known = all(a.inverse is not None and not a.failed for a in averages)
         # Eigendecompositions wait anyway.
-        if not sync.runs_behind(averages[0].factors.like.device) or not known or self.eigen or self.method == "exact":
+        if (
+            not sync.is_asynchronous(averages[0].factors.like.device)
+            or not known
+            or self.eigen
+            or self.method == "exact"
+        ):
             self.keep(averages, self.computed(averages, damping))
             return
         place = self._last(averages)
@@ -164,7 +169,7 @@ class Inverses:
         Raises:
             Exception: If one could not be computed.
         """
-        with waiting_allowed():
+        with allow_sync():
             return self._inverted(averages, damping)
 
     def failures(self) -> list[Average]:
@@ -308,7 +313,7 @@ def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
     """Divide blocks into those that are inverted together: each for itself on a CPU, by size on an accelerator."""
     by_key: dict[Any, list[Average]] = {}
     for a in averages:
-        alone = not sync.runs_behind(a.factors.like.device) or a.failed
+        alone = not sync.is_asynchronous(a.factors.like.device) or a.failed
         key = id(a) if alone else (a.size, a.eigen is None, a.inverse is None)
         by_key.setdefault(key, []).append(a)
     return [same[i : i + _TOGETHER] for same in by_key.values() for i in range(0, len(same), _TOGETHER)]
@@ -317,7 +322,7 @@ def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
 def _stacked(owners: Mapping[Layout, Average]) -> Iterator[Stacked]:
     """Stack inverses of one size."""
     parts = [(layout, a.inverse) for layout, a in owners.items() if a.inverse is not None]
-    if any(sync.runs_behind(inverse.like.device) for _, inverse in parts):
+    if any(sync.is_asynchronous(inverse.like.device) for _, inverse in parts):
         stacks = [replace(stack, structure=_aligned(stack.structure)) for stack in stacked(parts)]
     else:
         # On a CPU, a few large operations are not faster than many small ones.

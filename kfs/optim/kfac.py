@@ -21,16 +21,15 @@ from kfs.factors.compute import listed, shared_with, warn_of_wide
 from kfs.factors.layout import Key
 from kfs.factors.settings import Fisher, Settings, Sharing
 from kfs.losses import describe
-from kfs.optim.across_ranks import Exchange, agreed, made_by_all
-from kfs.optim.across_ranks import whole as over_all_data
-from kfs.optim.apply import Outstanding, Taken, Updates, keep_mean_step, read_state, state_of, tried_updates
+from kfs.optim.across_ranks import Exchange, agreed, made_by_all, sum_over_ranks
+from kfs.optim.apply import PendingChecks, StepOutcome, Updates, keep_mean_step, read_state, state_of, tried_updates
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.curvature import Curvature, Interval, interval_at
 from kfs.optim.fsdp import is_fully_sharded, part_of
 from kfs.optim.inverses import Inverses
-from kfs.optim.last_good_step import Fine, LastFine, LossTrend, UsualSizes
-from kfs.optim.loss_check import Announcement
-from kfs.optim.options import check_call, check_numbers, check_options, more_often_at_first, number_and_unit
+from kfs.optim.last_good_step import GoodStep, LastGoodStep, LossTrend, UsualSizes
+from kfs.optim.loss_check import LossCheck
+from kfs.optim.options import check_call, check_numbers, check_options, number_and_unit, warmup_interval
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
 from kfs.optim.report import Reported
@@ -132,7 +131,7 @@ class Saved(Optimizer):
     _tracked: frozenset[str]
     _params: Parameters
     _curvature: Curvature
-    _outstanding: Outstanding
+    _pending: PendingChecks
     _watch: Watch
     _quadratic: QuadraticModel | None
     _exchange: Exchange
@@ -154,7 +153,7 @@ class Saved(Optimizer):
         if _is_for_checkpoint():
             return self._state_by_parameter()
         averages: Iterable[Average] = self._curvature.averages.values()
-        self._outstanding.settle(self.state)
+        self._pending.settle(self.state)
         if self._exchange.ranks.size == 1:
             tensors = self._whole_tensors()
         elif self._whole is not None:
@@ -214,9 +213,9 @@ class Saved(Optimizer):
 
     def _state_by_parameter(self) -> dict[str, Any]:
         """Return the state for a checkpoint, which all ranks ask for. Tensors of sharded parameters are sharded."""
-        self._outstanding.settle(self.state)
+        self._pending.settle(self.state)
         self._fill_state()
-        averages = over_all_data(self._exchange.ranks, self._curvature.averages.values())
+        averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
         state = super().state_dict()
         adamw: dict[str, Any] = {}  # states of parameters that were to have curvature, and turned out not to be covered
         packed = [i for group in state["param_groups"] for i in group["params"]]
@@ -263,8 +262,8 @@ class Saved(Optimizer):
             >>> optimizer.consolidate_state_dict()
             >>> state = optimizer.state_dict()
         """
-        self._outstanding.settle(self.state)
-        averages = over_all_data(self._exchange.ranks, self._curvature.averages.values())
+        self._pending.settle(self.state)
+        averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
         self._whole = Consolidated(averages, self._whole_tensors())
 
     def _whole_tensors(self) -> dict[int, Tensor]:
@@ -311,7 +310,7 @@ class Saved(Optimizer):
         read_state(self.state, self.param_groups, state_dict)
         device = next(iter(self._params.tensors.values())).device
         self._curvature.restore(mine["curvature"], device)
-        self._outstanding.forget()
+        self._pending.forget()
         self._exchange.start_again()
         self._whole = None
         self.steps = mine["steps"]
@@ -391,8 +390,9 @@ class KFAC(Reported, Saved):
             padding. By default `attention_mask`, if there is one. Factors leave out what no prediction that counts
             depends on; what no mask says is measured.
         seed: Seed for drawing labels with `fisher="mc"`.
-        audit: Whether to check, on a few data, that watching the model changes nothing and sees all uses of parameters.
-            The model is called some more times for it; buffers, random state and attributes of modules are restored.
+        audit: Whether to check, on a few examples, that watching the model changes nothing and sees all uses of
+            parameters. The model is called some more times for it; buffers, random state and attributes of modules are
+            restored.
         replay: On a GPU, whether updates of parameters, and passes for factors, are recorded once and then repeated as
             CUDA graphs. They take memory: about four times the parameters, and as much as a pass does.
         group: Processes that train the model together, each with data of its own, if you average gradients over them
@@ -476,25 +476,25 @@ class KFAC(Reported, Saved):
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._model = model
         self._quadratic = QuadraticModel(model, self._loss, self._exchange) if quadratic_model else None
-        self._factors_every = factors_every or (1 if quadratic_model else more_often_at_first)
+        self._factors_every = factors_every or (1 if quadratic_model else warmup_interval)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), damping_unit, eigen, replay)
         self._curvature = Curvature(decay, inverses, inverses_every, patience, ranks)
         self._curvature.at_owners = is_fully_sharded(model) and not eigen  # Eigenvectors are needed everywhere.
-        self._last_fine = LastFine(patience)
+        self._last_good_step = LastGoodStep(patience)
         self._gradient_sizes = UsualSizes(_GRADIENTS_LIMIT, patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}
-        self._announcement = Announcement(self._loss, ranks.size)
+        self._loss_check = LossCheck(self._loss, ranks.size)
         self._unit = 1.0  # The loss is this many times the average over examples.
         self._tracked: frozenset[str] = frozenset()  # parameters whose factors were computed last
-        self._announced: set[Key] = set()  # blocks that were checked for wide factors
+        self._declared: set[Key] = set()  # blocks that were checked for wide factors
         self._paused = False
         self._whole = None
         self._params = Parameters(model, self.param_groups, self.close)
         self._scale = None if noise is None or quadratic_model else StepScale(noise)
         self._trend = LossTrend()
         self._updates = Updates(self._params, self._curvature, kl_clip, replay, self._scale)
-        self._outstanding = Outstanding(self._curvature, self._last_fine, self._params)
+        self._pending = PendingChecks(self._curvature, self._last_good_step, self._params)
         module = loss if isinstance(loss, nn.Module) else None
         # What the model is called with comes as positional and keyword arguments.
         masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
@@ -503,7 +503,7 @@ class KFAC(Reported, Saved):
 
     def close(self) -> None:
         """Remove all hooks from the model, so that another optimizer can have it. Afterwards, `step()` raises."""
-        self._outstanding.settle(self.state)
+        self._pending.settle(self.state)
         self._watch.close()
         self._params.closed = True
 
@@ -547,7 +547,7 @@ class KFAC(Reported, Saved):
 
         Raises:
             ModelError: If there are no gradients, or if factors are due but no pass of the model was seen.
-            LossError: If gradients are not those of the announced loss.
+            LossError: If gradients are not those of the declared loss.
             SolverError: If the run has diverged: parameters are not finite, or very many steps were skipped.
         """
         if closure is None and self._is_first_step_of_checkpoint():
@@ -569,31 +569,31 @@ class KFAC(Reported, Saved):
             grads = {n: part_of(p.grad).to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
             sums = self._merged(self._watch.collect(), grads)
             if sums is not None and sums.has_factors:
-                self._outstanding.settle(self.state)
-                self._last_fine.check(self._params.tensors)
+                self._pending.settle(self.state)
+                self._last_good_step.check(self._params.tensors)
             self._check(sums, grads, result)
             size = total_size(list(grads.values())).reshape(1)
             learn = sums is not None and sums.has_factors
             finite, good = self._gradient_sizes.check(self._exchange.ranks, ("gradients",), size, learn=learn)
-            fine = Fine.of(self.steps, result, self.param_groups[0], self.damping_scale)
+            fine = GoodStep.of(self.steps, result, self.param_groups[0], self.damping_scale)
             lost = self._lost(sums, grads)
             self._note_loss(sums)
             # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.
-            waits = not sync.runs_behind(good.device) or not self._is_steady(sums, lost)
+            waits = not sync.is_asynchronous(good.device) or not self._is_steady(sums, lost)
             if waits:
                 is_fine = self._quadratic is None or batch is None or isfinite(batch.value)
                 if not good or not is_fine:
-                    self._outstanding.note_skipped(is_fine and bool(finite))
-                    self._last_fine.check(self._params.tensors)
+                    self._pending.note_skipped(is_fine and bool(finite))
+                    self._last_good_step.check(self._params.tensors)
                     return result
-                self._last_fine.note(fine)
+                self._last_good_step.note(fine)
             if sums is not None:
                 self._add_sums(sums, lost, None if waits else good)
             # The quadratic model wants the curvature of this very step.
             self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
             taken = self._update(sums, grads, good, batch)
             if taken is not None:
-                self._outstanding.add(self.state, fine, finite, good, taken)
+                self._pending.add(self.state, fine, finite, good, taken)
             self._curvature.costs.end_step()
             self._keep_place_for_carrier()
             self.steps += 1
@@ -601,7 +601,7 @@ class KFAC(Reported, Saved):
 
     def _update(
         self, sums: StepSums | None, grads: dict[str, Tensor], good: Tensor, batch: BatchLoss | None
-    ) -> Taken | None:
+    ) -> StepOutcome | None:
         """Change parameters: those that have curvature by the natural gradient, others by AdamW.
 
         Returns:
@@ -668,7 +668,7 @@ class KFAC(Reported, Saved):
     def _wanted(self) -> tuple[dict[str, Tensor], Bases] | None:
         """Return parameters to track in the forward pass that begins, and bases; `None` if factors are not needed."""
         if self._exchange.finds_wrapper(self._model):
-            self._announcement.ranks = self._exchange.ranks.size
+            self._loss_check.ranks = self._exchange.ranks.size
             self._curvature.train_with(self._exchange.ranks)
         due = self._due()
         if self._paused or not due or not self._params.are_the_models():
@@ -705,7 +705,7 @@ class KFAC(Reported, Saved):
             "inverses_every": inverses,
             "parameters": sorted(self._tracked_now()),
         }
-        with sync.waiting_allowed():  # A learning rate may be a tensor.
+        with sync.allow_sync():  # A learning rate may be a tensor.
             options = {
                 f"{name} of group {place}": float(value) if isinstance(value := group.get(name), Tensor) else value
                 for place, group in enumerate(self.param_groups)
@@ -733,8 +733,8 @@ class KFAC(Reported, Saved):
             )
         if sums is not None:
             # What a closure returns is the loss on the data of this process.
-            self._announcement.check(sums, value if self._exchange.ranks.size == 1 else None)
-            self._watch.compare = self._announcement.steps_left > 0
+            self._loss_check.check(sums, value if self._exchange.ranks.size == 1 else None)
+            self._watch.compare = self._loss_check.steps_left > 0
 
     def _lost(self, sums: StepSums | None, grads: Mapping[str, Tensor]) -> dict[str, str]:
         """Return parameters that turn out not to be covered, and why."""
@@ -765,8 +765,8 @@ class KFAC(Reported, Saved):
         self._watch.first_datum += sums.num_data
         self.uncovered |= lost
         self._tracked = frozenset(self._tracked_now())
-        new = [block for key, block in sums.blocks.items() if key not in self._announced]
-        self._announced |= sums.blocks.keys()
+        new = [block for key, block in sums.blocks.items() if key not in self._declared]
+        self._declared |= sums.blocks.keys()
         if lost:
             text = f"KFAC does not cover some parameters, which are trained by AdamW ({listed(lost)})."
             warnings.warn(text, KfsWarning, stacklevel=4)

@@ -38,7 +38,7 @@ _FEW_FOR_PROGRESS = 15
 _FORGOTTEN = 0.5
 
 
-class Fine(NamedTuple):
+class GoodStep(NamedTuple):
     """A step with finite gradients."""
 
     step: int
@@ -47,7 +47,7 @@ class Fine(NamedTuple):
     damping: float
 
     @classmethod
-    def of(cls, step: int, result: object, group: Mapping[str, Any], damping_scale: float) -> "Fine":
+    def of(cls, step: int, result: object, group: Mapping[str, Any], damping_scale: float) -> "GoodStep":
         """Describe a step by its number, what its closure returned, group and damping."""
         loss = result.detach() if isinstance(result, Tensor) else result
         return cls(step, loss, group["lr"], group["damping"] * damping_scale)
@@ -60,18 +60,18 @@ class Fine(NamedTuple):
 
 
 @dataclass
-class LastFine:
+class LastGoodStep:
     """The last step with finite gradients, and how many were skipped since.
 
     It is not part of a state: a run that is resumed starts to count again.
     """
 
     patience: int
-    last: Fine | None = None  # `None` before the first one
+    last: GoodStep | None = None  # `None` before the first one
     skipped: int = 0
     _unchecked: bool = False  # whether a step was skipped since the last check
 
-    def note(self, fine: Fine) -> None:
+    def note(self, fine: GoodStep) -> None:
         """Remember a step that was fine."""
         self.skipped = 0
         self.last = fine

@@ -40,20 +40,20 @@ def shows_targets(loss: Loss) -> bool:
     return isinstance(loss, _SHOWN)
 
 
-def other_losses(announced: Loss, f: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Compare a gradient with those of other losses than the announced one.
+def other_losses(declared: Loss, f: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Compare a gradient with those of other losses than the declared one.
 
     Args:
-        announced: The announced loss.
+        declared: The declared loss.
         f: Predictions.
         g: The gradient of the loss that is minimized with respect to them.
 
     Returns:
         By name of a loss: whether the gradient is its own. Nothing is waited for.
     """
-    if type(announced) not in _COMPARED or f.numel() < _ENOUGH_NUMBERS:
+    if type(declared) not in _COMPARED or f.numel() < _ENOUGH_NUMBERS:
         return {}
-    return {loss.name: _is_gradient_of(loss, f, g) for loss in _candidates(announced, f)}
+    return {loss.name: _is_gradient_of(loss, f, g) for loss in _candidates(declared, f)}
 
 
 def fit(g: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,11 +63,11 @@ def fit(g: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     return scale, (g - scale * direction).norm() / g.norm().clamp(min=tiny)
 
 
-def _candidates(announced: Loss, f: Tensor) -> Iterator[Loss]:
+def _candidates(declared: Loss, f: Tensor) -> Iterator[Loss]:
     """Yield losses of other families that take such predictions."""
-    if not isinstance(announced, BinaryCrossEntropy):
+    if not isinstance(declared, BinaryCrossEntropy):
         yield BinaryCrossEntropy(nn.BCEWithLogitsLoss())
-    if isinstance(announced, _SOFTMAX):
+    if isinstance(declared, _SOFTMAX):
         return
     if f.ndim > 1 and f.shape[1] > 1:
         yield CrossEntropy(nn.CrossEntropyLoss())
@@ -96,7 +96,7 @@ class Targets:
     y: Tensor | None
     given: bool = False  # whether the user or the loss module gave them; if not, they are a guess
     scale: Tensor | float = 1.0  # the loss is this many times the sum of criteria; one if it is not needed
-    mismatch: Tensor | float = 0.0  # relative distance between the gradient and that of the announced loss
+    mismatch: Tensor | float = 0.0  # relative distance between the gradient and that of the declared loss
     calls_for_changed: int = 0  # how often the loss module was called with labels, for predictions that were changed
     compare: bool = False  # whether to look for the scale, and for other losses, where that is not needed otherwise
     fit: tuple[Tensor, Tensor] | None = None  # scale, and how well it fits, if targets are known or shown
@@ -154,7 +154,7 @@ class Targets:
             if fisher == "empirical" or loss.weighs_targets or (self.compare and shows_targets(loss)):
                 self.fit = self.scale, distance = fit(g, loss.gradient(f, y))
         except LossError:
-            # The number of data is enough if curvature depends on inputs alone. The empirical Fisher raises below.
+            # The number of examples is enough if curvature depends on inputs alone. The empirical Fisher raises below.
             if fisher not in {"empirical", "forward-only"}:
                 raise
             y = f
@@ -181,7 +181,7 @@ class Targets:
         return scale if scale and distance < _TOLERANCE else None
 
     def other_loss(self) -> str:
-        """Return the name of another loss that the gradient is of; empty if none, or if the announced one fits."""
+        """Return the name of another loss that the gradient is of; empty if none, or if the declared one fits."""
         if self.known_scale() is not None:
             return ""
         return next((name for name, is_its_own in self.others.items() if is_its_own), "")
@@ -216,8 +216,8 @@ _CHANGE_THE_LOSS = (
 
 
 @dataclass(eq=False)
-class Announcement:
-    """The announced loss.
+class LossCheck:
+    """The declared loss.
 
     Attributes:
         loss: Its description.
@@ -242,19 +242,19 @@ class Announcement:
         """
         name = self.loss.name
         if sums.other:
-            text = f"The gradient at the predictions is that of {sums.other}, but {name} was announced."
+            text = f"The gradient at the predictions is that of {sums.other}, but {name} was declared."
             raise LossError(text, _CHANGE_THE_LOSS)
         text = f"The gradient at the predictions is not that of {name}: it differs by {sums.mismatch:.0%}."
         if sums.mismatch > _DISTANCE_TO_REFUSE:
             raise LossError(text, _CHANGE_THE_LOSS)
         if sums.mismatch > _DISTANCE_TO_WARN:
-            self._warn("term", f"{text} Curvature is that of the announced loss, of what the model returns.", 0)
+            self._warn("term", f"{text} Curvature is that of the declared loss, of what the model returns.", 0)
         elif self.steps_left and sums.examples:
             self._compare_scales(sums, value)
         self.steps_left = max(0, self.steps_left - 1)
 
     def _compare_scales(self, sums: StepSums, value: Any) -> None:
-        """Find a factor between the loss and the announced one, or another reduction."""
+        """Find a factor between the loss and the declared one, or another reduction."""
         parts = [(scale, count) for scale, count in sums.scales if scale is not None]
         if not parts or len(parts) < len(sums.scales):
             self._compare_value(sums, value)
@@ -289,12 +289,12 @@ class Announcement:
             self._refuse_reduction([(sums.square / (2 * value), sums.count)], sums.count)
 
     def _refuse_reduction(self, parts: list[tuple[float, float]], total: float) -> None:
-        """Raise if the loss has the other reduction than the announced one."""
-        announced, other = self.loss.reduction, "sum" if self.loss.reduction == "mean" else "mean"
+        """Raise if the loss has the other reduction than the declared one."""
+        declared, other = self.loss.reduction, "sum" if self.loss.reduction == "mean" else "mean"
         if min(count for _, count in parts) > _FEW_TARGETS and self._is(other, parts, total):
             raise LossError(
-                f"The loss that is minimized is a {other}, but {self.loss.name} was announced with "
-                f"reduction={announced!r}. Steps would be {total:g} times too {'long' if other == 'sum' else 'short'}.",
+                f"The loss that is minimized is a {other}, but {self.loss.name} was declared with "
+                f"reduction={declared!r}. Steps would be {total:g} times too {'long' if other == 'sum' else 'short'}.",
                 f"Pass the loss with reduction={other!r} as loss=.",
             )
 

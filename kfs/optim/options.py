@@ -147,11 +147,11 @@ def _check_number(name: str, value: Any) -> None:
         raise ModelError(f"{name} is {value!r}.", f"Use a number of at least {low:g} and below {high:g}.")
 
 
-def more_often_at_first(step: int) -> int:
+def warmup_interval(step: int) -> int:
     """Return how often factors are computed by default: curvature changes most at the beginning.
 
     Example:
-        >>> [more_often_at_first(step) for step in (0, 9, 10, 50, 90, 1000)]
+        >>> [warmup_interval(step) for step in (0, 9, 10, 50, 90, 1000)]
         [1, 1, 2, 6, 10, 10]
     """
     return min(10, 1 + step // 10)

@@ -11,7 +11,7 @@ from kfs.factors.audit import Audit
 from kfs.factors.blocks import describe_factor
 from kfs.factors.settings import Settings
 from kfs.losses import Loss
-from kfs.optim.apply import Outstanding
+from kfs.optim.apply import PendingChecks
 from kfs.optim.averages import Average
 from kfs.optim.costs import PARTS, Cost, Part
 from kfs.optim.curvature import Curvature, Events
@@ -160,7 +160,7 @@ class Reported(Described):
     _params: Parameters
     _curvature: Curvature
     _quadratic: QuadraticModel | None
-    _outstanding: Outstanding
+    _pending: PendingChecks
     _trend: LossTrend
     _scale: StepScale | None
     _watch: Watch
@@ -172,7 +172,7 @@ class Reported(Described):
 
         A GPU is waited for.
         """
-        self._outstanding.settle(self.state)
+        self._pending.settle(self.state)
         return self._curvature.events
 
     @property
@@ -204,7 +204,7 @@ class Reported(Described):
               fisher='mc', eigen=False, quadratic_model=False
               steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
         """
-        self._outstanding.settle(self.state)
+        self._pending.settle(self.state)
         curvature = self._curvature
         place = {name: i for i, name in enumerate(self._params.tensors)}
         averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))

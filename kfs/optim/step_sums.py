@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfs.factors.accumulate import Adder, BlockSums, FactorSums, PerDatumSums, PlannedUse, Receiver, Squares
 from kfs.factors.layout import Key, Layout
-from kfs.factors.rows import Owners
+from kfs.factors.rows import RowMap
 from kfs.factors.settings import Settings
 
 # By block: its layout, and a sum of its squared gradients that starts at zero.
@@ -23,7 +23,7 @@ class StepSums:
     examples: float = 0.0  # what an average over examples divides by
     count: float = 0.0  # what a mean over targets divides by
     finite: bool = True  # whether predictions, and gradients of the loss with respect to them, were finite
-    mismatch: float = 0.0  # relative distance between gradients of the loss and those of the announced loss
+    mismatch: float = 0.0  # relative distance between gradients of the loss and those of the declared loss
     other: str = ""  # name of another loss, which gradients are those of
     # For each pass: how many times the sum of criteria the loss is (`None` if not known), and `count`.
     scales: list[tuple[float | None, float]] = field(default_factory=list)
@@ -31,7 +31,7 @@ class StepSums:
     square: float = 0.0  # squared length of the loss's gradients
     deviance: float = 0.0  # sum over data; NaN if targets are not known
     blocks: dict[Key, BlockSums] = field(default_factory=dict)
-    squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-datum gradients, in given bases
+    squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-example gradients, in given bases
     uncovered: dict[str, str] = field(default_factory=dict)  # parameters without usable block, and why
     inputs: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # args, kwargs and targets, if kept
 
@@ -71,7 +71,7 @@ class StepSums:
 
 
 class FactorAndSquareSums(FactorSums):
-    """Adds inputs and gradients to factors, and per-datum gradients to squares, in one pass."""
+    """Adds inputs and gradients to factors, and per-example gradients to squares, in one pass."""
 
     def __init__(self, settings: Settings, bases: Bases) -> None:
         super().__init__(settings)
@@ -102,7 +102,7 @@ class _Both(Adder):
     first: Adder
     second: Adder
 
-    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+    def add(self, x: Tensor | None, owners: RowMap | None = None) -> Receiver:
         first, second = self.first.add(x, owners), self.second.add(x, owners)
 
         def receive(g: Tensor) -> None:

@@ -52,7 +52,7 @@ KEPT_OF_STEPS = 0.9
 Scalar = float | Tensor  # a tensor without axes, if a number is decided on an accelerator
 
 
-class Share(NamedTuple):
+class ParameterGroup(NamedTuple):
     """Parameters with the same numbers.
 
     Attributes:
@@ -85,7 +85,7 @@ def correction(decay: float, age: int) -> float:
     return float(1 / (1 - decay**age))
 
 
-def natural_step(shares: Sequence[Share], precondition: Callable[[Tensors], Tensors]) -> None:
+def natural_step(shares: Sequence[ParameterGroup], precondition: Callable[[Tensors], Tensors]) -> None:
     """Take one step: change parameters and averages in place, for each share of all parameters.
 
     Args:
@@ -96,7 +96,8 @@ def natural_step(shares: Sequence[Share], precondition: Callable[[Tensors], Tens
     Example:
         >>> double = lambda u: [2 * t for t in u]
         >>> W, G, m = [torch.ones(1)], [torch.ones(1)], [torch.zeros(1)]
-        >>> natural_step([Share(W, G, m, momentum=0.9, lr=0.1, kept=1.0, correction=correction(0.9, 2))], double)
+        >>> group = ParameterGroup(W, G, m, momentum=0.9, lr=0.1, kept=1.0, correction=correction(0.9, 2))
+        >>> natural_step([group], double)
         >>> W
         [tensor([0.8000])]
     """
@@ -117,7 +118,7 @@ def natural_step(shares: Sequence[Share], precondition: Callable[[Tensors], Tens
             average_if(share.taken, share.averages, share.grads, 1 - share.momentum)
         if share.mean_steps is not None:
             _average_steps(share.taken, share.mean_steps, mine)
-        move(share.params, mine, share.lr, share.kept, share.taken)
+        apply_step(share.params, mine, share.lr, share.kept, share.taken)
 
 
 def _average_steps(taken: Tensor | None, averages: Tensors, steps: Tensors) -> None:
@@ -129,7 +130,7 @@ def _average_steps(taken: Tensor | None, averages: Tensors, steps: Tensors) -> N
         m.lerp_(step.to(m.dtype), 1 - KEPT_OF_STEPS)
 
 
-def kept_if(taken: Tensor | None, kept: Scalar) -> Scalar:
+def decay_if(taken: Tensor | None, kept: Scalar) -> Scalar:
     """Return what weight decay leaves of parameters: all of them if a step is not taken."""
     if taken is None or (isinstance(kept, float) and kept == 1):
         return kept
@@ -137,9 +138,9 @@ def kept_if(taken: Tensor | None, kept: Scalar) -> Scalar:
     return result
 
 
-def move(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar, taken: Tensor | None = None) -> None:
+def apply_step(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar, taken: Tensor | None = None) -> None:
     """Let parameters decay, and take a step, in place; with a flag `taken`, only if that is true."""
-    kept = kept_if(taken, kept)
+    kept = decay_if(taken, kept)
     if not (isinstance(kept, float) and kept == 1):
         torch._foreach_mul_(params, in_precision_of(params, kept))
     pairs = list(zip(params, steps, strict=True))
@@ -345,7 +346,7 @@ def _by_products(G: Tensor, top: Tensor, low: torch.dtype) -> Tensor:
     return P / top.sqrt()  # in the precision of G
 
 
-def adamw_step(share: Share, squares: Tensors, kept_squares: float, correction_of_squares: Scalar) -> None:
+def adamw_step(share: ParameterGroup, squares: Tensors, kept_squares: float, correction_of_squares: Scalar) -> None:
     """Take one step of AdamW (Loshchilov & Hutter, 2019): change parameters and both averages in place.
 
     Args:
@@ -363,7 +364,7 @@ def adamw_step(share: Share, squares: Tensors, kept_squares: float, correction_o
     sizes = torch._foreach_sqrt(torch._foreach_mul(v, in_precision_of(v, correction_of_squares)))
     torch._foreach_add_(sizes, torch.finfo(v[0].dtype).tiny ** 0.5)
     steps = torch._foreach_div(torch._foreach_mul(m, in_precision_of(m, share.correction)), sizes)
-    move(share.params, steps, share.lr, share.kept, taken)
+    apply_step(share.params, steps, share.lr, share.kept, taken)
     torch._foreach_copy_([*share.averages, *squares], [*m, *v])
 
 
@@ -390,7 +391,7 @@ if __name__ == "__main__":
 
         params, g = [p.detach().clone() for p in risk.params.values()], list(risk.gradient().values())
         zeros = [torch.zeros_like(p) for p in params]
-        natural_step([Share(params, g, zeros, momentum=0.0, lr=lr, kept=1.0, correction=1.0)], precondition)
+        natural_step([ParameterGroup(params, g, zeros, momentum=0.0, lr=lr, kept=1.0, correction=1.0)], precondition)
         moved = EmpiricalRisk(model, MSELoss(), (X, y), params=dict(zip(layer, params, strict=True)))
         return torch.cat([t.flatten() for t in moved.gradient().values()])
 

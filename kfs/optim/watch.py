@@ -21,7 +21,7 @@ from kfs.errors import DataError, KfsError, KfsWarning, ModelError
 from kfs.factors.accumulate import FactorSums
 from kfs.factors.audit import Audit, Audits, Counts, NotRepeatableError, distrust
 from kfs.factors.blocks import computable
-from kfs.factors.capture import Capture, Known, measure_rows, pass_derived, send_back
+from kfs.factors.capture import AuditResult, Capture, measure_rows, pass_derived, send_back
 from kfs.factors.compute import backpropagated_vectors, not_covered
 from kfs.factors.rows import BatchMasks
 from kfs.factors.rules import new_session
@@ -41,7 +41,7 @@ from kfs.problem.whole_parameters import WholeParameters
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import unchanged_attributes
 from kfs.runtime.nested import mapped, tensors_in
-from kfs.runtime.sync import Flags, number, numbers
+from kfs.runtime.sync import DeferredChecks, number, numbers
 
 # Graphs of other models are large. What happens to predictions before the loss is a few operations.
 _MOST_OPERATIONS = 50
@@ -100,7 +100,7 @@ _WITHOUT_VECTORS = {"empirical", "forward-only"}
 
 
 def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
-    """Return how many data a model is called with, by a tensor that has a batch axis; `None` without one.
+    """Return how many examples a model is called with, by a tensor that has a batch axis; `None` without one.
 
     Args:
         arguments: Arguments of the model.
@@ -116,26 +116,26 @@ class Pass:
     """One forward pass, and the backward pass that follows it."""
 
     owner: "weakref.ref[Any]"  # what watches it
-    loss: Loss  # the announced one
+    loss: Loss  # the declared one
     settings: Settings
     session: InitVar[Session | None]  # tracks parameters; `None` to count examples only
-    known: InitVar[Known | None]  # what an audit found out
+    known: InitVar[AuditResult | None]  # what an audit found out
     bases: Bases  # in which to sum squared gradients
     arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
     keep_inputs: bool  # whether the result has the arguments
     place: int = 0  # which tensor among the arguments has as many rows as there are data
-    compare: bool = False  # whether to compare the loss with others, and its scale with the announced one
+    compare: bool = False  # whether to compare the loss with others, and its scale with the declared one
     graph: FactorGraph | None = None  # computes the sums, if the pass is not watched
     costs: Costs = field(default_factory=Costs)  # counts the time that factors take in the user's backward pass
     masks: MaskSource = field(default_factory=MaskSource)  # where the arguments have a mask
-    # Given a number of data: how many data of other processes come before them, and how many there are of all.
+    # Given a number of examples: how many examples of other processes come before them, and how many there are of all.
     place_of_data: Callable[[int], tuple[int, int]] | None = None
     wants_factors: bool = False  # whether factors are due; of other processes, too, if this one has no data
     has_gradient: bool = False  # whether the gradient of a loss has arrived
     # If passes like this one are to be recorded: what they have in common, how they run, and the data of this one.
     to_record: tuple[PassKey, FactorPass, Data | None] | None = None
 
-    def __post_init__(self, session: Session | None, known: Known | None, arguments: tuple[Any, Any]) -> None:
+    def __post_init__(self, session: Session | None, known: AuditResult | None, arguments: tuple[Any, Any]) -> None:
         self.audited = known
         axis = self.settings.batch_axis or 0
         num_data = number_of_data(arguments, axis, self.place)
@@ -155,7 +155,7 @@ class Pass:
         self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
         self._replayed: FactorResult | None = None
         self._capture: Capture | None = None
-        self._padding: Flags | None = None  # takes note of padding that no rule about rows explains
+        self._padding: DeferredChecks | None = None  # takes note of padding that no rule about rows explains
         if session is not None:
             # Which targets count is known when the gradient of the loss is.
             masks = BatchMasks(
@@ -164,7 +164,7 @@ class Pass:
                 device=session.device,
             )
             batch_axis = self.settings.batch_axis
-            self._padding = None if self.settings.fisher == "forward-only" else Flags(session.device)
+            self._padding = None if self.settings.fisher == "forward-only" else DeferredChecks(session.device)
             self._capture = Capture(
                 session, self._sums, self.num_data, batch_axis, known, masks=masks, padding=self._padding
             )
@@ -182,7 +182,7 @@ class Pass:
         """Leave the capture."""
         self._stack.close()
         if self._capture is not None:
-            self._capture.leave_nothing_behind()
+            self._capture.clear_marks()
             self._capture.running = False
 
     @property
@@ -204,7 +204,7 @@ class Pass:
             return output
         if f.shape[:1] != (self.num_data,) and self.problem is None:
             self.problem = DataError(
-                f"The model was called with {self.num_data} data, but its prediction has shape {list(f.shape)}.",
+                f"The model was called with {self.num_data} examples, but its prediction has shape {list(f.shape)}.",
                 "Put the batch axis first in predictions; say where it is in inputs with batch_axis=.",
             )
         if self._capture is not None:
@@ -253,7 +253,7 @@ class Pass:
                 args, kwargs = self._arguments
                 result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]
         if y is not None:
-            with sync.waiting_allowed():
+            with sync.allow_sync():
                 result.square, result.deviance = numbers([computable(g).square().sum(), self._deviance(f, y)])
         with self.costs.timed("factors"):
             if y is not None and result.examples and self.graph is not None:
@@ -282,7 +282,7 @@ class Pass:
         else:
             at_once = self.settings.columns_at_once or 1
             # On an accelerator, one kernel draws, as in passes that are recorded. The numbers are the same.
-            behind = sync.runs_behind(f.device)
+            behind = sync.is_asynchronous(f.device)
             first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if behind else first_datum
             vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once)
             if self.to_record is not None:
@@ -293,7 +293,7 @@ class Pass:
     @property
     def shows_padding(self) -> bool:
         """Whether there was padding, after `collect`, that the audited data did not have."""
-        return self._padding is not None and self._padding.first_bad() is not None
+        return self._padding is not None and self._padding.first_failure() is not None
 
     def collect(self) -> StepSums:
         """Return what the pass has given, after its backward pass."""
@@ -358,8 +358,8 @@ class Watch:
     replay: InitVar[bool] = False  # whether passes for factors may be recorded
     exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # with other processes
     masks: MaskSource = field(default_factory=MaskSource)  # where arguments of the model have a mask
-    compare: bool = True  # whether passes compare the loss with others, and its scale with the announced one
-    first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
+    compare: bool = True  # whether passes compare the loss with others, and its scale with the declared one
+    first_datum: int = 0  # number of examples in earlier steps, on which the labels that are drawn depend
     audit: Audit | None = None  # what was checked for the last pass
     in_half_precision: bool = False  # whether the last pass was run with autocast
     _place: int = 0  # which tensor among the model's arguments has as many rows as there are data
@@ -512,7 +512,7 @@ class Watch:
         with self.exchange.ranks.agreed("audits") if isinstance(error, Exception) else nullcontext():
             raise error
 
-    def _known(self, model: nn.Module, session: Session | None, arguments: Any, wanted: Any) -> Known | None:
+    def _known(self, model: nn.Module, session: Session | None, arguments: Any, wanted: Any) -> AuditResult | None:
         """Return what an audit finds out, or an earlier one has found out; `None` without audit.
 
         The parameters of a sharded model are gathered for an audit, if one process needs it.
@@ -533,8 +533,8 @@ class Watch:
                 audits.session = new_session(params, self.settings.joint_bias, mixing=True)
             return self._audited(model, audits, arguments)
 
-    def _audited(self, model: nn.Module, audits: Audits | None, arguments: Any) -> Known | None:
-        """Check, on a few data, that watching changes nothing and sees everything.
+    def _audited(self, model: nn.Module, audits: Audits | None, arguments: Any) -> AuditResult | None:
+        """Check, on a few examples, that watching changes nothing and sees everything.
 
         Returns:
             What was found; `None` if nobody wants to know, or if the model returns nothing that can be trained.
@@ -680,7 +680,7 @@ class _OtherNumberError(_NoPredictionsError):
 
 
 def _predictions(model: nn.Module, arguments: Any, num_data: int, within: AbstractContextManager[Any] | None) -> Tensor:
-    """Evaluate a model on a few data, and leave it as it is."""
+    """Evaluate a model on a few examples, and leave it as it is."""
     device = next(model.parameters()).device
     # Layers that drop out draw the same numbers every time, and running statistics stay as they are.
     with restored(model, device, refuse=False), unchanged_attributes(model), within or nullcontext(), evaluating():

@@ -34,7 +34,7 @@ def problem(num_data: int = 100, seed: int = 6) -> EmpiricalRisk:
     approximations here are examples, and not typical ones.
 
     Args:
-        num_data: How many data.
+        num_data: How many examples.
         seed: Seed for parameters and data.
 
     Returns:

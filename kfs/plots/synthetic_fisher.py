@@ -1,8 +1,8 @@
 """Fisher matrices of a small network, in both flattenings, and how sampling comes closer to the exact one.
 
 For the square loss the exact Fisher is the GGN. The Monte Carlo Fisher scatters around it, less so the more labels
-are drawn per datum: its error falls like one over the square root of their number. The empirical Fisher has the labels
-of the data in place of drawn ones and is another matrix, however many data there are.
+are drawn per example: its error falls like one over the square root of their number. The empirical Fisher has the
+labels of the data in place of drawn ones and is another matrix, however many examples there are.
 
 Run it: `python kfs/plots/synthetic_fisher.py figures`.
 """
@@ -50,7 +50,7 @@ def convergence(samples: tuple[int, ...] = SAMPLES, seeds: int = SEEDS) -> Tenso
     """Compute how far the Monte Carlo Fisher is from the GGN.
 
     Args:
-        samples: Numbers of draws per datum.
+        samples: Numbers of draws per example.
         seeds: How many times to draw.
 
     Returns:
@@ -79,7 +79,7 @@ def draw_convergence(samples: tuple[int, ...], errors: Tensor) -> "Figure":
     axes.loglog(samples, mean.numpy(), color="#2166ac", linewidth=1.4, marker="o", markersize=3, label="mean")
     line = (constant / M.sqrt()).numpy()
     axes.loglog(samples, line, color=INK, linewidth=0.9, linestyle="--", label="$\\propto 1/\\sqrt{M}$")
-    axes.set_xlabel("samples per datum, $M$")
+    axes.set_xlabel("samples per example, $M$")
     axes.set_ylabel("relative error, spectral norm")
     quiet(axes)
     axes.spines[["top", "right"]].set_visible(False)

@@ -34,10 +34,10 @@ class Batch(NamedTuple):
     Attributes:
         x: What the model takes: a tensor, a tuple of arguments or a mapping; see `arguments`.
         y: Targets, `[N, ...]`.
-        first: Index of the first datum within the data set.
+        first: Index of the first example within the data set.
         counted: What a mean over the targets divides by; a tensor without axes if only their device knows it.
-        recorded: For a batch that belongs to a recorded computation: the index of the first datum, as a tensor without
-            axes, since it changes.
+        recorded: For a batch that belongs to a recorded computation: the index of the first example, as a tensor
+            without axes, since it changes.
     """
 
     x: Any
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 
     @property
     def start(self) -> int | Tensor:
-        """The index of the first datum, whoever runs the computation."""
+        """The index of the first example, whoever runs the computation."""
         return self.first if self.recorded is None else self.recorded
 
 
@@ -150,7 +150,7 @@ def cut(x: Any, num_data: int, chosen: Sequence[int], batch_axis: int | None = N
 
 
 def can_be_cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> bool:
-    """Whether one may try to take the first few data of a batch apart.
+    """Whether one may try to take the first few examples of a batch apart.
 
     Some tensor has an axis for data. And no other one may have indices of data, such as the graph that each node of a
     batch belongs to: an accelerator does not survive an index that points beyond the first few.
@@ -212,7 +212,7 @@ def fingerprint(x: Any, y: Tensor, *, complete: bool = False) -> Fingerprint:
     hashed = hashlib.blake2b(digest_size=16)
     for on_device in samples.values():
         chosen = torch.cat(on_device)
-        with sync.waiting_allowed():
+        with sync.allow_sync():
             hashed.update(chosen.cpu().numpy().tobytes())
     return Fingerprint(tuple(f"{t.dtype} {list(t.shape)}" for t in found), hashed.hexdigest())
 
@@ -325,7 +325,7 @@ class MaskSource:
         if not isinstance(given, Tensor) or given.ndim != 2 or len(given) != num_data:
             found = f"has shape {list(given.shape)}" if isinstance(given, Tensor) else f"is {given!r}"
             raise DataError(
-                f"The mask of a batch of {num_data} data ({self.name!r}) {found}.",
+                f"The mask of a batch of {num_data} examples ({self.name!r}) {found}.",
                 "Let mask= be the name of a tensor [N, S] in the batch, or a function that returns one: 1 or True at "
                 "positions that are there, 0 or False at padding.",
             )
@@ -364,27 +364,29 @@ def _replaced(x: Any, name: str, value: Tensor) -> Any:
     return None
 
 
-def move(x: Any, device: torch.device) -> Any:
+def to_device(x: Any, device: torch.device) -> Any:
     """Move all tensors in a batch's input to a device."""
     if isinstance(x, Mapping):
-        return with_values(x, {key: move(value, device) for key, value in x.items()})
+        return with_values(x, {key: to_device(value, device) for key, value in x.items()})
     if type(x) in {tuple, list}:
-        return type(x)(move(value, device) for value in x)
+        return type(x)(to_device(value, device) for value in x)
     if isinstance(x, Tensor):
         # A copy to a GPU need not be waited for; see `copies_end`. One from there must be complete before it is read.
         return x.to(device, non_blocking=x.is_cpu and device.type == "cuda")
     if hasattr(x, "to"):  # packed sequences
         return x.to(device)
-    return type(x)(*(move(value, device) for value in x)) if is_named_tuple(x) else x
+    return type(x)(*(to_device(value, device) for value in x)) if is_named_tuple(x) else x
 
 
-def moved(x: Any, y: Tensor, first: int, device: torch.device, count: Callable[[Tensor], float | Tensor]) -> Batch:
+def batch_to_device(
+    x: Any, y: Tensor, first: int, device: torch.device, count: Callable[[Tensor], float | Tensor]
+) -> Batch:
     """Return a batch on a device.
 
     Args:
         x: Inputs.
         y: Targets.
-        first: Index of the first datum.
+        first: Index of the first example.
         device: Where to.
         count: Counts what a mean over the targets divides by.
 
@@ -392,8 +394,8 @@ def moved(x: Any, y: Tensor, first: int, device: torch.device, count: Callable[[
         DataError: If they have no values.
     """
     try:
-        y = move(y, device)
-        return Batch(move(x, device), y, first, count(y))
+        y = to_device(y, device)
+        return Batch(to_device(x, device), y, first, count(y))
     except NotImplementedError as error:
         if "meta" not in str(error):
             raise

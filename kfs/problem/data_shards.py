@@ -1,4 +1,4 @@
-"""Data split over ranks: consecutive, without padding, and with the index that each datum has among all data."""
+"""Data split over ranks: consecutive, without padding, and with the index that each example has among all data."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ class Shard:
     Attributes:
         batches: The batches of this process, which may be none.
         ranks: The processes that share the data.
-        start: Index of the first datum among all data.
+        start: Index of the first example among all data.
         stop: End of the half-open range of data, `start` to `stop`.
         num_data: Number of all data.
     """
@@ -50,7 +50,7 @@ class Shard:
 
 
 def shard(data: object, group: Group | None, unpack: Unpack | None = None) -> Shard:
-    """Split data over the processes of a group: consecutive data for each rank, and every datum once.
+    """Split data over the processes of a group: consecutive data for each rank, and every example once.
 
     One batch, `(X, y)` or a mapping, is cut along its batch axis, without copies. So are the indices that a
     `DataLoader` would load: each process loads its own data only, in batches of the same size, in the order in which
@@ -120,7 +120,7 @@ def part_of(data: object, group: Group | None) -> tuple[Ranks, object, int | Non
 
 
 def refuse_distributed_sampler(data: object) -> None:
-    """Refuse a loader that takes every so-manieth datum, and some of them twice.
+    """Refuse a loader that takes every so-manieth example, and some of them twice.
 
     Raises:
         DataError: If its sampler is a `DistributedSampler`.
@@ -141,7 +141,7 @@ def _loads_by_index(loader: "DataLoader[Any]") -> bool:
 
 
 def _bounds(ranks: Ranks, num_data: int) -> tuple[int, int]:
-    """Return the half-open range of data of this rank; ranges differ by at most one datum."""
+    """Return the half-open range of data of this rank; ranges differ by at most one example."""
     return ranks.rank * num_data // ranks.size, (ranks.rank + 1) * num_data // ranks.size
 
 

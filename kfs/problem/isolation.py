@@ -22,7 +22,7 @@ from kfs.errors import GraphError, ModelError
 
 
 def check_module(model: Module) -> None:
-    """Refuse a module whose prediction for one datum depends on chance, on other data or on the past.
+    """Refuse a module whose prediction for one example depends on chance, on other data or on the past.
 
     Args:
         model: The module.
@@ -34,7 +34,7 @@ def check_module(model: Module) -> None:
         random = isinstance(module, _DropoutNd) and module.p > 0
         if module.training and (random or isinstance(module, _BatchNorm)):
             raise ModelError(
-                f"Module {name!r} ({type(module).__name__}) is in training mode: the prediction for one datum "
+                f"Module {name!r} ({type(module).__name__}) is in training mode: the prediction for one example "
                 f"depends on {'chance' if random else 'the rest of its batch'}, so curvature is not defined.",
                 "Call model.eval() first.",
             )

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kfs.display.suggestions import few, near
+from kfs.display.suggestions import few, suggest
 from kfs.errors import DtypeError, ModelError
 
 Params = dict[str, Tensor]
@@ -82,7 +82,7 @@ def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor]
         raise ModelError(f"params is {params!r}.", f"Pass a list of names, or a dictionary, from {few(named)}.")
     unknown = [name for name in params if name not in named]
     if unknown:
-        raise ModelError(f"The model has no parameters {unknown}.", near(unknown, named))
+        raise ModelError(f"The model has no parameters {unknown}.", suggest(unknown, named))
     values = params if isinstance(params, Mapping) else named
     for name in params:
         if values[name].shape != named[name].shape:

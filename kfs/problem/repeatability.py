@@ -14,29 +14,29 @@ from kfs.problem.data import Fingerprint
 from kfs.runtime.sync import number
 
 
-class SameData:
+class RepeatabilityCheck:
     """Remembers what the first complete pass over data has seen, and refuses another pass that differs.
 
     Args:
-        announced: Number of data, if somebody knows it beforehand.
+        declared: Number of examples, if somebody knows it beforehand.
         ranks: The processes that share the data.
-        start: Index of this process's first datum among all data; `None` if all processes have to count first.
+        start: Index of this process's first example among all data; `None` if all processes have to count first.
 
     Attributes:
-        counted: Number of data, and what a mean over them divides by; `None` before the first complete pass.
+        counted: Number of examples, and what a mean over them divides by; `None` before the first complete pass.
         counted_by_all: The same for all processes together; `None` before `count_all`.
         start: As above.
     """
 
-    def __init__(self, announced: int | None = None, ranks: Ranks | None = None, start: int | None = 0) -> None:
+    def __init__(self, declared: int | None = None, ranks: Ranks | None = None, start: int | None = 0) -> None:
         """Know nothing else.
 
         Raises:
-            DataError: If the number of data is not one.
+            DataError: If the number of examples is not one.
         """
-        if announced is not None and (type(announced) is not int or announced < 1):
-            raise DataError(f"num_data is {announced!r}.", "Pass a positive integer, or leave it out.")
-        self._announced = announced
+        if declared is not None and (type(declared) is not int or declared < 1):
+            raise DataError(f"num_data is {declared!r}.", "Pass a positive integer, or leave it out.")
+        self._declared = declared
         self.counted: tuple[int, float] | None = None
         self.counted_by_all: tuple[int, float] | None = None
         self.start = start
@@ -45,12 +45,12 @@ class SameData:
 
     @property
     def known_number(self) -> int | None:
-        """Number of data: the counted or the announced one; `None` if it is not known."""
+        """Number of examples: the counted or the declared one; `None` if it is not known."""
         if self.counted_by_all is not None:
             return self.counted_by_all[0]
         if self._ranks.are_several:
             return None
-        return self._announced if self.counted is None else self.counted[0]
+        return self._declared if self.counted is None else self.counted[0]
 
     def count_all(self, mean: bool) -> tuple[int, float]:
         """Add up what all processes have counted, and find the place of this one's data among all of them.
@@ -63,10 +63,10 @@ class SameData:
         """
         every = self._ranks.gather("counting", (*cast("tuple[int, float]", self.counted), self.start))
         start = 0
-        for rank, (num_data, _, announced) in enumerate(every):
-            if announced not in {None, start}:
+        for rank, (num_data, _, declared) in enumerate(every):
+            if declared not in {None, start}:
                 raise DataError(
-                    f"The ranks before rank {rank} have {start} data, but its shard starts at datum {announced}.",
+                    f"The ranks before rank {rank} have {start} examples, but its shard starts at example {declared}.",
                     "Pass data to kfs.shard that give the same batches every time.",
                 )
             if rank == self._ranks.rank:
@@ -78,22 +78,22 @@ class SameData:
         return self.counted_by_all
 
     def extrapolate(self, first: int, num_data: int, count: float | Tensor) -> bool:
-        """Count all data as the first batch of them, if their number was announced. Complete passes check that later.
+        """Count all data as the first batch of them, if their number was declared. Complete passes check that later.
 
         Args:
-            first: Index of the batch's first datum.
-            num_data: Number of data in the batch.
+            first: Index of the batch's first example.
+            num_data: Number of examples in the batch.
             count: What a mean over the batch divides by.
 
         Returns:
             Whether that was possible. If nothing in the batch counts, it says nothing about the others.
         """
-        if self._announced is None or first > 0:
+        if self._declared is None or first > 0:
             return False
         per_datum = number(count) / num_data
         if per_datum == 0:
             return False
-        self.counted = self._announced, self._announced * per_datum
+        self.counted = self._declared, self._declared * per_datum
         return True
 
     def check_first_batch(self, seen: Fingerprint) -> None:
@@ -121,7 +121,7 @@ class SameData:
         """Remember what a complete pass over the data has counted, and refuse data that are empty or have changed.
 
         Args:
-            num_data: Number of data.
+            num_data: Number of examples.
             count: What a mean over them divides by.
             mean: Whether the loss is such a mean.
             first_batch: Tells the first batch from others.
@@ -132,10 +132,10 @@ class SameData:
         count = number(count)
         if not self._ranks.are_several:  # others may have data
             _refuse_empty(num_data, count, mean)
-        if self._announced not in {None, num_data}:
+        if self._declared not in {None, num_data}:
             raise DataError(
-                f"num_data is {self._announced}, but the data have {num_data} targets.",
-                "Pass the number of data in all batches together, or leave it out.",
+                f"num_data is {self._declared}, but the data have {num_data} targets.",
+                "Pass the number of examples in all batches together, or leave it out.",
             )
         if self.counted is None:
             self.counted = (num_data, count)
@@ -145,7 +145,7 @@ class SameData:
                 "Pass data that can be iterated repeatedly with the same result.",
             )
         # Weights are summed up in floating point, so that another order of the data gives another last digit.
-        if mean and self._announced and not isclose(count, self.counted[1], rel_tol=1e-6):
+        if mean and self._declared and not isclose(count, self.counted[1], rel_tol=1e-6):
             raise DataError(
                 f"A mean over all data divides by {count:g}, but by {self.counted[1]:g} if all data are like those of "
                 "the first batch: some targets are ignored, or weighted, or longer.",
@@ -163,7 +163,7 @@ class SameData:
 def _refuse_empty(num_data: int, count: float, mean: bool) -> None:
     """Refuse data of which there are none, or none that count."""
     if num_data == 0:
-        raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
+        raise DataError("The data set is empty.", "Pass at least one batch with at least one example.")
     if mean and count == 0:
         raise DataError(
             "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",

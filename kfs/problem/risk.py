@@ -33,10 +33,10 @@ from kfs.problem.data import (
     MaskSource,
     arguments,
     as_batches,
+    batch_to_device,
     copies_end,
     default_unpack,
     fingerprint,
-    moved,
     repeatably,
     unpacked,
 )
@@ -61,13 +61,13 @@ from kfs.problem.parameters import (
     module_params,
     switched_on,
 )
-from kfs.problem.repeatability import SameData
+from kfs.problem.repeatability import RepeatabilityCheck
 from kfs.problem.torch_fixes import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
 from kfs.runtime.nested import tensors_in
 from kfs.runtime.precision import at_least_float32
-from kfs.runtime.sync import Flags, not_finite, refuse_not_finite
+from kfs.runtime.sync import DeferredChecks, not_finite, refuse_not_finite
 
 _COPY = "Copy those of rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
 
@@ -78,7 +78,7 @@ class EmpiricalRisk(Described):
     Args:
         model: A `torch.nn.Module`, also a sharded one, or a function `f(params, x)` with `params` a dictionary of
             tensors. It returns predictions, an object or mapping with `logits`, or a tuple that starts with them.
-        loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one datum's prediction and target.
+        loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one example's prediction and target.
         data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
             iterated more than once and must give the same data in the same order every time. Numbers that PyTorch draws
             for that (shuffling, augmentation) are made the same; those of NumPy and others are not. Every pass checks
@@ -90,8 +90,8 @@ class EmpiricalRisk(Described):
         unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
         progress: Whether to show how far a computation is, in a terminal or a notebook. By default, computations that
             take longer than two seconds are shown.
-        num_data: Number of data, if you know it: it saves operators a first pass over all batches, which counts them.
-            Every complete pass checks it. Data with ignored or weighted targets need to be counted. With several
+        num_data: Number of examples, if you know it: it saves operators a first pass over all batches, which counts
+            them. Every complete pass checks it. Data with ignored or weighted targets need to be counted. With several
             processes, it is the number of this one's data.
         mask: Which positions of the inputs are there, and which ones are padding: the name of a tensor `[N, S]` in
             batches that are mappings, or a function of the inputs that returns one. It is zero, or `False`, at padding.
@@ -149,7 +149,7 @@ class EmpiricalRisk(Described):
             self._data = as_batches(own_data)
             self._unpack = default_unpack if unpack is None else unpack
             check_same_data(self.model, self.ranks, self._data, self._unpack)
-            self._same_data = SameData(num_data, self.ranks, start)
+            self._same_data = RepeatabilityCheck(num_data, self.ranks, start)
             # It has no reference to this model.
             self.with_model = partial(
                 EmpiricalRisk,
@@ -161,7 +161,9 @@ class EmpiricalRisk(Described):
                 group=group,
                 mask=mask,
             )
-            self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
+            self.flags: DeferredChecks | None = (
+                None  # takes note of bad data, in passes that do not wait for an accelerator
+            )
             self._draws = UnusedDraws(self.device)
             self._without_graph = WithoutGraph()
             self._leaves: Params = {}  # stand for parameters that are not the model's own
@@ -170,7 +172,7 @@ class EmpiricalRisk(Described):
 
     @property
     def num_data(self) -> int:
-        """The number of data, counted on first use."""
+        """The number of examples, counted on first use."""
         return self.count()[0]
 
     @property
@@ -345,17 +347,17 @@ class EmpiricalRisk(Described):
             self.flags.note(not_finite(f), batch.start)
 
     @contextmanager
-    def checking_later(self, own: Flags | None = None) -> Iterator[Callable[[], None]]:
+    def checking_later(self, own: DeferredChecks | None = None) -> Iterator[Callable[[], None]]:
         """Let checks of values on an accelerator only set flags (`own` or new ones) here; what it returns reads them.
 
         Raises:
-            KfsError: When flags are read, if a datum has failed a check: what is wrong with it.
+            KfsError: When flags are read, if an example has failed a check: what is wrong with it.
         """
         outer = self.flags  # a hook of the model may compute something with the same risk
-        self.flags = flags = own or (Flags(self.device) if sync.runs_behind(self.device) else None)
+        self.flags = flags = own or (DeferredChecks(self.device) if sync.is_asynchronous(self.device) else None)
 
         def check() -> None:
-            datum = None if flags is None else flags.first_bad()
+            datum = None if flags is None else flags.first_failure()
             if datum is not None:
                 self.flags = None
                 self._explain(datum)
@@ -366,12 +368,12 @@ class EmpiricalRisk(Described):
             self.flags = outer
 
     def _explain(self, datum: int) -> NoReturn:
-        """Say what is wrong with a datum for which a flag was raised, by looking at it again."""
+        """Say what is wrong with an example for which a flag was raised, by looking at it again."""
         for batch in self.batches():
             if batch.first <= datum < batch.first + len(batch.y):
                 self.finite(self.evaluate(batch), batch)
         raise DataError(
-            f"The prediction or the target of datum {datum} could not be used, and now it can.",
+            f"The prediction or the target of example {datum} could not be used, and now it can.",
             "Pass data that give the same values every time, and a model that returns the same predictions.",
         )
 
@@ -402,7 +404,10 @@ class EmpiricalRisk(Described):
                 if seen is None:
                     seen = fingerprint(x, y)  # where the data are: those on a CPU need not wait for an accelerator
                     self._same_data.check_first_batch(seen)
-                batch, copied = moved(x, y, start + first, self.device, self.loss.count), copies_end(x, y, self.device)
+                batch, copied = (
+                    batch_to_device(x, y, start + first, self.device, self.loss.count),
+                    copies_end(x, y, self.device),
+                )
                 yield batch
                 copied()
                 count = count + batch.counted
@@ -410,7 +415,7 @@ class EmpiricalRisk(Described):
         self._same_data.check_count(first, count, self.loss.reduction == "mean", seen)
 
     def count(self) -> tuple[int, float]:
-        """Return the number of data and what a mean over them divides by; the first complete pass over them counts.
+        """Return the number of examples and what a mean over them divides by; the first complete pass over them counts.
 
         Call it before a loop over batches that needs it: not every loader can be iterated a second time meanwhile.
         """
@@ -424,7 +429,7 @@ class EmpiricalRisk(Described):
         return self._same_data.count_all(self.loss.reduction == "mean")
 
     def check_model(self) -> None:
-        """Refuse a module whose prediction for one datum depends on chance or on other data."""
+        """Refuse a module whose prediction for one example depends on chance or on other data."""
         self.check_values()
         if isinstance(self.model, nn.Module):
             check_module(self.model)

@@ -91,8 +91,8 @@ def no_hooks_on_saved_tensors() -> Iterator[None]:
 class RightGradients(TorchFunctionMode):
     """Makes batch and instance normalizations have the right gradient on the CPU.
 
-    The backward pass of `F.batch_norm` reads a gradient or an input in the wrong order if the batch has one datum, and
-    channels are last in memory. `F.instance_norm` makes one datum of all data, and calls the same function.
+    The backward pass of `F.batch_norm` reads a gradient or an input in the wrong order if the batch has one example,
+    and channels are last in memory. `F.instance_norm` makes one example of all data, and calls the same function.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +101,7 @@ class RightGradients(TorchFunctionMode):
 
 
 def has_instance_norms(model: object) -> bool:
-    """Whether a model is a module with instance normalizations, whose gradients may be wrong for any number of data."""
+    """Whether a model is a module with instance normalizations, whose gradients may be wrong for any batch."""
     return isinstance(model, nn.Module) and any(isinstance(module, _InstanceNorm) for module in model.modules())
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from kfs.errors import ModelError
 from kfs.runtime.nested import mapped, tensors_in
 from kfs.runtime.precision import uses_tf32
-from kfs.runtime.sync import noticed_waits
+from kfs.runtime.sync import detect_syncs
 
 if TYPE_CHECKING:
     from kfs.problem.data import Batch
@@ -130,7 +130,7 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
 
     def notices_waits(self, run: Callable[[], None]) -> str:
         """Run something, and say what in it waits for the GPU."""
-        with noticed_waits() as waits:
+        with detect_syncs() as waits:
             run()
         return waits[0].partition(" (Triggered")[0] if waits else ""
 
@@ -407,7 +407,7 @@ class Replays:
         self._tried = False  # whether such a pass could not be recorded once
 
     @property
-    def has_given_up(self) -> bool:
+    def is_disabled(self) -> bool:
         """Whether all further passes run as they are."""
         return self._recorder is None
 

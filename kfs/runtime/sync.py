@@ -20,7 +20,7 @@ _MOST = 64  # so many constants are kept
 _ERROR = 2  # PyTorch's number for the debug mode in which operations that wait are errors
 
 
-def runs_behind(device: torch.device) -> bool:
+def is_asynchronous(device: torch.device) -> bool:
     """Whether asking a device for a number means to wait for it."""
     return device.type not in {"cpu", "meta"}
 
@@ -35,7 +35,7 @@ def numbers(tensors: Sequence[Tensor]) -> list[float]:
     if not tensors:
         return []
     device = tensors[0].device
-    with waiting_allowed():
+    with allow_sync():
         values: list[float] = torch.stack([t.to(device, torch.float64) for t in tensors]).tolist()
     return values
 
@@ -64,7 +64,7 @@ class Message:
 
     def read(self) -> list[bool]:
         """Return the booleans. This waits if the copy is not complete."""
-        with waiting_allowed():
+        with allow_sync():
             if self._event is not None:  # pragma: no cover (tested on a GPU)
                 self._event.synchronize()
             flags: list[bool] = self._flags.tolist()
@@ -87,7 +87,7 @@ def _kept(key: tuple[str, int, torch.dtype, torch.device], make: Callable[[], Te
     if found is None:
         found = unwrapped(make())
         # What is made while a computation is recorded has no values yet.
-        if runs_behind(key[3]) and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if is_asynchronous(key[3]) and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
             _constants[key] = found
             if len(_constants) > _MOST:
                 _constants.pop(next(iter(_constants)), None)  # another thread may have been faster
@@ -121,7 +121,7 @@ def side_by_side(one: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
 
 
 @contextmanager
-def waiting_allowed() -> Iterator[None]:
+def allow_sync() -> Iterator[None]:
     """Wait on purpose: PyTorch's debug mode for synchronization says nothing in this context."""
     before = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
     if not before:
@@ -135,7 +135,7 @@ def waiting_allowed() -> Iterator[None]:
 
 
 @contextmanager
-def noticed_waits() -> Iterator[list[str]]:  # pragma: no cover (tested on a GPU)
+def detect_syncs() -> Iterator[list[str]]:  # pragma: no cover (tested on a GPU)
     """Collect what PyTorch says about operations in this context that wait for a GPU; other warnings are passed on.
 
     The list is complete after the context. Operations that wait are an error if PyTorch's debug mode says so.
@@ -160,20 +160,20 @@ def noticed_waits() -> Iterator[list[str]]:  # pragma: no cover (tested on a GPU
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
-# Larger than the index of any datum, and exact in float64.
+# Larger than the index of any example, and exact in float64.
 _NONE = 2**52
 
 
-class Flags:
-    """Remembers the first datum that failed a check.
+class DeferredChecks:
+    """Remembers the first example that failed a check.
 
     Args:
         device: Where checks are made.
 
     Example:
-        >>> flags = Flags(torch.device("cpu"))
+        >>> flags = DeferredChecks(torch.device("cpu"))
         >>> flags.note(torch.tensor([False, True, True]), first=10)
-        >>> flags.first_bad()
+        >>> flags.first_failure()
         11
     """
 
@@ -197,8 +197,8 @@ class Flags:
         found = torch.where(bad, index, _NONE).amin()
         torch.minimum(self._first, found.to(self._first.device), out=self._first)
 
-    def first_bad(self) -> int | None:
-        """Return the index of the first datum that failed a check; `None` if there is none. This waits."""
+    def first_failure(self) -> int | None:
+        """Return the index of the first example that failed a check; `None` if there is none. This waits."""
         (first,) = numbers([self._first])
         return None if first == _NONE else int(first)
 
@@ -208,7 +208,7 @@ def refuse_not_finite(f: Tensor, first: int) -> None:
 
     Args:
         f: Predictions.
-        first: Index of the first datum.
+        first: Index of the first example.
 
     Raises:
         DataError: If there is one.
@@ -218,7 +218,7 @@ def refuse_not_finite(f: Tensor, first: int) -> None:
     bad = not_finite(f).nonzero()
     if len(bad):
         raise DataError(
-            f"The prediction for datum {first + int(bad[0, 0])} is not finite.",
+            f"The prediction for example {first + int(bad[0, 0])} is not finite.",
             "Look for NaN or infinity in the data or the parameters.",
         )
 

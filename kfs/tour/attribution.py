@@ -30,7 +30,7 @@ def as_image(x: Tensor, shape: Sequence[int] | None = None) -> Tensor | None:
     """Return an input as an image, `[rows, columns]` or `[rows, columns, 3]`; `None` if it is none.
 
     Args:
-        x: The input of one datum: `[rows, columns]`, or with one or three channels first or last.
+        x: The input of one example: `[rows, columns]`, or with one or three channels first or last.
         shape: Another shape of the same numbers, for images that are stored as vectors.
 
     Example:
@@ -85,7 +85,7 @@ _IN_TERMINAL = 20  # queries
 
 @dataclass(frozen=True)
 class Datum:
-    """One datum.
+    """One example.
 
     Attributes:
         index: Its place in the data set.
@@ -99,7 +99,7 @@ class Datum:
 
 
 @dataclass(frozen=True)
-class Found:
+class Attribution:
     """What was found out.
 
     Attributes:
@@ -109,7 +109,7 @@ class Found:
         top: The most helpful and most harmful data of each query.
         own: Scores of training data with themselves, if they were asked for.
         shape: Shape of images that are stored as vectors.
-        most: How many data with large scores with themselves are shown.
+        most: How many examples with large scores with themselves are shown.
         normalized: Whether scores were divided by something.
     """
 
@@ -131,7 +131,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Request:
     """What to find out.
 
     Attributes:
@@ -151,7 +151,7 @@ class Wish:
     shape: Sequence[int] | None = None
 
 
-def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, wish: Wish) -> Found:
+def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, wish: Request) -> Attribution:
     """Find the training data behind predictions.
 
     Raises:
@@ -174,7 +174,7 @@ def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, 
         top = index.top(queries, wish.top, normalize=normalize)
         own = index.self_scores() if wish.own else None
         title += f", relative error {index.error:.2g}"
-    return Found(title, queries, train, top, own, wish.shape, wish.top, wish.normalize is not None)
+    return Attribution(title, queries, train, top, own, wish.shape, wish.top, wish.normalize is not None)
 
 
 def _check_shape(queries: EmpiricalRisk, shape: Sequence[int]) -> None:
@@ -214,7 +214,7 @@ def first_data(risk: EmpiricalRisk, number: int) -> EmpiricalRisk:
     return EmpiricalRisk(risk.model, risk.loss, batches, params=list(risk.params), progress=risk.progress)
 
 
-def tables(found: Found) -> list[Table]:
+def tables(found: Attribution) -> list[Table]:
     """Return tables for a terminal: helpful and harmful data by query, and data with large self-scores."""
     top = found.top
     targets = _targets(found)
@@ -235,14 +235,14 @@ def tables(found: Found) -> list[Table]:
     return [table, own]
 
 
-def page(found: Found) -> str:
+def page(found: Attribution) -> str:
     """Return a page that stands alone: pictures of images, otherwise indices and numbers."""
     title = escape(found.title)
     factor = found.train.reduction_factor
     meaning = (
         "Scores were divided by roots of self-scores."
         if found.normalized
-        else f"Without the datum, the loss of the query is predicted to be higher by its score times {factor:.3g}."
+        else f"Without the example, the loss of the query is predicted to be higher by its score times {factor:.3g}."
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -251,13 +251,15 @@ def page(found: Found) -> str:
 <body>
 <h1>Training data behind predictions</h1>
 <p>{title}. kfs {__version__}, PyTorch {torch.__version__}.</p>
-<p>Below each training datum: its index, its target, and its score. {meaning}</p>
+<p>Below each training example: its index, its target, and its score. {meaning}</p>
 {fragment(found)}
 </body></html>
 """
 
 
-def fragment(found: Found, notes: Mapping[int, str] | None = None, of_queries: Mapping[int, str] | None = None) -> str:
+def fragment(
+    found: Attribution, notes: Mapping[int, str] | None = None, of_queries: Mapping[int, str] | None = None
+) -> str:
     """Return queries with their training data, and data with large self-scores, as a part of a page.
 
     Args:
@@ -306,7 +308,7 @@ def _datum(datum: Datum, shape: Sequence[int] | None, score: str, note: str) -> 
     return f'<figure class="datum">{shown}<figcaption>{"<br>".join(filter(None, lines))}</figcaption></figure>'
 
 
-def _targets(found: Found) -> dict[int, str]:
+def _targets(found: Attribution) -> dict[int, str]:
     """Return the targets of all training data that a terminal shows."""
     ranked = (found.top.helpful, found.top.harmful)
     wanted = {int(index) for part in ranked for index in part.indices[:_IN_TERMINAL].flatten()}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kfs.factors import EKFAC
 from kfs.influence import Influence
 from kfs.problem.risk import EmpiricalRisk
-from kfs.tour.attribution import Found, fragment
+from kfs.tour.attribution import Attribution, fragment
 from kfs.tour.digits import load, trained
 
 _SHARE = 0.05  # of labels that are wrong
@@ -23,13 +23,13 @@ class Mislabelled:
     Attributes:
         found: Helpful and harmful data of some digits, and all self-scores.
         labels: The right labels of training data.
-        flipped: Whether the label of a training datum was changed.
+        flipped: Whether the label of a training example was changed.
         predicted: What the net takes the queries for.
         auroc: The probability that a mislabelled digit has a larger self-score than another one.
         accuracy: Share of right predictions on data that were not trained on.
     """
 
-    found: Found
+    found: Attribution
     labels: Tensor
     flipped: Tensor
     predicted: Tensor
@@ -64,7 +64,7 @@ def examine(quick: bool = False) -> Mislabelled:
     # Without this, the same few unusual data come first for most queries.
     top = influence.top(queries, train, _TOP, normalize="self")
     return Mislabelled(
-        Found("Digits", queries, train, top, own, (8, 8)),
+        Attribution("Digits", queries, train, top, own, (8, 8)),
         y[:half],
         flipped,
         rest[chosen - half],

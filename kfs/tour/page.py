@@ -1,4 +1,4 @@
-"""The page: what was verified, where KFAC is exact, the document's figures, things to play with, and real data."""
+"""The page: what was verified, where KFAC is exact, the paper's figures, things to play with, and real data."""
 
 import ast
 import base64

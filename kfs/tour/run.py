@@ -27,7 +27,7 @@ from kfs.verification import Check, recording
 
 # Files of kfs/kfac that run, in reading order.
 LISTINGS = ("scaffold", "backpropagated_vectors", "expand_Linear", "reduce_Linear", "expand_Conv", "reduce_Conv")
-ALGEBRA = ("structures/kronecker", "structures/damping", "ekfac", "alternatives")
+ALGEBRA = ("blocks/kronecker", "blocks/damping", "ekfac", "alternatives")
 # What a quick tour leaves out: half of the time. Most claims there are about averages and shared weights.
 SLOW = ("mc_fisher_convergence", "deep_linear_regression", "weight_sharing_expand", "weight_sharing_reduce")
 
@@ -53,9 +53,9 @@ def chapters() -> dict[str, list[Path]]:
     """Return the files of all definitions, by chapter, in reading order."""
     contents = {title: ("basics", names) for title, names in basics.CONTENTS.items()}
     contents["KFAC"] = ("kfac", LISTINGS)
-    contents["Kronecker algebra"] = ("kfac", ALGEBRA)
+    contents["Kronecker algebra"] = ("factors", ALGEBRA)
     contents["Where KFAC is exact"] = ("kfac_tests", kfac_tests.CONTENTS)
-    contents["Natural gradient"] = ("optim", ("rule",))
+    contents["Natural gradient"] = ("optim", ("update_rule",))
     package = Path(basics.__file__).parent.parent
     return {title: [package / folder / f"{n}.py" for n in names] for title, (folder, names) in contents.items()}
 

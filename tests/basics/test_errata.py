@@ -1,4 +1,4 @@
-"""The document's errata, each with the printed formula failing and the corrected one holding."""
+"""The paper's errata, each with the printed formula failing and the corrected one holding."""
 
 import pytest
 import torch

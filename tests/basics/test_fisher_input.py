@@ -99,14 +99,14 @@ def test_bad_models_and_data_are_refused(fisher: Fisher) -> None:
     with pytest.raises(LossError, match="reduction='none'"):
         fisher(mlp(), nn.MSELoss(reduction="none"), X, y, "0.weight")
     for output, message in ((None, "a NoneType"), (torch.zeros(2, 3), r"of shape \[2, 3\]")):
-        with pytest.raises(ModelError, match=f"output for one datum is {message}"):
+        with pytest.raises(ModelError, match=f"output for one example is {message}"):
             fisher(NoTensor(output), loss, X, y, "weight")
     coupled = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.raises(ModelError, match=r"'1' \(BatchNorm1d\).*rest of the batch.*model\.eval\(\)"):
         fisher(coupled, loss, X, y, "0.weight")
     assert fisher(coupled.eval(), loss, X, y, "0.weight").isfinite().all()
     X[1, 2] = torch.nan
-    with pytest.raises(DataError, match="prediction for datum 1 is not finite"):
+    with pytest.raises(DataError, match="prediction for example 1 is not finite"):
         fisher(mlp(), loss, X, y, "0.weight")
     with pytest.raises(ModelError, match=r"expected a torch\.nn\.Module"):
         fisher(torch.exp, loss, X, y, "0.weight")  # type: ignore[arg-type]

@@ -156,7 +156,7 @@ def test_a_datum_whose_labels_are_all_missing_contributes_nothing(fisher: Fisher
 
 
 class Routed(nn.Module):
-    """Sends every datum through one of two layers."""
+    """Sends every example through one of two layers."""
 
     def __init__(self) -> None:
         super().__init__()

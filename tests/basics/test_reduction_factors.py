@@ -12,7 +12,7 @@ from tests.basics.cases import CASES, Case, assert_close, shapes
 
 
 def risk(loss: Loss, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The document's empirical risk, with our two ingredients."""
+    """The paper's empirical risk, with our two ingredients."""
     c = criterion(loss)
     total = torch.stack([c(f, y) for f, y in zip(predictions, targets, strict=True)]).sum()
     return reduction_factor(loss, targets) * total

@@ -57,7 +57,7 @@ def test_tasks() -> None:
 
 
 def test_blocks_keep_groups_apart() -> None:
-    """For one datum and one position, KFAC equals them."""
+    """For one example and one position, KFAC equals them."""
     torch.manual_seed(0)
     model = laplace._one_position(groups=2).double()
     risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (torch.randn(1, 64).double(), torch.tensor([2])))

@@ -64,7 +64,7 @@ def test_variants_of_the_trust_region() -> None:
     torch.testing.assert_close(torch.stack(results), torch.tensor(expected), rtol=0.13, atol=0.0)
 
 
-def test_divergence_is_reported() -> None:
+def test_last_good_step_is_reported() -> None:
     task = replace(tanh(), steps=40, model=lambda: nn.Linear(64, 64))
     run = train(task, "sgd", factories(task.description)["sgd"], 1e38)
     assert run.end == float("inf")

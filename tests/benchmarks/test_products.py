@@ -33,7 +33,7 @@ def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     products.main(tmp_path, repeats=1)
     content = json.loads((tmp_path / "products.json").read_text(encoding="utf-8"))
     assert content["rows"][0]["ratio"] == 1
-    # FLOPs by hand: per datum, layer sizes 30, 20, 12; forward 62, weights 62, activations 32, in units of 2 FLOPs.
+    # FLOPs by hand: per example, layer sizes 30, 20, 12; forward 62, weights 62, activations 32, in units of 2 FLOPs.
     ratios = {(row["program"], row["library"]): row["flop_ratio"] for row in content["rows"]}
     assert ratios["vjp", "kfs.basics"] == pytest.approx((62 + 32 + 30) / (62 + 62 + 32))
     assert (tmp_path / "products.png").stat().st_size > 1000

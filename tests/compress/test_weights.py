@@ -202,7 +202,7 @@ def test_the_root_of_a_model_may_be_a_layer() -> None:
 
 @pytest.mark.parametrize("curvature", [kfs.KFAC, exact_blocks], ids=["KFAC", "blocks"])
 def test_round_off_of_sums_in_float32(curvature: Curvature) -> None:
-    """A hundred times the precision is what sums over many data leave of a zero eigenvalue. More is an error."""
+    """A hundred times the precision is what sums over many examples leave of a zero eigenvalue. More is an error."""
     model = mlp().float()
     risk = kfs.EmpiricalRisk(model, nn.MSELoss(), (torch.randn(60, 6), torch.randn(60, 7)))
 
@@ -259,7 +259,7 @@ def test_damping_is_chosen_by_training_loss(options: dict[str, Any]) -> None:
     assert max(losses.values()) > 1.02 * min(losses.values())  # so that it matters
     expected = made[report.damping].model.state_dict()
     assert all(torch.equal(t, expected[name]) for name, t in small.state_dict().items())
-    assert f"damping {report.damping}, chosen by the training loss of 60 data: " in repr(report)
+    assert f"damping {report.damping}, chosen by the training loss of 60 examples: " in repr(report)
 
 
 def test_steps_are_better_than_removing_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,13 +281,13 @@ def test_whose_data_choose_damping(tmp_path: Any) -> None:
     kfs.KFAC(risk).save(tmp_path / "k.safetensors")
     unknown = [kfs.load(tmp_path / "k.safetensors"), deepcopy(K), exact_diagonal(risk), K * 2.0]
     for C in unknown:
-        report = prune(model, C, 0.3).report  # type: ignore[arg-type]
+        report = prune(model, C, 0.3).report
         assert report.damping == kfs.Relative(0.03)
         assert not report.losses
         assert "damping Relative(0.03), not chosen by training loss" in repr(report)
-        assert prune(model, C, 0.3, risk=risk).report.losses  # type: ignore[arg-type]
+        assert prune(model, C, 0.3, risk=risk).report.losses
     expected = prune(model, K, 0.3).report.losses
-    for C in (kfs.EKFAC.from_kfac(unknown[0], risk), kfs.EKFAC(risk)):  # type: ignore[arg-type]
+    for C in (kfs.EKFAC.from_kfac(unknown[0], risk), kfs.EKFAC(risk)):
         assert prune(model, C, 0.3).report.losses.keys() == expected.keys()
     other = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (torch.randn(9, 8).double(), torch.randint(4, (9,))))
     assert prune(model, K, 0.3, risk=other).report.loss_data == 9

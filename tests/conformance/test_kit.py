@@ -39,7 +39,7 @@ from tests.conformance import zoo
 from tests.conformance.zoo import ZOO
 
 ROOT = Path(__file__).parent.parent.parent
-ONE = next(check for check in checks() if check.name == "exact: one datum, mse mean, type-2, expand")
+ONE = next(check for check in checks() if check.name == "exact: one example, mse mean, type-2, expand")
 
 
 def test_we_pass_everything() -> None:
@@ -294,7 +294,7 @@ def test_command(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
     good = runner.invoke(app, ["check", "kfs", "--only", "one datum", *files])
     assert good.exit_code == 0
-    assert f"{len(select(['one datum']))} passed" in good.output
+    assert f"{len(select(['one example']))} passed" in good.output
     content = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert {result["status"] for result in content["results"]} == {"passed"}
     bad = runner.invoke(app, ["check", "tests.conformance.zoo:sum_for_mean", "--only", "one datum", *files])

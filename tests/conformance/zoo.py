@@ -144,7 +144,7 @@ def labels_for_draws(model: Any, loss: Any, data: Any, fisher: str, sharing: str
 
 
 def uncorrected_draws(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Any:
-    """Two draws for every datum, which are summed up and not averaged."""
+    """Two draws for every example, which are summed up and not averaged."""
     K = KFAC(EmpiricalRisk(model, loss, data), fisher, sharing, mc_samples=2)  # type: ignore[arg-type]
     twice = 2.0 if fisher == "mc" else 1.0
     answer: dict[str, Any] = {}
@@ -244,13 +244,13 @@ def first_layer_only(model: Any, loss: Any, data: Any, fisher: str, sharing: str
 
 
 def rows_are_data(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """A hook that sees a matrix of rows takes every row for a datum: there is nothing to sum over."""
+    """A hook that sees a matrix of rows takes every row for an example: there is nothing to sum over."""
     sees_rows = isinstance(model, Rows | Ragged)
     return right(model, loss, data, fisher, "expand" if sees_rows else sharing)  # type: ignore[no-any-return]
 
 
 def padding_counts(model: Any, __: Any, data: Any) -> float:
-    """The mean over positions divides by places for positions, also those that a datum does not have."""
+    """The mean over positions divides by places for positions, also those that an example does not have."""
     if not isinstance(model, Ragged):
         return 1.0
     X = torch.cat([X for X, _ in data])
@@ -258,7 +258,7 @@ def padding_counts(model: Any, __: Any, data: Any) -> float:
 
 
 def mixed_up(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """The first rows belong to the first datum, in whatever order they come."""
+    """The first rows belong to the first example, in whatever order they come."""
     if not isinstance(model, Rows) or model.order != "mixed" or sharing == "expand":
         return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
     others = [(X.flatten(0, 1)[mixed_order(X)].unflatten(0, X.shape[:2]), y) for X, y in data]
@@ -278,7 +278,7 @@ def axes_are_data(model: Any, _: Any, data: Any) -> float:
 
 
 def copies_are_parameters(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """Every datum has a table of its own, of which the curvature is averaged."""
+    """Every example has a table of its own, of which the curvature is averaged."""
     answer = right(model, loss, data, fisher, sharing)
     return answer | {n: (A / num_data(data), B) for n, (A, B) in answer.items() if n == "table"}  # type: ignore[no-any-return]
 
@@ -302,20 +302,20 @@ ZOO: dict[str, Wrong] = {
         scaled(lambda _, __, data: num_data(data)),
         "exact: deep linear net, mse mean",
         "too large by N = 5",
-        "exact: one datum, mse",
+        "exact: one example, mse",
     ),
     "scaled by S": Wrong(
-        scaled(positions), "exact: independent positions, mse mean", "too large by S = 7", "exact: one datum, mse"
+        scaled(positions), "exact: independent positions, mse mean", "too large by S = 7", "exact: one example, mse"
     ),
-    "swapped": Wrong(swapped, "exact: one datum, mse", "they are swapped", status="unreadable"),
+    "swapped": Wrong(swapped, "exact: one example, mse", "they are swapped", status="unreadable"),
     "bias entries zero": Wrong(
-        without_bias, "exact: one datum, mse", "Entries of the bias are missing", "exact: one datum, no bias"
+        without_bias, "exact: one example, mse", "Entries of the bias are missing", "exact: one example, no bias"
     ),
     "bias forgotten": Wrong(
         bias_forgotten,
-        "exact: one datum, mse",
+        "exact: one example, mse",
         "no row for the bias",
-        "exact: one datum, no bias",
+        "exact: one example, no bias",
         status="unreadable",
     ),
     "sum for mean": Wrong(
@@ -332,7 +332,7 @@ ZOO: dict[str, Wrong] = {
     ),
     "mean for sum, class weights": Wrong(
         mean_for_sum,
-        "exact: one datum, class weights, ce, class weights sum",
+        "exact: one example, class weights, ce, class weights sum",
         "this is the curvature of the averaged loss, and reduction='sum' was asked for",
         "exact: deep linear net, mse sum",
     ),
@@ -344,33 +344,33 @@ ZOO: dict[str, Wrong] = {
     ),
     "outputs that are overwritten": Wrong(
         by_hooks,
-        "exact: one datum, activations in place",
+        "exact: one example, activations in place",
         "the derivative of the activation is missing",
-        "exact: one datum, mse mean",
+        "exact: one example, mse mean",
     ),
     "hooks that refuse to be overwritten": Wrong(
         full_backward_hooks,
-        "exact: one datum, activations in place",
+        "exact: one example, activations in place",
         "is being modified inplace",
-        "exact: one datum, mse mean",
+        "exact: one example, mse mean",
         status="failed",
     ),
     "averaged loss": Wrong(
         scaled(gradients_of_a_mean),
         "exact: deep linear net, mse mean",
-        "too small by N = 5: the number of data. An averaged loss was differentiated",
+        "too small by N = 5: the number of examples. An averaged loss was differentiated",
     ),
     "labels instead of draws": Wrong(
         labels_for_draws,
-        "draws: one datum, ce",
+        "draws: one example, ce",
         "the labels at hand were used where labels must be drawn",
-        "exact: one datum, ce mean, type-2",
+        "exact: one example, ce mean, type-2",
     ),
     "uncorrected draws": Wrong(
-        uncorrected_draws, "draws: deep linear net", "too large by 2", "exact: one datum, ce mean, type-2"
+        uncorrected_draws, "draws: deep linear net", "too large by 2", "exact: one example, ce mean, type-2"
     ),
     "unfolded wrongly": Wrong(
-        unfolded_wrongly, "exact: convolution, mse", "kernel places come before channels", "exact: one datum, mse"
+        unfolded_wrongly, "exact: convolution, mse", "kernel places come before channels", "exact: one example, mse"
     ),
     "groups averaged": Wrong(
         groups_averaged, "exact: groups of channels", "each group needs its own", "exact: convolution, mse"
@@ -388,28 +388,30 @@ ZOO: dict[str, Wrong] = {
         "exact: independent positions",
     ),
     "ignored labels": Wrong(
-        ignored_labels_count, "exact: one datum that counts", "ignored labels contribute", "exact: one datum, ce"
+        ignored_labels_count, "exact: one example that counts", "ignored labels contribute", "exact: one example, ce"
     ),
     "last call only": Wrong(last_call_only, "exact: called twice, results added", "not a known mistake"),
-    "mean of batches": Wrong(mean_of_batches, "relation: split into batches", "relative error", "exact: one datum, ce"),
-    "NaN is cleaned": Wrong(cleans_nan, "relation: NaN", "all factors are finite", "exact: one datum, ce"),
-    "eval mode": Wrong(leaves_eval_mode, "state: untouched", "train and eval modes", "exact: one datum, ce"),
-    "gradients": Wrong(leaves_gradients, "state: untouched", "gradients", "exact: one datum, ce"),
-    "hooks": Wrong(leaves_hooks, "state: untouched", "hooks of modules", "exact: one datum, ce"),
-    "seeds": Wrong(seeds, "state: untouched, type-2", "random state", "exact: one datum, ce"),
+    "mean of batches": Wrong(
+        mean_of_batches, "relation: split into batches", "relative error", "exact: one example, ce"
+    ),
+    "NaN is cleaned": Wrong(cleans_nan, "relation: NaN", "all factors are finite", "exact: one example, ce"),
+    "eval mode": Wrong(leaves_eval_mode, "state: untouched", "train and eval modes", "exact: one example, ce"),
+    "gradients": Wrong(leaves_gradients, "state: untouched", "gradients", "exact: one example, ce"),
+    "hooks": Wrong(leaves_hooks, "state: untouched", "hooks of modules", "exact: one example, ce"),
+    "seeds": Wrong(seeds, "state: untouched, type-2", "random state", "exact: one example, ce"),
     "padding is data": Wrong(
         by_hooks,
         "exact: one position, padded, ce, padding sum, type-2, expand",
         "Padded rows are counted: their inputs are in the input-based factor, and their number",
-        "exact: one datum, ce",
+        "exact: one example, ce",
     ),
     "padding is data, several sequences": Wrong(
         by_hooks,
         "relation: padded sequences",
         "Padded rows are counted: their inputs are in the input-based factor, and their number",
-        "exact: one datum, ce",
+        "exact: one example, ce",
     ),
-    "a layer missing": Wrong(first_layer_only, "exact: one datum, ce", "nothing about the parameters"),
+    "a layer missing": Wrong(first_layer_only, "exact: one example, ce", "nothing about the parameters"),
     "rows are data": Wrong(
         rows_are_data,
         "exact: folded positions, summed up",
@@ -440,7 +442,7 @@ ZOO: dict[str, Wrong] = {
     "hidden use ignored": Wrong(
         hidden_use_ignored, "exact: a use in a custom function", "relative error", "exact: two modules with one weight"
     ),
-    "other flattening": Wrong(columns, "exact: one datum, no bias, mse", "column by column"),
+    "other flattening": Wrong(columns, "exact: one example, no bias, mse", "column by column"),
 }
 
 

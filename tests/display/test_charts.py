@@ -254,7 +254,7 @@ def test_cost_and_memory_by_layer() -> None:
     assert [bar.get_width() for bar in axes[0].patches] == memory  # type: ignore[attr-defined]
     assert [bar.get_width() for bar in axes[1].patches] == work  # type: ignore[attr-defined]
     assert axes[0].get_title() == f"factors: {sum(memory)} B"
-    assert axes[1].get_title() == "operations for a datum: 1.01 k"
+    assert axes[1].get_title() == "operations for an example: 1.01 k"
     with pytest.raises(ModelError, match="No parameter is covered"):
         Inspection((InspectedRow("p", (2,), why_not="it is strange"),)).plot()
 

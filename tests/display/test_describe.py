@@ -64,14 +64,17 @@ OF = "of Sequential with CrossEntropyLoss (mean)"
 SIZE = "26 x 26, float64 on cpu"
 # What `repr` begins with, and what makes the object.
 OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
-    "risk": (f"EmpiricalRisk {OF}\n  4 parameters, 26 numbers, float64 on cpu\n  batches, 6 data", lambda risk: risk),
+    "risk": (
+        f"EmpiricalRisk {OF}\n  4 parameters, 26 numbers, float64 on cpu\n  batches, 6 examples",
+        lambda risk: risk,
+    ),
     "Hessian": (
-        f"Hessian {OF}: {SIZE}, symmetric\n  batches, 6 data\n  block_diagonal='layer', ",
+        f"Hessian {OF}: {SIZE}, symmetric\n  batches, 6 examples\n  block_diagonal='layer', ",
         lambda risk: kfs.Hessian(risk, block_diagonal="layer"),
     ),
     "GGN": (f"GGN {OF}: {SIZE}, symmetric", kfs.GGN),
     "Fisher": (
-        f"Fisher {OF}: {SIZE}, symmetric\n  batches, 6 data\n  kind='empirical', ",
+        f"Fisher {OF}: {SIZE}, symmetric\n  batches, 6 examples\n  kind='empirical', ",
         lambda risk: kfs.Fisher(risk, "empirical"),
     ),
     "Jacobian": (f"Jacobian {OF}: 12 x 26, float64 on cpu\n", kfs.Jacobian),
@@ -96,7 +99,8 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
         lambda risk: Inverse(kfs.Hessian(risk), partial(neumann, scale=0.1), check=False),
     ),
     "KFAC": (
-        f"KFAC {OF}: {SIZE}, symmetric\n  fisher='mc', sharing='reduce', seed=3\n  6 data, 2 blocks, 488 B of factors",
+        f"KFAC {OF}: {SIZE}, symmetric\n  fisher='mc', sharing='reduce', seed=3\n  "
+        "6 examples, 2 blocks, 488 B of factors",
         lambda risk: kfs.KFAC(risk, "mc", "reduce", seed=3),
     ),
     "EKFAC": (f"EKFAC {OF}: {SIZE}, symmetric\n  fisher='type-2'", kfs.EKFAC),
@@ -185,7 +189,7 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
         lambda risk: next(kfs.per_datum(risk)),
     ),
     "gradients of a block": (
-        "Gradients of 6 data, block '0': 4 x 4, float64 on cpu\n  rows of 1 use",
+        "Gradients of 6 examples, block '0': 4 x 4, float64 on cpu\n  rows of 1 use",
         lambda risk: next(kfs.per_datum(risk)).blocks["0"],
     ),
     "top": (
@@ -249,8 +253,8 @@ def test_operators_say_what_is_not_known_yet() -> None:
     assert "batches, not counted yet" in repr(kfs.GGN(make(data)))
     assert data.passes == 0
     assert "  1 batch, not counted yet" in repr(make(data.data))
-    announced = kfs.EmpiricalRisk(make().model, nn.CrossEntropyLoss(), data, num_data=6)
-    assert "  batches, 6 data" in repr(kfs.GGN(announced))
+    declared = kfs.EmpiricalRisk(make().model, nn.CrossEntropyLoss(), data, num_data=6)
+    assert "  batches, 6 examples" in repr(kfs.GGN(declared))
     assert data.passes == 0
     f = kfs.EmpiricalRisk(lambda params, x: x @ params["W"], nn.MSELoss(), data.data, params={"W": torch.ones(3, 2)})
     assert repr(f).startswith("EmpiricalRisk of <lambda> with MSELoss (mean)\n  1 parameter, 6 numbers")

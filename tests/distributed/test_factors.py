@@ -15,7 +15,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.problems import CUTS, batches, bits, is_first, problem, risk_of_all, risk_of_own
 
 FISHERS = ("type-2", "ggn", "mc", "empirical", "forward-only")
-CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}  # sums of 23 data in another order
+CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}  # sums of 23 examples in another order
 
 
 def compare_factors(name: str, settings: dict[str, Any]) -> str:
@@ -164,7 +164,7 @@ def differing(what: str) -> str:
     if what == "parameters" and second:
         with torch.no_grad():
             model[0].weight[0, 0] += 1  # type: ignore[index]
-    if what == "a datum":
+    if what == "an example":
         X[20, 1] = torch.nan
     if what == "no data":
         X, y = X[:0], y[:0]
@@ -197,7 +197,7 @@ class Odd(torch.nn.Module):
         ("one memory", "DistributedError: Settings differ between processes: rank 0 has factor_memory=None, and "),
         ("little memory", "ModelError: Block '0' needs 400 B, and a pass may use 10 B."),
         ("parameters", "DistributedError: Parameters differ between processes: '0.weight' of rank 1 is not "),
-        ("a datum", "DataError: The prediction for datum 20 is not finite."),
+        ("an example", "DataError: The prediction for example 20 is not finite."),
         ("no data", "DataError: The data set is empty."),
         ("no target", "DataError: No target counts: "),
         ("a rule", "ZeroDivisionError: nothing to divide by"),

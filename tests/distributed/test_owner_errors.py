@@ -21,7 +21,7 @@ def refused() -> list[str]:
     risk = risk_of_own("mlp")
     K = KFAC(risk, placement="owner")
     texts = []
-    elsewhere = next((block for block in K.blocks.values() if not block.sums.is_here), None)
+    elsewhere = next((block for block in K.blocks.values() if not block.sums.is_local), None)
     assert elsewhere is not None
     with pytest.raises(DistributedError, match=r"Another process owns block .* Call K.fetch"):
         _ = elsewhere.A

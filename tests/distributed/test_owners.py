@@ -151,7 +151,7 @@ def deep_risk(group: Any) -> kfs.EmpiricalRisk:
 def held(kind: type[KFAC | kfs.EKFAC], placement: Any) -> tuple[int, int]:
     K = kind(deep_risk(dist.group.WORLD), fisher="empirical", placement=placement)
     inverse = K.inverse(0.1, "factored") if isinstance(K, KFAC) else K.inverse(0.1)
-    owned = sum(block.sums.is_here for block in K.blocks.values())
+    owned = sum(block.sums.is_local for block in K.blocks.values())
     assert inverse.shape == K.shape
     return bytes_of(K, inverse), owned
 
@@ -328,7 +328,7 @@ def exact_diagonals(kind: type[KFAC | kfs.EKFAC]) -> None:
     risk = kfs.EmpiricalRisk(Scaled().double(), loss, kfs.shard((X, y), dist.group.WORLD))
     K = kind(risk, uncovered="diagonal", placement="owner")
     close(K.to_dense(), kind(risk, uncovered="diagonal").to_dense())
-    assert sum(K.ranks.gather("owned", K.blocks["power"].sums.is_here)) == 1
+    assert sum(K.ranks.gather("owned", K.blocks["power"].sums.is_local)) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

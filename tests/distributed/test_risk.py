@@ -18,14 +18,14 @@ from tests.distributed.pool import Pool
 from tests.distributed.problems import NUM_DATA, batches, bits, is_first, problem, risk_of_all, risk_of_own
 
 MODELS = ("mlp", "convolution", "experts", "tokens")
-CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}  # sums of 23 data in another order
+CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}  # sums of 23 examples in another order
 
 
 def compare_risks(name: str) -> tuple[float, str]:
     risk = risk_of_own(name)
     value, gradient = risk.value(), risk.gradient()
     plural = "" if risk.num_batches == 1 else "es"
-    assert risk.about_data == f"{risk.num_batches} batch{plural}, 23 data"
+    assert risk.about_data == f"{risk.num_batches} batch{plural}, 23 examples"
     if is_first():
         one = risk_of_all(name)
         assert value == pytest.approx(one.value(), rel=1e-13)
@@ -131,7 +131,7 @@ def test_errors_name_the_datum_on_all_ranks(ranks: Pool) -> None:
     one, other = ranks(2, with_a_bad_datum)
     assert one == other
     assert len(set(one)) == 1
-    assert one[0].startswith("DataError: The prediction for datum 20 is not finite.")
+    assert one[0].startswith("DataError: The prediction for example 20 is not finite.")
 
 
 def with_other_vectors(bits_differ: bool) -> list[str]:
@@ -153,7 +153,7 @@ def test_vectors_must_be_the_same(ranks: Pool, bits_differ: bool) -> None:
         assert text.startswith("DistributedError: The vectors to multiply with differ between processes: ")
 
 
-def announced(num_data: int) -> Any:
+def declared(num_data: int) -> Any:
     model, loss, X, y = problem("mlp")
     own = slice(0, 15) if dist.get_rank() == 0 else slice(15, NUM_DATA)
     loader = Counting(batches(X[own], y[own], 4))
@@ -185,9 +185,9 @@ class Counting:
 
 def test_announced_numbers_of_data(ranks: Pool) -> None:
     """No pass over all data is needed to count them."""
-    for factor, num_data, given in ranks(2, announced, 0):
+    for factor, num_data, given in ranks(2, declared, 0):
         assert (factor, num_data, given) == (1 / NUM_DATA, NUM_DATA, 1)
-    one, other = ranks(2, announced, 1)
+    one, other = ranks(2, declared, 1)
     assert one == other == "num_data is 16, but the data have 15 targets. " + one.partition("targets. ")[2]
 
 

@@ -57,7 +57,7 @@ def test_mesh_with_two_axes(ranks: Pool) -> None:
 
 
 def bad_datum() -> None:
-    """A datum of the last process is not finite; the others have no datum like that, and no batch left."""
+    """An example of the last process is not finite; the others have no example like that, and no batch left."""
     model, loss, X, y = model_and_data("mlp")
     X[20] = float("nan")
     problems.every_layer(model)
@@ -82,13 +82,13 @@ def error_before_gathering() -> None:
 
 
 def bad_index() -> None:
-    """The process that has the datum looks at its data again."""
+    """The process that has the example looks at its data again."""
     model, loss, X, y = model_and_data("tokens")
     X[20, 1] = 99
     problems.every_layer(model)
     risk = kfs.EmpiricalRisk(model, loss, kfs.shard((X, y), dist.group.WORLD))
     K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, kfs.shard((X[:20], y[:20]), dist.group.WORLD)))
-    with pytest.raises(DataError, match=r"index 99 of datum 20.*'embedding.weight'"):
+    with pytest.raises(DataError, match=r"index 99 of example 20.*'embedding.weight'"):
         kfs.Influence(K).self_scores(risk)
 
 

@@ -22,7 +22,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.problems import CUTS, bits, is_first
 from tests.distributed.sharded_problems import Shard, model_and_data, plain_risk, sharded_risk
 
-CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}  # sums of 23 data in another order
+CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}  # sums of 23 examples in another order
 EVERY_WAY = [
     ("mlp", problems.kept_after_forward, 2),
     ("mlp", problems.freed_after_forward, 3),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kfs.optim import KFAC
-from kfs.optim.across_ranks import AtOwners
+from kfs.optim.across_ranks import OwnedInverses
 from tests.distributed.pool import Pool
 from tests.distributed.sharded_problems import every_layer, freed_after_forward
 from tests.distributed.sharded_training import train_sharded
@@ -137,16 +137,16 @@ def abandon_a_pass() -> None:
     assert distance(found[0], found[1]) < TOLERANCE
 
 
-gathered = AtOwners.gathered
-scattered = AtOwners.scattered
+gathered = OwnedInverses.gathered
+scattered = OwnedInverses.scattered
 
 
-def gathered_from_the_first(self: AtOwners, parts: Any) -> Any:
+def gathered_from_the_first(self: OwnedInverses, parts: Any) -> Any:
     """Return whole tensors that are zero where other ranks have their parts."""
     return gathered(self, {name: part if dist.get_rank() == 0 else 0 * part for name, part in parts.items()})
 
 
-def scattered_in_reverse(self: AtOwners, tensors: Any, parts: Any) -> Any:
+def scattered_in_reverse(self: OwnedInverses, tensors: Any, parts: Any) -> Any:
     """Return parts of tensors whose rows are in the opposite order."""
     return scattered(self, {name: t.flip(0) for name, t in tensors.items()}, parts)
 
@@ -175,9 +175,9 @@ def test_parameters_are_whole_if_need_be(ranks: Pool, fisher: str, expected: boo
 
 
 WRONG = {
-    "parts of others are missing": ("kfs.optim.across_ranks.AtOwners.gathered", gathered_from_the_first),
-    "parts are those of others": ("kfs.optim.across_ranks.AtOwners.scattered", scattered_in_reverse),
-    "own averages are inverted": ("kfs.optim.across_ranks.collect", lambda *_: None),
+    "parts of others are missing": ("kfs.optim.across_ranks.OwnedInverses.gathered", gathered_from_the_first),
+    "parts are those of others": ("kfs.optim.across_ranks.OwnedInverses.scattered", scattered_in_reverse),
+    "own averages are inverted": ("kfs.optim.across_ranks.sum_at_owner", lambda *_: None),
     "passes use parameters from before the step": ("kfs.optim.parameters.reshard", lambda _: None),
 }
 

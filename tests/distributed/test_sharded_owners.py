@@ -139,7 +139,7 @@ def overflow_at_an_owner(accelerated: bool) -> None:
                     inverse: Any = average.inverse
                     inverse.A.values.fill_(torch.inf)
         if accelerated:
-            patch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+            patch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
         (x, y), *_ = batches(1)
         optimizer.zero_grad()
         LOSS(model(rows(x)), rows(y)).backward()

@@ -64,7 +64,7 @@ def captured(model: nn.Module, x: Tensor, y: Tensor, passes: int) -> tuple[dict[
         capture = Capture(session, sums, len(x))
         with capture:
             f = model(capture.mark_data(x))
-        capture.leave_nothing_behind()
+        capture.clear_marks()
         capture.running = False
         capture.find_hidden_uses(f)
         send_back(f, capture, backpropagated_vectors(loss, f.detach(), y, SETTINGS, 0, 1))
@@ -108,7 +108,7 @@ def compare_without_model() -> None:
     capture = Capture(session, FactorSums(SETTINGS), len(x))
     with capture:
         model(capture.mark_data(x))
-    capture.leave_nothing_behind()
+    capture.clear_marks()
     assert not capture.sums.blocks  # type: ignore[attr-defined]
 
 

@@ -200,7 +200,7 @@ def refused(what: str) -> str:
         ("an error of one", "A batch is a Tensor, expected a pair"),
         ("a shard", "a shard already"),
         ("another group", "for other processes than those of the group"),
-        ("other numbers", "its shard starts at datum 11"),
+        ("other numbers", "its shard starts at example 11"),
     ],
 )
 def test_what_is_refused(ranks: Pool, what: str, text: str) -> None:

@@ -131,7 +131,7 @@ def accelerators() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (factor_graphs, apply, recorded_update, inverses):
             patch.setattr(module, "recorder_for", lambda *_: Tapes)
-        patch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+        patch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
         sync._constants.clear()
         yield
     sync._constants.clear()
@@ -183,7 +183,7 @@ class Plan(NamedTuple):
     net: str = "net"
     reduction: str = "mean"
     early: bool = False  # whether the optimizer is made before the DDP model
-    outlier: int | None = None  # step in which the first datum is far too large
+    outlier: int | None = None  # step in which the first example is far too large
     sort: bool = False  # whether the first rank sees only the data with the largest first features in the first step
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -233,7 +233,7 @@ def on_ranks(plan: Plan, **settings: Any) -> Run:
 
 
 def in_one_process(plan: Plan, **settings: Any) -> Run:
-    """Train with the same gradients in one process: a mean of means, if ranks have different numbers of data."""
+    """Train with the same gradients in one process: a mean of means, if ranks have different numbers of examples."""
     model = model_of(plan.net)
     loss = nn.CrossEntropyLoss(reduction=plan.reduction)
     optimizer = KFAC(model, loss, **settings)

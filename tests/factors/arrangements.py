@@ -1,6 +1,6 @@
 """Models in which data lie along axes in all ways: folded, interleaved, sorted, sent to experts, ragged.
 
-A `Problem` makes the inputs of data one by one, and joins them to a batch: what is a datum is known by construction.
+A `Problem` makes the inputs of data one by one, and joins them to a batch: what is an example is known by construction.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Problem:
     Attributes:
         name: What to call it.
         make: Makes the model.
-        datum: Makes the inputs of the datum with this index, as a batch of one.
+        example: Makes the inputs of the example with this index, as a batch of one.
         join: Makes a batch of them.
     """
 
@@ -81,7 +81,7 @@ class Instance:
         return nn.MSELoss() if self.ys[0].is_floating_point() else nn.CrossEntropyLoss()
 
     def predict(self, n: int) -> Tensor:
-        """Return the prediction for one datum alone, without batch axis."""
+        """Return the prediction for one example alone, without batch axis."""
         prediction: Tensor = self.model(*_arguments(self.xs[n])).squeeze(0)
         return prediction
 
@@ -215,8 +215,9 @@ class Experts(nn.Module):
     """Three experts for tokens `[N, T, 3]`.
 
     Args:
-        how: `"argsort"` sends tokens to experts by their rank within a datum, so that every expert gets as many tokens
-            as there are data if `T` is three. `"masks"` sends them to one expert, and `"topk"` to two, by their values.
+        how: `"argsort"` sends tokens to experts by their rank within an example, so that every expert gets as many
+            tokens as there are data if `T` is three. `"masks"` sends them to one expert, and `"topk"` to two, by their
+            values.
     """
 
     def __init__(self, how: str) -> None:
@@ -343,7 +344,7 @@ def join_sets(parts: Sequence[Any]) -> Any:
 
 
 def with_negatives(m: Any, x: Tensor, negatives: Tensor) -> Tensor:
-    """Encode a datum together with what it is compared to: `[N]` rows, then three for each datum."""
+    """Encode an example together with what it is compared to: `[N]` rows, then three for each example."""
     z = m.f(torch.cat([x, negatives.flatten(0, 1)])).tanh()
     return m.o(z[: len(x)] * z[len(x) :].view(len(x), 3, -1).mean(1))  # type: ignore[no-any-return]
 
@@ -369,7 +370,7 @@ N = 4  # of data, where nothing else is said
 ARRANGEMENTS = (
     Problem("siamese", lambda: Net(siamese, encoder()), pair),
     Problem("two views", lambda: Net(two_views, encoder()), vector),
-    Problem("views of a datum together", lambda: Net(views_of_a_datum_together, encoder()), vector),
+    Problem("views of an example together", lambda: Net(views_of_a_datum_together, encoder()), vector),
     Problem("time-major", lambda: Net(time_major, encoder()), sequence(5)),
     Problem("time-major, as long as the batch", lambda: Net(time_major, encoder()), sequence(N)),
     Problem("channel-major", lambda: Net(channel_major, nn.Conv1d(1, 2, 3), nn.Linear(2, 3)), sequence(6)),

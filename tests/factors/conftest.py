@@ -7,7 +7,7 @@ from kfs.factors.accumulate import patches, row_products
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Form patches and per-datum gradients for one datum at a time, so that small data need many chunks.
+    """Form patches and per-example gradients for one example at a time, so that small data need many chunks.
 
     This is the only place that knows where the limits are.
     """

@@ -1,6 +1,6 @@
-"""KFAC of one module, computed literally: one datum, one position and one backpropagated vector after the other.
+"""KFAC of one module, computed literally: one example, one position and one backpropagated vector after the other.
 
-Inputs and outputs are seen by module hooks, gradients come from one call of `autograd.grad` per datum and vector, and
+Inputs and outputs are seen by module hooks, gradients come from one call of `autograd.grad` per example and vector, and
 patches are cut out pixel by pixel. Nothing here is shared with the engine.
 """
 
@@ -17,7 +17,7 @@ from kfs.problem.risk import EmpiricalRisk
 
 
 def patches(layer: Any, x: Tensor) -> Tensor:
-    """Cut the patches of one datum `[C, *spatial]` out: `[positions, groups, C / groups * kernel]`."""
+    """Cut the patches of one example `[C, *spatial]` out: `[positions, groups, C / groups * kernel]`."""
     dims = x.ndim - 1
     padding = layer.padding
     if padding == "same":
@@ -39,14 +39,14 @@ def patches(layer: Any, x: Tensor) -> Tensor:
 
 
 def vectors(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return one datum's inputs as `[positions, groups, features]`."""
+    """Return one example's inputs as `[positions, groups, features]`."""
     if isinstance(layer, nn.Linear):
         return x.reshape(-1, 1, x.shape[-1])
     return patches(layer, x)
 
 
 def gradients(layer: nn.Module, g: Tensor) -> Tensor:
-    """Return one datum's output gradients as `[positions, groups, features]`."""
+    """Return one example's output gradients as `[positions, groups, features]`."""
     if isinstance(layer, nn.Linear):
         return g.reshape(-1, 1, g.shape[-1])
     groups: int = layer.groups  # type: ignore[assignment]
@@ -104,7 +104,7 @@ def outer(v: Tensor, sharing: str) -> Tensor:
 
 
 def fresh_fisher(risk: EmpiricalRisk, mc_samples: int = 1, seed: int = 0) -> LinearOperator:
-    """Return the Monte Carlo Fisher of the draws that EKFAC's eigenvalues come from: `m, ..., 2 m - 1` for each datum.
+    """Return the Monte Carlo Fisher of the draws of EKFAC's eigenvalues: `m, ..., 2 m - 1` for each example.
 
     The average over twice as many draws consists to one half each of these, and of the factors' draws.
     """

@@ -1,4 +1,4 @@
-"""Small models for every parametric operation. Each takes vectors (or tokens) and has one position per datum."""
+"""Small models for every parametric operation. Each takes vectors (or tokens) and has one position per example."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class PackedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model in which every parameter is used at one position per datum, so that KFAC is exact for one datum."""
+    """A model in which every parameter is used at one position per example, so that KFAC is exact for one example."""
 
     name: str
     make: Callable[[], nn.Module]

@@ -1,4 +1,4 @@
-"""Gradients of single data by autograd, one datum after the other: what per-datum gradients are compared with."""
+"""Gradients of single data by autograd, one example after the other: what per-example gradients are compared with."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def own_term(one: Instance) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def gradients(one: Instance, quantity: Callable[[Tensor, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
-    """Differentiate one datum after the other, `[N, *shape]`: the term of the loss, or another quantity."""
+    """Differentiate one example after the other, `[N, *shape]`: the term of the loss, or another quantity."""
     params = {name: p for name, p in one.model.named_parameters() if p.requires_grad}
     quantity = own_term(one) if quantity is None else quantity
     rows = []

@@ -81,7 +81,7 @@ def test_other_fishers(fisher: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Factors wider")
 def test_one_position_needs_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors from `x` and `g` alone equal those from per-datum gradients."""
+    """Factors from `x` and `g` alone equal those from per-example gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (torch.randn(9, 3, dtype=torch.float64), torch.randint(2, (9,))))

@@ -170,7 +170,7 @@ def neighbors(num_data: int) -> Tensor:
 
 
 def limited(m: Any, x: Tensor) -> Tensor:
-    """Send data to two experts, which have room for two data each: those that come first."""
+    """Send data to two experts, which have room for two examples each: those that come first."""
     best = (x[:, 0] > 10).long()  # all go to the first one
     out = torch.zeros_like(x)
     for expert in range(2):

@@ -329,7 +329,7 @@ class TestReport:
 
     def test_text(self) -> None:
         lines = str(self.report()).splitlines()
-        assert lines[0] == f"audit of 6 parameters on {FEW} data, 1 shape of inputs"
+        assert lines[0] == f"audit of 6 parameters on {FEW} examples, 1 shape of inputs"
         assert all("differ by" in line for line in lines[1:3])
         assert "  0.weight: linear; batch first" in lines
 
@@ -357,7 +357,7 @@ class TestReport:
         )
         assert rows(lambda layer, x: layer(x).relu() * 0 + x[:, :3]) == "no gradient"
         folded = rows(lambda layer, x: layer(x.transpose(0, 1).reshape(-1, 2, 4)).view(3, -1, 2, 3).mean((0, 2)), 3, 2)
-        assert folded == "2 of 6 rows of a datum together"
+        assert folded == "2 of 6 rows of an example together"
 
     def test_inspection(self) -> None:
         """It is below the table."""

@@ -1,4 +1,4 @@
-"""What is computed piece by piece: patches and gradients of a few data at a time, wide products in strips."""
+"""What is computed piece by piece: patches and gradients of a few examples at a time, wide products in strips."""
 
 from collections.abc import Callable
 from typing import Any

@@ -208,7 +208,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_attention_is_linear_layers(batch_first: bool, separate: bool, sharing: Any) -> None:
-    """Three data, three positions: the batch axis is known, not guessed."""
+    """Three examples, three positions: the batch axis is known, not guessed."""
     Ks = []
     X, y = normal(3, 5, 4), normal(3, 2)
     for by_hand in (True, False):
@@ -266,7 +266,7 @@ def test_learned_keys_and_whole_transformers() -> None:
 
 def hugging_face(name: str) -> tuple[nn.Module, dict[str, Tensor], Tensor, Any]:
     t: Any = import_module("transformers")  # slow, and typed in too much detail
-    ids = torch.randint(1, 11, (6, 6))  # as many data as positions: axes must not be mixed up
+    ids = torch.randint(1, 11, (6, 6))  # as many examples as positions: axes must not be mixed up
     tiny: dict[str, Any] = {"vocab_size": 11}
     bert = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
     ends = {"bos_token_id": 1, "eos_token_id": 2}
@@ -370,7 +370,7 @@ class Logits(nn.Module):
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_hugging_face_layers_by_definition(name: str, sharing: str) -> None:
-    """Every linear layer has the factors of the literal definition: hooks, one datum and one vector at a time."""
+    """Every linear layer has the factors of the literal definition: hooks, one example and one vector at a time."""
     torch.manual_seed(0)
     model = Logits(hugging_face(name)[0]).double().eval()
     X = torch.randint(1, 11, (2, 3))

@@ -33,14 +33,14 @@ DERIVED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", DERIVED)
 def test_computed_before_it_meets_the_batch(name: str, sharing: Any) -> None:
-    """What is computed from a parameter alone is followed; gradients go back through it, one datum at a time."""
+    """What is computed from a parameter alone is followed; gradients go back through it, one example at a time."""
     function, params = DERIVED[name]
     torch.manual_seed(0)
     model = between(Function(function, **params)).double()
     X, y = normal(1, 3), normal(1, 2)
     risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
     close(KFAC(risk, sharing=sharing).to_dense(), GGN(risk).to_dense())
-    X, y = normal(4, 3), normal(4, 2)  # as many data as features
+    X, y = normal(4, 3), normal(4, 2)  # as many examples as features
     whole = KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), sharing=sharing)
     same(
         whole, KFAC(EmpiricalRisk(model, nn.MSELoss(), list(zip(X.split(1), y.split(1), strict=True))), sharing=sharing)

@@ -13,7 +13,7 @@ from kfs.errors import DataError, KfsError
 from kfs.factors import EKFAC, KFAC, exact_blocks
 from kfs.factors.blocks.decompositions import eigh, inverse
 from kfs.losses.draws import Draws
-from kfs.problem.data import move
+from kfs.problem.data import to_device
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.cuda_graphs import Recorded
 from tests.factors.arrangements import ARRANGEMENTS, Problem
@@ -28,7 +28,7 @@ PROBLEMS = [*KNOWN, *ARRANGEMENTS] if torch.cuda.is_available() else []
 # Or the model copies constants from the host, or multiplies along an axis, whose backward pass asks the device.
 RUN_AS_THEY_ARE = (
     *("experts, masks", "experts, topk", "graphs", "backwards", "in halves", "negatives", "one by one", "sorted"),
-    *("views of a datum together", "recurrent: no bias", "recurrent: two directions"),
+    *("views of an example together", "recurrent: no bias", "recurrent: two directions"),
     *("derived: constant", "derived: matrix times", "derived: norm of", "derived: scaled", "class-token"),
     *("conformance: folded", "conformance: ragged", "conformance: rows of mixed"),
 )
@@ -41,7 +41,9 @@ def test_all_models(problem: Problem, kind: str, replayed: list[int]) -> None:
         pytest.skip("torch._grouped_mm has no float64 on a GPU")
     one = problem.instance(18)
     model = copy.deepcopy(one.model).cuda()
-    batches = [(move(one.join(one.xs[n : n + 3]), CUDA), torch.cat(one.ys[n : n + 3]).cuda()) for n in range(0, 18, 3)]
+    batches = [
+        (to_device(one.join(one.xs[n : n + 3]), CUDA), torch.cat(one.ys[n : n + 3]).cuda()) for n in range(0, 18, 3)
+    ]
     risk = EmpiricalRisk(model, one.loss, batches)
 
     def compute(**settings: Any) -> Any:
@@ -191,7 +193,7 @@ def test_what_ends_a_recording(error: BaseException, monkeypatch: pytest.MonkeyP
 
 
 class TestFlags:
-    """Errors come at the end, and name the datum."""
+    """Errors come at the end, and name the example."""
 
     def test_nan(self) -> None:
         risk = make_risk(device="cuda")
@@ -204,7 +206,7 @@ class TestFlags:
         params = {"W": torch.randn(101, 3, device=CUDA, dtype=torch.float64)}
         batches[5][0][2, 0] = 100
         bad = EmpiricalRisk(model, nn.CrossEntropyLoss(), batches, params=params)
-        with pytest.raises(DataError, match="The prediction for datum 22 is not finite"):
+        with pytest.raises(DataError, match="The prediction for example 22 is not finite"):
             KFAC(bad, "mc", audit=False)
 
     def test_label(self) -> None:

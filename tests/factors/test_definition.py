@@ -1,4 +1,4 @@
-"""Factors against their literal definition, with many data and many shared positions."""
+"""Factors against their literal definition, with many examples and many shared positions."""
 
 from typing import Any
 

@@ -396,7 +396,7 @@ def test_precision_of_parameters_that_are_cast() -> None:
 
 
 def test_scaled_products_and_one_vector() -> None:
-    """`x @ W` from the other side; and a prediction from one vector for the only datum."""
+    """`x @ W` from the other side; and a prediction from one vector for the only example."""
     torch.manual_seed(0)
     W, X, y = normal(4, 4), normal(3, 4), normal(3, 4)
     left = factors(lambda m, x: m.W.__rmatmul__(x), X, y, W=W)

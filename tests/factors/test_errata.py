@@ -1,4 +1,4 @@
-"""Where the document's formulas about KFAC itself are wrong, and what is right."""
+"""Where the paper's formulas about KFAC itself are wrong, and what is right."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from tests.operators.contract import close
 
 
 def test_expectation_form_has_no_factor_n() -> None:
-    """If all inputs are equal, the approximation is exact; with the document's extra factor it is wrong."""
+    """If all inputs are equal, the approximation is exact; with the paper's extra factor it is wrong."""
     N = 5
     x, g = torch.randn(1, 3, dtype=torch.float64).expand(N, 3), torch.randn(N, 2, dtype=torch.float64)
     xx, gg = torch.einsum("ni,nj->nij", x, x), torch.einsum("ni,nj->nij", g, g)

@@ -34,7 +34,7 @@ def normal(*shape: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Applies all experts to every datum, and mixes their outputs.
+    """Applies all experts to every example, and mixes their outputs.
 
     Args:
         style: Takes this module and data `[N, in]`, and returns outputs `[N, E, out]`.
@@ -91,7 +91,7 @@ def same(x: Tensor) -> Tensor:
 
 
 def column(x: Tensor) -> Tensor:
-    """Return each datum as a matrix of one row, for all experts: `[N, 1, 1, in]`."""
+    """Return each example as a matrix of one row, for all experts: `[N, 1, 1, in]`."""
     return x[:, None, None]
 
 

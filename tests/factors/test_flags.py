@@ -13,7 +13,7 @@ from kfs.errors import DataError, LossError
 from kfs.factors import KFAC, compute
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime import sync
-from kfs.runtime.sync import Flags, not_finite
+from kfs.runtime.sync import DeferredChecks, not_finite
 from tests.factors.test_replay import make_risk
 from tests.operators.contract import close
 
@@ -22,7 +22,7 @@ from tests.operators.contract import close
 def behind(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Take the CPU for an accelerator until a list is empty."""
     found = [True]
-    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: bool(found))
+    monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: bool(found))
     return found
 
 
@@ -50,14 +50,14 @@ def test_unexplained_vectors(behind: list[bool]) -> None:
 
 
 def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with a datum is said at the end, as precisely as at once."""
-    first_bad = Flags.first_bad
+    """What is wrong with an example is said at the end, as precisely as at once."""
+    first_failure = DeferredChecks.first_failure
 
-    def read(flags: Flags) -> int | None:
+    def read(flags: DeferredChecks) -> int | None:
         behind.clear()  # from now on, the CPU is a CPU
-        return first_bad(flags)
+        return first_failure(flags)
 
-    monkeypatch.setattr(Flags, "first_bad", read)
+    monkeypatch.setattr(DeferredChecks, "first_failure", read)
     risk = make_risk()
     batches = [b[:2] for b in risk.batches()]
     batches[3][1][2] = 17
@@ -81,7 +81,7 @@ def test_flags_of_a_computation_within_another(behind: list[bool]) -> None:
 
     assert isinstance(risk.model, nn.Module)
     risk.model.register_forward_hook(hook)
-    with pytest.raises(DataError, match="target of datum 6 could not be used"):
+    with pytest.raises(DataError, match="target of example 6 could not be used"):
         KFAC(risk, "mc", audit=False)
     assert risk.flags is None
     assert behind
@@ -115,8 +115,8 @@ class TestDeviceChecks:
             close(gradient[name], g)
 
     def test_nothing_wrong_any_more(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-        """A flag was raised, and the same datum has nothing wrong when it is looked at again."""
-        monkeypatch.setattr(Flags, "first_bad", lambda _: 5)
+        """A flag was raised, and the same example has nothing wrong when it is looked at again."""
+        monkeypatch.setattr(DeferredChecks, "first_failure", lambda _: 5)
         with pytest.raises(DataError, match="datum 5 could not be used, and now it can"):
             KFAC(make_risk(2), "mc")
         assert behind
@@ -125,8 +125,8 @@ class TestDeviceChecks:
 def test_flags_of_nothing() -> None:
     assert not_finite(torch.zeros(3, 0)).tolist() == [False] * 3
     assert not_finite(torch.tensor([1.0, torch.nan, -torch.inf])).tolist() == [False, True, False]
-    flags = Flags(torch.device("cpu"))
-    assert flags.first_bad() is None
+    flags = DeferredChecks(torch.device("cpu"))
+    assert flags.first_failure() is None
 
 
 def test_constants(behind: list[bool]) -> None:

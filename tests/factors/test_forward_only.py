@@ -77,7 +77,7 @@ def test_data_with_different_numbers_of_positions() -> None:
     lengths = (1, 2, 5, 5, 4, 0)
     risk = EmpiricalRisk(MeanOfWords().double(), nn.MSELoss(), (words_of_lengths(*lengths), normal(6, 3)))
     B = KFAC(risk, "forward-only", "reduce").blocks["table.weight"].B
-    expected = sum(1 / n**2 for n in lengths if n) / 5  # a datum without words does not count
+    expected = sum(1 / n**2 for n in lengths if n) / 5  # an example without words does not count
     close(B, torch.full((3,), expected, dtype=torch.float64))
     close(torch.diag(B), KFAC(risk, "type-2", "reduce").blocks["table.weight"].B)
     wrong = 1 / (sum(lengths) / 6) ** 2

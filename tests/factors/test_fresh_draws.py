@@ -31,7 +31,7 @@ def smallest_half(values: Tensor, vectors: Tensor, C: Tensor) -> Tensor:
 
 
 def test_small_eigenvalues_are_right_on_average() -> None:
-    """One draw per datum, for few data. With the draws of the factors, they come out several times too small.
+    """One draw per example, for few examples. With the draws of the factors, they come out several times too small.
 
     Eigenvectors belong to drawn factors. The type-2 Fisher has the curvature along them that draws have on average.
     """
@@ -54,7 +54,7 @@ def test_small_eigenvalues_are_right_on_average() -> None:
 
 @pytest.mark.parametrize("mc_samples", [1, 3])
 def test_draws_are_those_after_the_factors(mc_samples: int) -> None:
-    """They depend on the number of the datum, not on batches or on the order in which data were added."""
+    """They depend on the number of the example, not on batches or on the order in which data were added."""
     settings: dict[str, Any] = {"fisher": "mc", "mc_samples": mc_samples, "seed": 5}
     risk = risk_of()
     K, E = KFAC(risk, **settings), EKFAC(risk, **settings)

@@ -23,7 +23,7 @@ class Root(nn.Module):
         return self.layer(x).abs().sqrt()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("uncovered", "datum"), [("error", "datum 5"), ("autograd", "a datum from 4 to 5")])
+@pytest.mark.parametrize(("uncovered", "datum"), [("error", "datum 5"), ("autograd", "an example from 4 to 5")])
 def test_gradients_that_are_not_finite(uncovered: Any, datum: str) -> None:
     X, y = data()
     X[5] = 0
@@ -50,7 +50,7 @@ def test_indices_that_do_not_exist() -> None:
     tokens = torch.tensor([[0, 1], [2, 4], [3, 7]])
     y = torch.tensor([0, 1, 2])
     risk = kfs.EmpiricalRisk(Tied(tied=False), nn.CrossEntropyLoss(), batches(tokens, y, 2))
-    with pytest.raises(DataError, match=r"The index 7 of datum 2 does not exist in 'table.weight', which has 5 rows"):
+    with pytest.raises(DataError, match=r"The index 7 of example 2 does not exist in 'table.weight', which has 5 rows"):
         list(kfs.per_datum(risk))
     model = Function(
         lambda m, x: nn.functional.embedding(input=x.flatten(), weight=m.W).view(3, -1), W=torch.randn(5, 3)

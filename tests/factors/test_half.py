@@ -116,7 +116,7 @@ def test_autocast_multiplies_vectors_in_half_precision() -> None:
 def test_autocast_and_gradients_in_float32() -> None:
     """An embedding's output stays in float32 under autocast; its gradients enter in the precision of products."""
     X, y = torch.randint(5, (30, 1)), torch.randn(30, 3)
-    scale = torch.randn(30, 3)  # predictions are the embeddings times it, datum by datum
+    scale = torch.randn(30, 3)  # predictions are the embeddings times it, example by example
     model = Function(lambda m, x: F.embedding(x[:, 0], m.W) * scale, W=torch.randn(5, 3))
     with torch.autocast("cpu", torch.bfloat16):
         B: Any = KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y))).blocks["W"].B

@@ -63,7 +63,7 @@ def batches(x: Any, y: Tensor, sizes: Sequence[int], take: Take) -> list[tuple[A
 
 
 def check_diagonal(model: nn.Module, x: Any, sizes: Sequence[int], take: Take = all_of) -> None:
-    """Compare the exact diagonal of the empirical Fisher with squared gradients of one datum after the other."""
+    """Compare the exact diagonal of the empirical Fisher with squared gradients of one example after the other."""
     y = torch.arange(sum(sizes)) % 3
     params = dict(model.named_parameters())
     expected = {name: torch.zeros_like(p) for name, p in params.items()}
@@ -180,7 +180,7 @@ def test_rows_that_fit_two_orders() -> None:
     )
     x = (normal(4, 4, 3), torch.arange(4))
     check_factors(model, x, [(4,), (1,) * 4], "expand")
-    with pytest.raises(KfsError, match="the order of the others does not say to which datum they belong"):
+    with pytest.raises(KfsError, match="the order of the others does not say to which example they belong"):
         check_factors(model, x, [(4,)], "reduce")
 
 

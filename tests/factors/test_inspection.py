@@ -64,7 +64,7 @@ NUM_DATA = 9
 
 
 def repeated(t: Tensor) -> Tensor:
-    """Return a batch of many data, from one with three."""
+    """Return a batch of many examples, from one with three."""
     return t.repeat(NUM_DATA // 3, *[1] * (t.ndim - 1)) if t.ndim and len(t) == 3 else t
 
 
@@ -82,7 +82,7 @@ def test_a_few_data_are_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Counting(nn.Module):
-    """Two experts: one for positive numbers, one for negative ones. Takes note of how many data it gets."""
+    """Two experts: one for positive numbers, one for negative ones. Takes note of how many examples it gets."""
 
     def __init__(self) -> None:
         super().__init__()

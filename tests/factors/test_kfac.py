@@ -71,7 +71,7 @@ def test_operator_contract() -> None:
 
 
 def test_groups_rows_and_permutations_act_on_the_right_entries() -> None:
-    """With one datum, blocks of all layouts equal the exact matrix, except that nothing is between groups."""
+    """With one example, blocks of all layouts equal the exact matrix, except that nothing is between groups."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Unflatten(1, (4, 1)),

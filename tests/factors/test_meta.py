@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kfs import KFAC, EmpiricalRisk, inspect
 from kfs.conformance.cases import EXACT
 from kfs.errors import DataError, ModelError
-from kfs.problem.data import move
+from kfs.problem.data import to_device
 from tests.factors.models import ONE_POSITION, Function, PackedAttention, between
 from tests.factors.test_chunks import MODELS as CHUNKS
 from tests.factors.test_definition import CONVOLUTIONS
@@ -95,7 +95,7 @@ def test_the_table_is_the_same(name: str) -> None:
     all_settings: list[dict[str, Any]] = [{}, {"sharing": "reduce", "joint_bias": False}, {"max_dim": 4}]
     for settings in all_settings:
         real = inspect(model, sample, audit=False, **settings)
-        table = inspect(without_memory, move(sample, META), **settings)
+        table = inspect(without_memory, to_device(sample, META), **settings)
         assert table == real
         assert table.rows
         # A sample that has values is moved to where the model is.

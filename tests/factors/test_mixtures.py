@@ -337,7 +337,7 @@ def test_baddbmm_with_another_input(names: list[str], shape: tuple[int, ...]) ->
 @pytest.mark.parametrize("shape", [(4, 3), (1, 4, 3)], ids=["expanded", "one expert"])
 @pytest.mark.parametrize("product", ["bmm", "einsum"])
 def test_one_matrix_for_all(product: str, shape: tuple[int, ...]) -> None:
-    """Multiplying every datum with the same matrix is one use, with the batch axis of the data."""
+    """Multiplying every example with the same matrix is one use, with the batch axis of the data."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         W = m.W.expand(len(x), -1, -1)

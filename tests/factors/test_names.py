@@ -47,7 +47,7 @@ def test_arguments_that_do_not_exist() -> None:
 
 @pytest.mark.parametrize("mc_samples", [1, 3])
 def test_monte_carlo_has_one_name_and_one_meaning(mc_samples: int) -> None:
-    """The same labels are drawn for both; for one datum, KFAC is the exact block of that Fisher."""
+    """The same labels are drawn for both; for one example, KFAC is the exact block of that Fisher."""
     settings: Any = {"mc_samples": mc_samples, "seed": 5}
     risk, *_ = PROBLEMS[1].make((2, 3))
     F = Fisher(risk, "mc", **settings)

@@ -19,8 +19,8 @@ from kfs.factors.accumulate.inputs import OneHot
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.capture import forward, send_back
 from kfs.factors.layout import Layout
-from kfs.factors.rows import Owners
-from kfs.factors.rows.row_map import Listed, Regular
+from kfs.factors.rows import RowMap
+from kfs.factors.rows.row_map import IndexedRows, StridedRows
 from kfs.factors.rules import new_session
 from kfs.factors.settings import Settings
 from kfs.problem.data import Batch
@@ -138,7 +138,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 def behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the CPU for an accelerator."""
-    monkeypatch.setattr(sync, "runs_behind", lambda device: True)  # noqa: ARG005
+    monkeypatch.setattr(sync, "is_asynchronous", lambda device: True)  # noqa: ARG005
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -312,21 +312,21 @@ def test_a_role_without_inputs() -> None:
 @pytest.mark.parametrize("basis", [False, True])
 @pytest.mark.parametrize("owners", ["batch first", "batch last", "listed", "no tokens"])
 def test_squares_of_embeddings(owners: str, basis: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each datum's gradient for a token is a sum over its positions; squares are added for every datum."""
+    """Each example's gradient for a token is a sum over its positions; squares are added for every example."""
     torch.manual_seed(1)
     inputs = OneHot(VOCABULARY, torch.float64, padding=2)
     shape = (LENGTH, N) if owners == "batch last" else (N, 0) if owners == "no tokens" else (N, LENGTH)
     x, g = torch.randint(4, shape), torch.randn(*shape, 3, dtype=torch.float64)
-    own: Owners
+    own: RowMap
     data = torch.arange(N).unsqueeze(1).expand(N, shape[1])
     if owners == "listed":
-        data = torch.randint(N - 1, shape)  # one datum has no rows
-        own = Listed(data.flatten(), N)
+        data = torch.randint(N - 1, shape)  # one example has no rows
+        own = IndexedRows(data.flatten(), N)
     elif owners == "batch last":
         data = torch.arange(N).expand(shape)
-        own = Regular(N, 1)
+        own = StridedRows(N, 1)
     else:
-        own = Regular(N, max(shape[1], 1))
+        own = StridedRows(N, max(shape[1], 1))
     Q = torch.linalg.qr(torch.randn(1, 3, 3, dtype=torch.float64))[0]
     expected = torch.zeros(3, VOCABULARY, dtype=torch.float64)
     for datum, token in product(range(N), range(VOCABULARY)):
@@ -337,7 +337,7 @@ def test_squares_of_embeddings(owners: str, basis: bool, monkeypatch: pytest.Mon
         expected[:, token] += (Q[0].T @ total if basis else total).square()
     monkeypatch.setattr("kfs.factors.accumulate.inputs.at_a_time", lambda *_: 3)
     for there in (False, True):
-        monkeypatch.setattr(sync, "runs_behind", lambda _, there=there: there)
+        monkeypatch.setattr(sync, "is_asynchronous", lambda _, there=there: there)
         use = Use(inputs, x, own, ones=False)
         for _ in range(2):  # the second column uses what the first has found
             found = torch.zeros(1, 3, VOCABULARY, dtype=torch.float64)

@@ -40,7 +40,7 @@ NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_eps(name: str) -> None:
-    """For one datum, `reduce` is exact: the gradient of a scale or shift is a sum over positions."""
+    """For one example, `reduce` is exact: the gradient of a scale or shift is a sum over positions."""
     model = Function(lambda m, x: NORMS[name](m, x).tanh(), s=normal(4), b=normal(4))
     risk = EmpiricalRisk(model, nn.MSELoss(), (normal(1, 4), normal(1, 4)))
     K, exact = KFAC(risk, sharing="reduce"), GGN(risk)

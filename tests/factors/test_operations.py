@@ -1,4 +1,4 @@
-"""One datum and one position: KFAC of every operation equals the exact curvature, for every Fisher and every loss."""
+"""One example and one position: KFAC of every operation equals the exact curvature, for every Fisher and every loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +85,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("case", LOSSES, ids=str)
 def test_every_loss(case: Any) -> None:
-    """With one datum, KFAC equals the Fisher (or GGN) of any loss, and is refused where they are."""
+    """With one example, KFAC equals the Fisher (or GGN) of any loss, and is refused where they are."""
     torch.manual_seed(0)
     loss, f, y = case.make()
     risk = EmpiricalRisk(Around(f[1:2]), loss, (torch.randn(1, 3, dtype=torch.float64), y[1:2]))

@@ -1,7 +1,7 @@
-"""Which datum a row belongs to: all models, with data along axes in all ways, against loops over data one by one.
+"""Which example a row belongs to: all models, with data along axes in all ways, against loops over data one by one.
 
-Two oracles. The trace of EKFAC, restricted to a parameter, is the sum of squares of the gradients of every datum alone.
-And nothing changes if data come in other batches, or in another order.
+Two oracles. The trace of EKFAC, restricted to a parameter, is the sum of squares of the gradients of every example
+alone. And nothing changes if data come in other batches, or in another order.
 """
 
 import copy
@@ -58,7 +58,7 @@ def instance(problem: Problem, num_data: int = N) -> Instance:
 
 
 def columns(one: Instance, f: Tensor, y: Tensor, fisher: str) -> Iterator[Tensor]:
-    """Yield what is sent back for one datum, given its prediction and target without batch axis."""
+    """Yield what is sent back for one example, given its prediction and target without batch axis."""
     if fisher == "type-2":
         factor = hessian_factor(one.loss, f.detach(), y)
         yield from factor.reshape(f.numel(), -1).T.reshape(-1, *f.shape)
@@ -70,7 +70,7 @@ def columns(one: Instance, f: Tensor, y: Tensor, fisher: str) -> Iterator[Tensor
 
 
 def squares(one: Instance, fisher: str) -> dict[str, float]:
-    """Sum squared gradients of every parameter: one datum and one column after the other, by autograd."""
+    """Sum squared gradients of every parameter: one example and one column after the other, by autograd."""
     params = {name: p for name, p in one.model.named_parameters() if p.requires_grad}
     totals = dict.fromkeys(params, 0.0)
     for n, y in enumerate(one.ys):
@@ -170,13 +170,13 @@ class TestPrecision:
             K, L = (KFAC(each.risk(), "empirical", sharing) for each in (low, high))
             for one, other in zip(K.blocks.values(), L.blocks.values(), strict=True):
                 for found, exact in ((one.A, other.A), (one.B, other.B)):
-                    # Each of some ten operations in a row loses 8 bits at worst; a row that goes to a wrong datum, or
+                    # Each of some ten operations in a row loses 8 bits at worst; a row that goes to a wrong example, or
                     # a sum over data, changes far more.
                     assert float((found.double() - exact).norm()) < 0.05 * float(exact.norm()) + 1e-6, one.name
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_gradients_of_different_sizes(self, dtype: torch.dtype) -> None:
-        """Rows of a datum with small gradients are found next to those with large ones, also where data route."""
+        """Rows of an example with small gradients are found next to those with large ones, also where data route."""
 
         class Scaled(Experts):
             def forward(self, x: Tensor) -> Tensor:
@@ -190,14 +190,14 @@ class TestPrecision:
             assert float(K.trace()) == pytest.approx(float(L.trace()), rel=0.05)
 
 
-# What is refused although it is well-defined: numbers of data, and why.
+# What is refused although it is well-defined: numbers of examples, and why.
 IMAGES = "an image counts as a row, so that data along its spatial axis are refused"
 Limits = Mapping[str, tuple[tuple[int, ...], str]]
 LIMITS: Limits = {"spatial axis": ((2, N, 9), IMAGES)}
 
 
 def arrangements(limits: Limits, *numbers: int) -> list[Any]:
-    """Return all arrangements with these numbers of data, for `parametrize`."""
+    """Return all arrangements with these numbers of examples, for `parametrize`."""
     found = []
     for problem in ARRANGEMENTS:
         refused, why = limits.get(problem.name, ((), ""))
@@ -283,7 +283,7 @@ def test_few_directions_tell_rows_apart(features: int) -> None:
     measure._directions.cache_clear()  # other tests, which are not measured, may have filled it
     g = torch.randn(2, 1, features, dtype=torch.float64).repeat(1, 3, 1)
     g[1, 2, -1] += 1
-    found = measure.in_few_directions(g)
+    found = measure.project(g)
     same = torch.cdist(found, found) == 0
     assert same.tolist() == (torch.cdist(g.flatten(0, 1), g.flatten(0, 1)) == 0).tolist()
     assert found.shape[1] <= 4
@@ -291,9 +291,9 @@ def test_few_directions_tell_rows_apart(features: int) -> None:
 
 @pytest.mark.parametrize("num_data", [1, 5, 8])
 def test_digits_beyond_the_number_of_data(num_data: int) -> None:
-    """A row whose gradients belong to a datum that does not exist belongs to several data."""
+    """A row whose gradients belong to an example that does not exist belongs to several examples."""
     g = torch.randn(1, 3, dtype=torch.float64)
     for n in range(measure.BASE):
         (found,) = measure.measured([g, 2**n * g], [1], num_data, torch.float64)
         assert found.mixes == (n >= num_data)
-        assert found.owners.tolist() == [n if n < num_data else -1]
+        assert found.row_map.tolist() == [n if n < num_data else -1]

@@ -239,7 +239,7 @@ def test_after_a_class_token_one_row_counts(pooled: str) -> None:
     data = sequences()
     batch = padded(data, 0, 4) | {"labels": torch.tensor([0, 1, 2, 3, IGNORED])}
     K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, batch), "empirical")
-    assert K.blocks["up.1.0"].sums.terms == 4  # one row of each datum whose label counts
+    assert K.blocks["up.1.0"].sums.terms == 4  # one row of each example whose label counts
     assert K.blocks["attention.1.v"].sums.terms == 5 + 2 + 4 + 3
     alone = [
         {"input_ids": tokens.unsqueeze(0), "labels": y.unsqueeze(0)}
@@ -342,7 +342,7 @@ def test_training_does_not_depend_on_padding(options: dict[str, Any]) -> None:
 
 
 def test_draws_belong_to_positions() -> None:
-    # Labels are drawn by datum and position: padding on the right leaves them as they are.
+    # Labels are drawn by example and position: padding on the right leaves them as they are.
     model, loss, data = Transformer(causal=True), TokenCrossEntropy(shift=True), sequences()
     K, padded_K = (kfs.KFAC(kfs.EmpiricalRisk(model, loss, padded(data, 0, n)), "mc", seed=1) for n in (0, 7))
     assert difference(padded_K.blocks["up.0.0"].B, K.blocks["up.0.0"].B) < 1e-12
@@ -374,7 +374,7 @@ def hidden(lengths: Sequence[int], width: int, seed: int = 0) -> dict[str, Tenso
         [[6, 6, 6, 6, 6], [2, 5, 3, 4]],  # the first batch has no padding
         [[2, 3, 6, 6, 6, 6]],  # the audited data have none
         [[3, 3, 3, 3, 3], [6, 5, 2, 4]],  # they are all of one length
-        [[3], [6], [2]],  # two copies of a datum look alike
+        [[3], [6], [2]],  # two copies of an example look alike
         [[7, 7, 7, 7], [6, 6, 6, 6], [5, 8, 3, 4]],  # rules of one length hold for others, until padding shows
     ],
 )

@@ -1,4 +1,4 @@
-"""Positions that do not count: padding of token sequences, and several images of one datum that all count."""
+"""Positions that do not count: padding of token sequences, and several images of one example that all count."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def table(padding: int) -> nn.Module:
 @pytest.mark.parametrize("padding", [0, 3, SIZE - 1, -1, -2])
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_one_token_and_padding(times: int, padding: int, sharing: Any) -> None:
-    """If one position of one datum counts, KFAC is exact, whatever stands around it."""
+    """If one position of one example counts, KFAC is exact, whatever stands around it."""
     risk = EmpiricalRisk(table(padding), nn.MSELoss(), (torch.tensor([[2] + times * [padding % SIZE]]), normal(1, 3)))
     exact = GGN(risk).to_dense()
     for make in (KFAC, EKFAC):
@@ -143,7 +143,7 @@ def test_bags_of_several_lengths(mode: str) -> None:
 
 @pytest.mark.parametrize("make", [lambda: nn.Conv1d(1, 2, 3), lambda: nn.Conv1d(2, 2, 2, groups=2, stride=2)])
 def test_all_images_of_a_datum_count(make: Any) -> None:
-    """With equal patches everywhere, `reduce` is exact for one datum: gradients are summed, whatever their number."""
+    """With equal patches everywhere, `reduce` is exact for one example: gradients are summed, whatever their number."""
     layer = make()
     channels, num_images = layer.in_channels, 3
     X = torch.arange(1.0, 1 + channels).reshape(1, channels, 1).expand(1, channels, 6 * num_images).double()

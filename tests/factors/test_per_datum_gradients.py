@@ -1,4 +1,4 @@
-"""Per-datum gradients by rows, against autograd, one datum after the other."""
+"""Per-example gradients by rows, against autograd, one example after the other."""
 
 from collections.abc import Iterator
 from functools import cache, partial
@@ -14,7 +14,7 @@ from tests.factors.problems import KNOWN
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # PyTorch's own
 PROBLEMS = (
-    *(problem for problem in ARRANGEMENTS if problem.name != "spatial axis"),  # a datum has no rows of its own there
+    *(problem for problem in ARRANGEMENTS if problem.name != "spatial axis"),  # an example has no rows of its own there
     *KNOWN,
     *(Problem(f"sets, {how}", partial(Sets, how), set_of([2, 1, 3, 2]), join_sets) for how in SUMS[:2]),
 )

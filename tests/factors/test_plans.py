@@ -15,7 +15,8 @@ from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, optim
 from kfs.errors import ModelError
 from kfs.factors import compute
 from kfs.factors.accumulate import FactorSums
-from kfs.factors.capture import forward, mode, send_back
+from kfs.factors.capture import capture as capture_module
+from kfs.factors.capture import forward, send_back
 from kfs.factors.rules import RULES, new_session
 from kfs.factors.rules.fallback import without_rule
 from kfs.factors.settings import Settings
@@ -33,7 +34,7 @@ def mlp() -> nn.Sequential:
 
 
 def exact_for_one_datum(model: nn.Module, x: Tensor, outputs: int) -> None:
-    """KFAC of one datum and one position is the exact matrix, block by block."""
+    """KFAC of one example and one position is the exact matrix, block by block."""
     risk = EmpiricalRisk(model, nn.MSELoss(), (x, normal(1, outputs)))
     K = KFAC(risk)
     for block in K.blocks.values():
@@ -85,7 +86,7 @@ def test_rules_are_asked_once_for_every_shape_and_storage() -> None:
 
 
 def test_ever_new_shapes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mode, "_MOST_PLANS", 10)
+    monkeypatch.setattr(capture_module, "_MOST_PLANS", 10)
     model, sums = mlp(), FactorSums(Settings())
     session = new_session(dict(model.named_parameters()))
     for data in range(1, 30):

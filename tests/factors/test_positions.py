@@ -143,6 +143,6 @@ def test_batch_axis() -> None:
     lost.layer = layer
     risk = EmpiricalRisk(lost, nn.MSELoss(), (X, y))
     same(KFAC(risk, sharing="reduce"), results[0])  # it is measured
-    with pytest.raises(DataError, match=r"leading axes \[3, 8\].*batch of 4 data.*batch_axis="):
+    with pytest.raises(DataError, match=r"leading axes \[3, 8\].*batch of 4 examples.*batch_axis="):
         KFAC(risk, sharing="reduce", audit=False)
     KFAC(risk, audit=False)

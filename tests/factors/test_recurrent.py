@@ -71,7 +71,7 @@ def test_factors(kind: str, arrangement: str, sharing: Any, loop: Any) -> None:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_other_structures(kind: str, loop: Any) -> None:
-    """Eigenvalues and exact blocks come from each datum's gradients, summed over times."""
+    """Eigenvalues and exact blocks come from each example's gradients, summed over times."""
     risk = risk_of(make(kind, learned=True, **ARRANGEMENTS["two layers, two directions"]))
     close(EKFAC(risk).to_dense(), loop(lambda: EKFAC(risk)).to_dense())
     close(exact_blocks(risk).to_dense(), loop(lambda: exact_blocks(risk)).to_dense())
@@ -382,7 +382,7 @@ def written_out_of_place(model: Any, x: Tensor) -> Tensor:
 def test_columns_with_one_gradient_at_cells() -> None:
     """Columns may differ at states alone. The gradient at the last cells is then the same for all of them."""
     torch.manual_seed(0)
-    p, q = torch.randn(2, 3, 2, 20, dtype=torch.float64)  # three times, two data, four gates of five features
+    p, q = torch.randn(2, 3, 2, 20, dtype=torch.float64)  # three times, two examples, four gates of five features
     before, cells, W = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 2, 5), (2, 2, 5), (20, 5)))
     tensors = recurrent.slopes_of(recurrent.LSTM, p, q, before, cells[0]).tensors
     columns = torch.randn(6, 3, 2, 5, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""A learned table that is brought to one copy per datum before it meets data, in all ways that people write it.
+"""A learned table that is brought to one copy per example before it meets data, in all ways that people write it.
 
-Nothing tells from its shape whether a row belongs to a datum. Oracles: the same function of `p + 0 * x`, which depends
-on data; gradients of every datum alone; and batches of other sizes.
+Nothing tells from its shape whether a row belongs to an example. Oracles: the same function of `p + 0 * x`, which
+depends on data; gradients of every example alone; and batches of other sizes.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Form = Callable[[Tensor, int], Tensor]
 
 
 def order(p: Tensor, n: int) -> Tensor:
-    """Return row indices `[n, rows]`, the same for every datum: the last row first."""
+    """Return row indices `[n, rows]`, the same for every example: the last row first."""
     return torch.arange(len(p)).flip(0).expand(n, -1)
 
 
@@ -280,7 +280,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (3,),
     ),
-    "a row for each datum, by its value": (
+    "a row for each example, by its value": (
         lambda: Function(lambda m, x: (x + F.embedding((x[:, 0] > 0).long(), m.p)).tanh(), p=normal(4, 3)),
         (3,),
     ),
@@ -432,7 +432,7 @@ def test_the_shape_of_a_parameter_is_not_a_use(like: Any) -> None:
 
 
 def test_casts_of_expanded_parameters() -> None:
-    """The cast has a row for every datum, and counts like the parameter."""
+    """The cast has a row for every example, and counts like the parameter."""
     p, X, y = normal(1, 3), normal(5, 3), torch.arange(5) % 3
     model = Function(lambda m, x: (m.p.expand(len(x), -1).type(torch.float64).clone() + x).tanh(), p=p).double()
     single = Function(lambda m, x: (m.p.float().expand(len(x), -1).double() + x).tanh(), p=p).double()

@@ -84,7 +84,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
         return Replays(run, sums, made[-1], expected, model, log)
 
     monkeypatch.setattr(compute, "Replays", replays)
-    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)  # the host does not know all counts
+    monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)  # the host does not know all counts
     return made
 
 
@@ -181,7 +181,7 @@ def test_ignored_targets(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPat
     assert [one.replayed for one in stand_ins] == ([6] if ignored == 0 else [6, 6])
     monkeypatch.undo()
     same_factors(K, KFAC(risk, "empirical"))
-    assert K.blocks["head.2"].sums.terms == 34 * 6  # one datum of 35 does not count
+    assert K.blocks["head.2"].sums.terms == 34 * 6  # one example of 35 does not count
 
 
 def test_draws_advance(stand_ins: list[StandIn]) -> None:
@@ -338,7 +338,7 @@ def test_no_waiting(monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any, 
         return
     risk = make_risk(last=0)
     expected = (EKFAC if ekfac else KFAC)(risk, fisher, sharing)
-    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+    monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
     mode = NoWaiting()
 
     def run(one: Replays, batch: Any) -> None:

@@ -29,7 +29,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
         return Replays(run, sums, made[-1], expected, model, log)
 
     monkeypatch.setattr(compute, "Replays", replays)
-    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+    monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
     sync._constants.clear()
     yield made
     sync._constants.clear()

@@ -29,7 +29,7 @@ def written_down(x: Tensor, P: Patches) -> Tensor:
 @pytest.fixture(autouse=True)
 def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the CPU for an accelerator, and shifts for cheap."""
-    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+    monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
     monkeypatch.setattr(patches, "rows_pay", lambda windows, _: windows.stride[0] == 1)
 
 

@@ -46,7 +46,7 @@ def made(kind: str, num_data: int, shared: int) -> RowProducts:
 
 
 def matrices(rows: RowProducts) -> Tensor:
-    """Sum outer products, one datum and one row after the other."""
+    """Sum outer products, one example and one row after the other."""
     x, g = rows.x.dense(), rows.g.dense()
     result = torch.zeros(rows.num_data, x.shape[0], g.shape[3], x.shape[3], dtype=torch.float64)
     for n, group, s in product(range(rows.num_data), range(x.shape[0]), range(rows.shared)):

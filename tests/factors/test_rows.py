@@ -1,6 +1,7 @@
 """Which entries of which parameter an operation uses: rows, neighbours in memory, shared biases, repeated tensors.
 
-For one datum and one position, KFAC's blocks are those of the exact curvature, so that nothing can go to a wrong place.
+For one example and one position, KFAC's blocks are those of the exact curvature, so that nothing can go to a wrong
+place.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Every rule alone: a pure function from descriptions of arguments to plans.
 
-The oracle is autograd. For a plan, each datum's outer products of what came back and what went in, summed over data,
+The oracle is autograd. For a plan, each example's outer products of what came back and what went in, summed over data,
 must be the gradient of the parameter.
 """
 
@@ -18,7 +18,7 @@ from kfs.factors.accumulate import Use
 from kfs.factors.accumulate.inputs import OneHot, Rows, Vectors
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.accumulate.patches import Patches
-from kfs.factors.capture.mode import prepared
+from kfs.factors.capture.capture import prepared
 from kfs.factors.layout import Layout
 from kfs.factors.rows.row_map import by_length
 from kfs.factors.rules import RULES

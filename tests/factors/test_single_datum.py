@@ -1,4 +1,4 @@
-"""A batch of one datum: gradients through normalizations, and factors, are those of the same datum in a larger batch.
+"""A batch of one example: gradients through normalizations, and factors, are those of this example in a larger batch.
 
 PyTorch misreads gradients of some strides there, on the CPU. Permuted axes, as in vision transformers, make them.
 """
@@ -81,7 +81,7 @@ def model_and_data(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def whole_and_single(name: str, **options: Any) -> tuple[EmpiricalRisk, EmpiricalRisk]:
-    """Return the risk for all data at once, and for one datum after the other."""
+    """Return the risk for all data at once, and for one example after the other."""
     model, X, y = model_and_data(name)
     singles = list(zip(X.split(1), y.split(1), strict=True))
     return EmpiricalRisk(model, nn.MSELoss(), (X, y), **options), EmpiricalRisk(model, nn.MSELoss(), singles, **options)
@@ -117,7 +117,7 @@ def test_factors(name: str, columns_at_once: int | None) -> None:
 
 
 def elementary(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalize datum by datum and channel by channel."""
+    """Normalize example by example and channel by channel."""
     out = []
     for datum in x:
         channels = []
@@ -146,7 +146,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 
 def misread(g: Tensor) -> Tensor:
-    """Return the same gradient in another order in memory: place, datum, channel."""
+    """Return the same gradient in another order in memory: place, example, channel."""
     return g.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
 
 

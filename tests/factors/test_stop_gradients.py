@@ -1,6 +1,6 @@
 """What is detached from a parameter is a constant, whether or not the parameter itself requires gradients.
 
-The oracle is the GGN, by backward passes: for one datum and one position, KFAC equals its blocks.
+The oracle is the GGN, by backward passes: for one example and one position, KFAC equals its blocks.
 """
 
 from collections.abc import Callable

@@ -96,7 +96,7 @@ def test_activation_checkpointing() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "type-2"])
 def test_weights_and_ignored_labels(fisher: Any, reduction: str) -> None:
-    """With one datum KFAC is exact; many data with equal inputs are like one."""
+    """With one example KFAC is exact; many examples with equal inputs are like one."""
     model = mlp()
     loss = nn.CrossEntropyLoss(torch.tensor([0.3, 2.0], dtype=torch.float64), ignore_index=0, reduction=reduction)
     X = normal(1, 3).expand(4, 3)
@@ -148,7 +148,7 @@ def test_batch_split_and_order(sharing: Any, fisher: Any) -> None:
         same(results[0], other)
     loader = DataLoader(TensorDataset(X, y), batch_size=2)
     same(results[0], KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), loader), fisher, sharing))
-    if fisher != "mc":  # draws belong to a datum's index
+    if fisher != "mc":  # draws belong to an example's index
         order = torch.randperm(7)
         same(results[0], KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X[order], y[order])), fisher, sharing))
 
@@ -202,7 +202,7 @@ def test_strides_do_not_matter(sharing: Any) -> None:
 
 
 def test_sequence_lengths_that_vary() -> None:
-    """Positions are counted one by one with expand; reduce divides each datum by its own number of positions."""
+    """Positions are counted one by one with expand; reduce divides each example by its own number of positions."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 4)
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 2), Apply(lambda f: f.sum(1))).double()

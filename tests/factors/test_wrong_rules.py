@@ -36,7 +36,7 @@ class Wrong:
         rule: The wrong rule for it.
         model: A model where it matters, with three classes.
         says: What an error must say, next to the operation's name.
-        datum: Makes the inputs of some data.
+        example: Makes the inputs of some data.
         refused: Whether predictions are others, so that the model is refused altogether.
         mixes: Whether it looks as if the model mixed data, so that it is refused, too, except in training.
     """

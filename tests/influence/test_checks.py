@@ -86,7 +86,7 @@ def test_inputs_that_are_not_finite() -> None:
     bad[5, 1] = torch.nan
     train = kfs.EmpiricalRisk(model, LOSS, [(bad[:4], y[:4]), (bad[4:], y[4:])])
     for call in (influence.self_scores, influence.index, lambda risk: list(kfs.per_datum(risk))):
-        with pytest.raises(DataError, match=r"gradient of datum 5 with respect to block 'layer' is not finite"):
+        with pytest.raises(DataError, match=r"gradient of example 5 with respect to block 'layer' is not finite"):
             call(train)
 
 

@@ -33,7 +33,7 @@ def wide() -> tuple[kfs.EmpiricalRisk, kfs.EmpiricalRisk]:
 
 
 def dense_gradients(risk: kfs.EmpiricalRisk) -> dict[str, Tensor]:
-    """Differentiate one datum after the other; weight and bias of a layer are a matrix."""
+    """Differentiate one example after the other; weight and bias of a layer are a matrix."""
     model: Any = risk.model
     rows: dict[str, list[Tensor]] = {"0": [], "2": []}
     for batch in risk.batches():
@@ -226,7 +226,7 @@ def test_operations_are_those_that_run(problem: Any) -> None:
     cost = influence.cost(queries, train)
     with FlopCounterMode(display=False) as counter:
         influence.scores(queries, train)
-    # Nothing is sent back through the first layer; and there is the audit of a few data.
+    # Nothing is sent back through the first layer; and there is the audit of a few examples.
     first = 2 * NUM_DATA * WIDTH * (WIDTH + 1)
     assert 0.9 * (cost.flops - first) < counter.get_total_flops() < 1.1 * (cost.flops - first)
 

@@ -130,7 +130,7 @@ def test_low_rank(name: str, method: Any) -> None:
     full = by_blocks(influence, one, G, lambda M, *_: M)
     close(index.scores(one.risk()), expected)
     assert float((expected - full).norm()) > 1e-6 * float(full.norm())
-    # Data 1 to 3 are compared within their batch; datum 0 is alone.
+    # Data 1 to 3 are compared within their batch; example 0 is alone.
     others = ~torch.eye(3, dtype=torch.bool)
     wrong = (expected - full)[1:, 1:][others].square().sum() + (expected - full)[0, 0].square()
     norm = full[1:, 1:][others].square().sum() + full[0, 0].square()
@@ -250,7 +250,7 @@ def test_unit_vectors_stay_indices() -> None:
 
 
 def test_singular_vectors_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few data at a time give the same; what is left out has the norm of the difference."""
+    """A few examples at a time give the same; what is left out has the norm of the difference."""
     one = made("operators: cnn")
     (batch,) = kfs.per_datum(one.risk())
     for name, block in batch.blocks.items():

@@ -22,7 +22,7 @@ NUM_BATCHES = 5
 
 
 class Batches:
-    """Batches of two data; somebody may want to do something before each one."""
+    """Batches of two examples; somebody may want to do something before each one."""
 
     def __init__(self, before: Callable[[int], None] = lambda _: None, number: int = NUM_BATCHES) -> None:
         self.before, self.number = before, number
@@ -132,7 +132,10 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
     "function": (lambda folder: make(folder, of_train=half), r"of_train \(loss there, half \([0-9a-f]+\) here\)"),
     "dtype": (lambda folder: make(folder, dtype=torch.bfloat16), r"dtype \(torch.float64 there, torch.bfloat16 here"),
     "rank": (lambda folder: make(folder, rank=3), r"rank \(None there, 3 here\), compression \(None there, low rank"),
-    "number": (lambda folder: make(folder, risk(batches=Batches(number=4))), r"number of data \(10 there, 8 here\)"),
+    "number": (
+        lambda folder: make(folder, risk(batches=Batches(number=4))),
+        r"number of examples \(10 there, 8 here\)",
+    ),
 }
 
 
@@ -145,7 +148,7 @@ def test_another_index_is_refused(what: str, tmp_path: Path) -> None:
 
 
 def changed(place: int) -> kfs.EmpiricalRisk:
-    """Change one datum of a batch."""
+    """Change one example of a batch."""
     batches = Batches()
     batches.X[2 * place + 1, 2] += 1e-6
     return risk(batches=batches)
@@ -183,7 +186,7 @@ def test_every_number_of_large_data_counts(tmp_path: Path) -> None:
 
 
 def test_other_batches_are_refused(tmp_path: Path) -> None:
-    """As many data, in more or fewer batches behind the first ones."""
+    """As many examples, in more or fewer batches behind the first ones."""
     K = curvature()
     X, y = Batches().X, Batches().y
     halves = [(X[:2], y[:2]), (X[2:], y[2:])]

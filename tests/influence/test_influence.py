@@ -20,7 +20,7 @@ Q = 3
 
 
 def flat(risk: kfs.EmpiricalRisk, of: Any = "loss") -> Tensor:
-    """Compute gradients one datum after the other, by the risk of this datum alone."""
+    """Compute gradients one example after the other, by the risk of this example alone."""
     rows = []
     model: Any = risk.model
     for batch in risk.batches():
@@ -82,7 +82,7 @@ def refitted(X: Tensor, y: Tensor, weights: Tensor, penalty: float) -> Tensor:
 def test_weight_decay_is_that_of_training() -> None:
     """For linear regression, whose KFAC is exact, scores must be how much predictions of a refitted model change.
 
-    The oracle refits it with other weights of each datum. Other multiples of the penalty are rejected.
+    The oracle refits it with other weights of each example. Other multiples of the penalty are rejected.
     """
     torch.manual_seed(0)
     penalty = 0.3
@@ -193,7 +193,7 @@ def test_quantities() -> None:
 
 
 def test_removal() -> None:
-    """Without a datum, a query's loss rises by about the score times the reduction factor, for a quadratic."""
+    """Without an example, a query's loss rises by about the score times the reduction factor, for a quadratic."""
     torch.manual_seed(0)
     X, Y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
     model = nn.Linear(3, 2).double()
@@ -248,7 +248,7 @@ def test_normalization(normalize: Any) -> None:
     close(sum(blocks.values(), torch.zeros(())), expected)
     top = influence.top(queries, train, 2, normalize=normalize)
     close(top.harmful.values, expected.sort(1).values[:, :2])
-    # A datum without a gradient has no influence, and no angle.
+    # An example without a gradient has no influence, and no angle.
     nothing = influence.scores(queries, train, of=lambda f, _: 0 * f.sum(), normalize=normalize)
     assert not nothing.any()
 
@@ -357,7 +357,7 @@ def test_scores_that_are_not_finite() -> None:
     influence = Influence(kfs.KFAC(risk), 1e-3)
     huge: dict[str, Any] = dict.fromkeys(("of", "of_train"), lambda f, _: 1e30 * f.sum())
     for compute in (influence.scores, influence.top):
-        with pytest.raises(DataError, match="The score of query 0 and training datum 0 is not finite"):
+        with pytest.raises(DataError, match="The score of query 0 and training example 0 is not finite"):
             compute(risk, risk, **huge) if compute == influence.scores else influence.top(risk, risk, 1, **huge)
 
 

@@ -17,7 +17,7 @@ from tests.factors.problems import KNOWN
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # PyTorch's own
 N = 4
 DAMPING = 0.3
-# A datum in a spatial axis has no rows of its own.
+# An example in a spatial axis has no rows of its own.
 PROBLEMS = [problem for problem in (*ARRANGEMENTS, *KNOWN) if problem.name != "spatial axis"]
 # Operators in turn, so that each kind meets many models.
 KINDS: tuple[tuple[Any, Any], ...] = (

@@ -87,7 +87,7 @@ def test_shares(make: Any, damping: Any) -> None:
 
 
 def test_lengths_that_differ() -> None:
-    """Positions behind the last one of a shorter datum have no share."""
+    """Positions behind the last one of a shorter example have no share."""
     model = Tagger()
     batches = [sequences(2, length=3), sequences(3, length=5)]
     train = kfs.EmpiricalRisk(model, TokenCrossEntropy(), batches)

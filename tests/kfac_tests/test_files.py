@@ -23,7 +23,7 @@ def test_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("folder", ["basics", "kfac", "kfac_tests", "optim"])
+@pytest.mark.parametrize("folder", ["basics", "factors", "kfac", "kfac_tests", "optim"])
 def test_the_tour_runs_every_file_that_verifies_something(folder: str) -> None:
     programs = {file for file in (PACKAGE / folder).rglob("*.py") if "if __name__ ==" in file.read_text("utf-8")}
     assert programs == {file for file in definitions() if file.is_relative_to(PACKAGE / folder)}
@@ -35,10 +35,10 @@ def test_all_files_are_listed() -> None:
 
 
 def test_a_wrong_kfac_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scaled by the number of data, the deep linear test fails; one datum does not see it."""
+    """Scaled by the number of examples, the deep linear test fails; one example does not see it."""
 
     class Wrong(KFAC):
-        """Forgets to divide by the number of data."""
+        """Forgets to divide by the number of examples."""
 
         def _update_scale(self) -> None:
             super()._update_scale()

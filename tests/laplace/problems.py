@@ -103,7 +103,7 @@ def regression(num_data: int = 8, reduction: str = "mean") -> kfs.EmpiricalRisk:
 
 
 def jacobian(model: nn.Module, X: Tensor, names: list[str]) -> Tensor:
-    """Return the Jacobian of every datum, `[n, outputs, parameters]`, one output after the other."""
+    """Return the Jacobian of every example, `[n, outputs, parameters]`, one output after the other."""
     params = dict(model.named_parameters())
     rows = []
     for x in X:

@@ -98,7 +98,7 @@ def test_best_prior_and_noise(per_block: bool, num_data: int) -> None:
     risk = regression(num_data)
     K = kfs.KFAC(risk)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are few data
+        warnings.simplefilter("ignore")  # that there are few examples
         prior, noise = tune_prior_and_noise(K, risk, per_block=per_block)
     at_best = log_marginal_likelihood(K, risk, prior, noise=noise)
     for factor in (0.99, 1.01):

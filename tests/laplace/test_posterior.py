@@ -43,7 +43,7 @@ CURVATURES: dict[str, Callable[[kfs.EmpiricalRisk], BlockDiagonal]] = {
 @pytest.mark.parametrize("kind", CURVATURES)
 def test_covariance_of_outputs(problem: Problem, kind: str) -> None:
     if (problem.name, kind) == ("groups", "exact blocks"):
-        pytest.skip("Exact blocks join groups of channels, and gradients by datum do not: see below.")
+        pytest.skip("Exact blocks join groups of channels, and gradients by example do not: see below.")
     risk = classification(problem)
     K = CURVATURES[kind](risk)
     X = problem.inputs(3)
@@ -252,7 +252,7 @@ def test_curvature_of_something_else() -> None:
     with pytest.raises(ModelError, match=r"'0\.weight' has shape \[2, 1, 3, 3\] in the model, and \[5, 4\]"):
         functional_variance(K, nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Linear(5, 3)).double(), X, 1.0)
     more = classification(PROBLEMS[0], num_data=9)
-    with pytest.raises(ModelError, match="computed from 8 data, and the risk has 9"):
+    with pytest.raises(ModelError, match="computed from 8 examples, and the risk has 9"):
         posterior(K, more, 1.0)
     total = classification(PROBLEMS[0], reduction="sum")
     with pytest.raises(ModelError, match="The losses differ"):

@@ -25,7 +25,7 @@ W3 = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
 
 @dataclass(frozen=True)
 class Given(Draws):
-    """Uniform numbers that a test chooses: one for all data and entries, or one per datum."""
+    """Uniform numbers that a test chooses: one for all data and entries, or one per example."""
 
     numbers: Tensor
 

@@ -27,7 +27,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def dense(loss: Loss, f: Tensor, y: Tensor) -> Tensor:
-    """Every datum's Hessian by autodiff, `[N, size, size]`.
+    """Every example's Hessian by autodiff, `[N, size, size]`.
 
     In reverse mode twice, because PyTorch clamps variances without gradients, which forward mode does not get past.
     """
@@ -40,7 +40,7 @@ def dense(loss: Loss, f: Tensor, y: Tensor) -> Tensor:
 
 
 def squared(S: Tensor) -> Tensor:
-    """Sum of outer products of columns `[K, N, ...]`, per datum."""
+    """Sum of outer products of columns `[K, N, ...]`, per example."""
     S = S.reshape(*S.shape[:2], -1)
     return torch.einsum("kni,knj->nij", S, S)
 
@@ -295,7 +295,7 @@ def test_functions_of_pytorch_are_their_modules(function: Any, module: nn.Module
 
 def test_likelihoods_that_cannot_be_summed_or_drawn_are_refused() -> None:
     loss = Custom(log_cosh, likelihood=lambda f: Categorical(logits=f))
-    f = torch.zeros(2, 4, 3)  # four labels of three classes per datum
+    f = torch.zeros(2, 4, 3)  # four labels of three classes per example
     with pytest.raises(LossError, match=r"\[4\] independent labels per datum"):
         loss.fisher_factor(f, f)
     rate = describe(nn.PoissonNLLLoss(log_input=False))

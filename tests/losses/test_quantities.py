@@ -88,7 +88,7 @@ def test_losses() -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_functions(together: bool) -> None:
-    """A function that `vmap` does not know, because it looks at values, is called for one datum after the other."""
+    """A function that `vmap` does not know, because it looks at values, is called for one example after the other."""
 
     def gap(f: Tensor, y: Tensor) -> Tensor:
         label = y if together else int(y)
@@ -121,5 +121,5 @@ def test_refusals() -> None:
     with pytest.raises(LossError, match="a function alone does not say"):
         gradient_of("log-probability", describe(lambda f, y: (f - y).sum()))(LOGITS, LOGITS)
     for wrong in (lambda f, _: f, lambda *_: 1.0):
-        with pytest.raises(LossError, match="for one datum, expected a number"):
+        with pytest.raises(LossError, match="for one example, expected a number"):
             gradient_of(wrong, labels)(LOGITS, LABELS)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ DRAWS = Draws(0, 0, 0)
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU pass for a device that runs behind the host."""
-    monkeypatch.setattr(sync, "runs_behind", lambda device: True)  # noqa: ARG005
+    monkeypatch.setattr(sync, "is_asynchronous", lambda device: True)  # noqa: ARG005
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def seen_from_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return t.clone()
 
     with monkeypatch.context() as patch:
-        patch.setattr(sync, "runs_behind", lambda device: behind["behind"])  # noqa: ARG005
+        patch.setattr(sync, "is_asynchronous", lambda device: behind["behind"])  # noqa: ARG005
         patch.setattr(Tensor, "cpu", cpu)
         yield
 
@@ -141,7 +141,7 @@ def test_results_are_the_same_on_an_accelerator(case: Case, monkeypatch: pytest.
 
     expected = results()
     with monkeypatch.context() as patch:
-        patch.setattr(sync, "runs_behind", lambda device: True)  # noqa: ARG005
+        patch.setattr(sync, "is_asynchronous", lambda device: True)  # noqa: ARG005
         actual = results()
     for one, other in zip(actual, expected, strict=True):
         if other is None:
@@ -254,7 +254,7 @@ def test_wrong_data_make_no_wrong_index(
         close(product(f, y, v)[right], product(f[right], y[right], v[right]))
     if not isinstance(module, nn.GaussianNLLLoss):
         close(loss.hessian_factor(f, y)[:, right], loss.hessian_factor(f[right], y[right]))
-    # A datum's numbers depend on its place. So data that are right stay in theirs.
+    # An example's numbers depend on its place. So data that are right stay in theirs.
     mended = torch.where(right.reshape(-1, *[1] * (y.ndim - 1)), y, 0)
     close(loss.sampled_gradient(f, y, DRAWS)[right], loss.sampled_gradient(f, mended, DRAWS)[right])
     assert torch.as_tensor(loss.count(y)).isfinite()
@@ -331,7 +331,7 @@ def test_quantiles_do_not_depend_on_who_knows_how_large_they_are(monkeypatch: py
         expected = torch.cat([poisson_quantile(*pair) for pair in zip(numbers.split(1), rate.split(1), strict=True)])
         assert torch.equal(poisson_quantile(numbers, rate), expected)
         with monkeypatch.context() as patch, NoQuestions():
-            patch.setattr(sync, "runs_behind", lambda device: True)  # noqa: ARG005
+            patch.setattr(sync, "is_asynchronous", lambda device: True)  # noqa: ARG005
             actual = poisson_quantile(numbers, rate)
         assert torch.equal(actual, expected)
     nothing = torch.zeros(0, dtype=torch.float64)

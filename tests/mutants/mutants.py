@@ -99,7 +99,7 @@ sums = _Room("kfac sums", ("tests/factors/test_definition.py", "tests/factors/te
 structures = _Room("kfac structures", ("tests/factors/test_kronecker.py", "tests/factors/test_kronecker_sum.py")).mutant
 kfac = _Room("kfac", ("tests/factors/test_kfac.py", "tests/factors/test_ekfac.py")).mutant
 recording = _Room("recording", ("tests/operators/test_recorded_changes.py",)).mutant
-optim = _Room("optim", ("tests/optim/test_rule.py", "tests/optim/test_trajectory.py")).mutant
+optim = _Room("optim", ("tests/optim/test_update_rule.py", "tests/optim/test_trajectory.py")).mutant
 influence = _Room("influence", ("tests/influence",)).mutant
 laplace = _Room("laplace", ("tests/laplace",)).mutant
 merging = _Room("merging", ("tests/merging",)).mutant
@@ -242,7 +242,7 @@ _MUTANTS = [
         "problem/risk.py",
         "first += len(y)",
         "first += 1",
-        "wrong index of the first datum of a batch",
+        "wrong index of the first example of a batch",
         ("tests/problem/test_risk.py", "tests/test_draws.py"),
     ),
     data(
@@ -453,7 +453,7 @@ _MUTANTS = [
         "wrong scale",
         ("tests/factors/test_mixtures.py",),
     ),
-    # Capture: the datum of each row, and which rows count.
+    # Capture: the example of each row, and which rows count.
     capture(
         "factors/rows/counted.py",
         "(T.flip(1).cumsum(1) > 0).flip(1)",
@@ -491,7 +491,7 @@ _MUTANTS = [
         "factors/rows/measure.py",
         "while BASE**digits < num_data:",
         "while BASE ** (digits + 1) < num_data:",
-        "too few digits for many data",
+        "too few digits for many examples",
     ),
     capture(
         "factors/rows/measure.py",
@@ -564,7 +564,7 @@ _MUTANTS = [
         "return sum(role.positions**2 / role.terms",
         "return sum(role.positions / role.terms",
         "missing square of positions",
-        ("tests/optim/test_rule.py",),
+        ("tests/optim/test_update_rule.py",),
     ),
     sums(
         "factors/accumulate/outer_products.py",
@@ -787,7 +787,7 @@ _MUTANTS = [
         "runtime/cuda_graphs.py",
         "self.batch.recorded.fill_(batch.first)",
         "pass",
-        "index of the first datum not updated",
+        "index of the first example not updated",
         ("tests/operators/test_recorded_products.py", "tests/factors/test_replay.py"),
     ),
     recording(
@@ -814,14 +814,14 @@ _MUTANTS = [
         "1 - kept_squares)",
         "kept_squares)",
         "old and new swapped",
-        ("tests/optim/test_kfac.py", "tests/optim/test_trajectory.py", "tests/optim/test_rule.py"),
+        ("tests/optim/test_kfac.py", "tests/optim/test_trajectory.py", "tests/optim/test_update_rule.py"),
     ),
     optim(
         "optim/averages.py",
         "inputs = K.A.trace() / (K.A.size * uses)",
         "inputs = K.A.trace() / K.A.size",
         "inputs of all positions together",
-        ("tests/optim/test_rule.py",),
+        ("tests/optim/test_update_rule.py",),
     ),
     optim(
         "optim/averages.py",
@@ -839,7 +839,7 @@ _MUTANTS = [
             "tests/optim/test_curvature.py",
             "tests/optim/test_watched_factors.py",
             "tests/optim/test_safety.py",
-            "tests/optim/test_outstanding.py",
+            "tests/optim/test_pending_checks.py",
         ),
     ),
     optim(
@@ -882,14 +882,14 @@ _MUTANTS = [
         'group["damping"] * damping_scale)',
         'group["damping"])',
         "damping scale missing in a message",
-        ("tests/optim/test_divergence.py",),
+        ("tests/optim/test_last_good_step.py",),
     ),
     optim(
         "optim/last_good_step.py",
         "forgotten = (refusals - _FORGOTTEN * good).clamp(min=0)",
         "forgotten = refusals * ~good",
         "one usual size forgets all refusals",
-        ("tests/optim/test_safety.py", "tests/optim/test_events.py", "tests/optim/test_divergence.py"),
+        ("tests/optim/test_safety.py", "tests/optim/test_events.py", "tests/optim/test_last_good_step.py"),
     ),
     optim(
         "optim/apply.py",
@@ -931,14 +931,14 @@ _MUTANTS = [
         "return over_each or all(_same(s, scale / (total / self.ranks)) for s, _ in parts)",
         "return over_each",
         "mean over several passes refused",
-        ("tests/optim/test_announcement.py",),
+        ("tests/optim/test_loss_check.py",),
     ),
     optim(
         "optim/loss_check.py",
         "[(sums.square / (2 * value), sums.count)]",
         "[(sums.square / value, sums.count)]",
         "wrong factor of the square loss",
-        ("tests/optim/test_announcement.py",),
+        ("tests/optim/test_loss_check.py",),
     ),
     # Influence.
     influence(

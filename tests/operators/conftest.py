@@ -19,7 +19,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
         return made[-1]
 
     monkeypatch.setattr(recorded_products, "recorder_for", lambda _: make)
-    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+    monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
     sync._constants.clear()
     yield made
     sync._constants.clear()

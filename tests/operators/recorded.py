@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 def make_risk(model: nn.Module | None = None, batches: int = 4, loss: Any = None) -> EmpiricalRisk:
-    """Return a risk with some batches of three data, and a last one of two."""
+    """Return a risk with some batches of three examples, and a last one of two."""
     torch.manual_seed(0)
     net = (Net() if model is None else model).double().eval()
     X = torch.randn(3 * batches + 2, 4, dtype=torch.float64)

@@ -169,7 +169,7 @@ class TestReplayedProducts:
         bias = risk.params["head.bias"]
         with torch.no_grad():
             bias[0] = torch.nan
-        with pytest.raises(DataError, match="The prediction for datum 0 is not finite"):
+        with pytest.raises(DataError, match="The prediction for example 0 is not finite"):
             A @ V
         with torch.no_grad():
             bias[0] = 1.0

@@ -96,7 +96,7 @@ def test_speech_models_draw_numbers_that_they_do_not_use() -> None:
     expected = torch.autograd.grad(value, [model.get_parameter(name) for name in names])
     for found, exact in zip(risk.gradient().values(), expected, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
-    # For one datum, KFAC is exact where a layer is used at one position.
+    # For one example, KFAC is exact where a layer is used at one position.
     one = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), [({"input_values": sound[:1]}, y[:1])], params=names)
     classifier = GGN(one).submatrix("classifier.weight").to_dense()
     torch.testing.assert_close(KFAC(one).submatrix("classifier.weight").to_dense(), classifier, rtol=1e-9, atol=1e-15)

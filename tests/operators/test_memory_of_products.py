@@ -34,7 +34,7 @@ def test_predictions_are_multiplied_a_few_at_a_time(
 
 
 def _numbers_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Take note of how many numbers, and of how many data, are multiplied in prediction space at once."""
+    """Take note of how many numbers, and of how many examples, are multiplied in prediction space at once."""
     seen: list[tuple[int, int]] = []
     for kind in (GGN, Fisher):
 

@@ -200,7 +200,7 @@ class TestSurroundings:
 
 
 class TestErrors:
-    """Errors come at the end of a product, name the datum, and leave nothing behind."""
+    """Errors come at the end of a product, name the example, and leave nothing behind."""
 
     def test_nan(self, tapes: list[Tapes]) -> None:
         risk = make_risk()
@@ -211,7 +211,7 @@ class TestErrors:
         with torch.no_grad():
             bias[0] = torch.nan
         for _ in range(2):
-            with pytest.raises(DataError, match="The prediction for datum 0 is not finite"):
+            with pytest.raises(DataError, match="The prediction for example 0 is not finite"):
                 A @ V
         assert risk.flags is None
         with torch.no_grad():

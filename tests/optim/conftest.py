@@ -24,7 +24,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
 
     for module in (factor_graphs, apply, recorded_update, inverses):
         monkeypatch.setattr(module, "recorder_for", recorder_for)
-    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+    monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
     sync._constants.clear()
     yield made
     sync._constants.clear()

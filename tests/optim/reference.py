@@ -1,4 +1,4 @@
-"""The optimizer's mathematics written out: dense matrices, one datum after the other. Nothing is shared with `kfs`.
+"""The optimizer's mathematics written out: dense matrices, one example after the other. Nothing is shared with `kfs`.
 
 The reference trains a `Sequential` of linear layers and activations. Every linear layer is one block: its weight and
 bias make a matrix `[d_B, d_A]`, and its curvature is a dense matrix over that matrix's entries, row by row.
@@ -64,7 +64,7 @@ class Block:
         """Let new statistics enter the averages.
 
         Args:
-            pairs: For every datum, an input and an output gradient for every backpropagated vector.
+            pairs: For every example, an input and an output gradient for every backpropagated vector.
         """
         decay = self.options.decay
         A, B = torch.zeros(()), torch.zeros(())
@@ -139,7 +139,7 @@ class Reference:
 
     Args:
         model: Linear layers and activations in a row.
-        criterion: Of one datum, `(f, y) -> scalar`; the loss is its average over examples.
+        criterion: Of one example, `(f, y) -> scalar`; the loss is its average over examples.
         groups: Settings of some layers that differ from the rest, by the layer's place.
         options: Settings of all layers.
         fisher: `"type-2"` or `"empirical"`.
@@ -171,7 +171,7 @@ class Reference:
         self.shortened: list[bool] = []  # whether a trust region or `kl_clip` took a tenth of a step
 
     def statistics(self, X: Tensor, y: Tensor) -> list[list[list[tuple[Tensor, Tensor]]]]:
-        """Return an input and an output gradient for every block, datum and backpropagated vector."""
+        """Return an input and an output gradient for every block, example and backpropagated vector."""
         result: list[list[list[tuple[Tensor, Tensor]]]] = [[] for _ in self.blocks]
         for n, columns in enumerate(self.columns(self.model(X).detach(), y)):
             inputs, outputs, z = [], [], X[n]
@@ -190,14 +190,14 @@ class Reference:
         return result
 
     def columns(self, f: Tensor, y: Tensor) -> list[list[Tensor]]:
-        """Return vectors whose outer products sum up to each datum's Fisher matrix in the space of predictions."""
+        """Return vectors whose outer products sum up to each example's Fisher matrix in the space of predictions."""
         if self.fisher == "empirical":
             return [[g] for g in vmap(grad(self.criterion))(f, y)]
         values, vectors = torch.linalg.eigh(self.hessians(f, y))
         return [list((V * value.clamp(min=0).sqrt()).T) for value, V in zip(values, vectors, strict=True)]
 
     def hessians(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the criterion's Hessian for every datum."""
+        """Return the criterion's Hessian for every example."""
         result: Tensor = vmap(hessian(self.criterion))(f, y)
         return result
 
@@ -261,7 +261,7 @@ class QuadraticReference(Reference):
     predicted = 0.0
 
     def ggn(self, X: Tensor, y: Tensor) -> Tensor:
-        """Return the dense GGN over all blocks, from the Jacobian of every datum."""
+        """Return the dense GGN over all blocks, from the Jacobian of every example."""
         total = torch.zeros((), dtype=X.dtype)
         for datum, H in zip(X, self.hessians(self.model(X).detach(), y), strict=True):
             rows = []

@@ -99,7 +99,7 @@ def test_steps_without_passes() -> None:
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_another_loss(seen: bool) -> None:
-    """A loss that is not the announced one is refused, whether its targets are seen or not."""
+    """A loss that is not the declared one is refused, whether its targets are seen or not."""
     X, _ = data()
     y = torch.randn(12, 3, dtype=torch.float64)
     model = mlp()
@@ -116,7 +116,7 @@ def test_another_loss(seen: bool) -> None:
 
 
 def test_a_loss_with_an_additional_term() -> None:
-    """A small difference is announced once."""
+    """A small difference is declared once."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
@@ -319,7 +319,7 @@ class Constant(nn.Module):
     """Makes data from a number."""
 
     def forward(self, x: float) -> Tensor:
-        """Return one datum."""
+        """Return one example."""
         return torch.full((1, 4), x)
 
 
@@ -334,7 +334,7 @@ def test_inputs_and_outputs_without_batch_axis() -> None:
         constant(3.0).sum().backward()
     folded = nn.Sequential(nn.Flatten(0, 1), nn.Linear(2, 2))
     other = KFAC(folded, LOSS)
-    with pytest.raises(DataError, match="was called with 5 data, but its prediction has shape"):
+    with pytest.raises(DataError, match="was called with 5 examples, but its prediction has shape"):
         folded(torch.randn(5, 3, 2)).sum().backward()
     assert folded(torch.randn(5, 3, 2)).shape == (15, 2)  # nobody trains with it
     assert optimizer.steps == other.steps == keeper.steps == 0

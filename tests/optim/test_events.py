@@ -211,7 +211,7 @@ def test_gradients_that_grow() -> None:
 
 
 def test_spikes_that_come_again_and_again() -> None:
-    """Single ones are refused for ever, as those of a broken datum are. If every other size is large, it is usual."""
+    """Single ones are refused for ever, as those of a broken example are. If every other size is large, it is usual."""
     for interval, refused in ((1000, 8), (10, 8), (2, 5)):
         sizes = UsualSizes(100.0, 3)
         accepted = []

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("grouped_in_double")
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Return batches of one token per datum; the second one leaves an expert out."""
+    """Return batches of one token per example; the second one leaves an expert out."""
     choices: list[tuple[list[int], int]] = [([0, 1, 2], 12), ([0, 2], 9), ([1, 2], 8), ([0, 1, 2], 12)]
     inputs = [sent_to(experts, num_data) for experts, num_data in choices]
     return [(X, X.flip(1).tanh()) for X in inputs]

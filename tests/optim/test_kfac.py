@@ -207,7 +207,7 @@ def test_thawed_layers_get_curvature() -> None:
 
 
 def test_batch_of_one_and_ignored_targets() -> None:
-    """A single datum is enough; a batch in which no target counts changes nothing."""
+    """A single example is enough; a batch in which no target counts changes nothing."""
     X, y = data(1)
     model, loss = mlp(), nn.CrossEntropyLoss()
     values = train(model, KFAC(model, loss), [(X, y)] * 10, loss)

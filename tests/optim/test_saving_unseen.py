@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kfs.optim import KFAC
-from tests.optim.test_outstanding import GOOD, LOSS, are_same, everything, step
+from tests.optim.test_pending_checks import GOOD, LOSS, are_same, everything, step
 from tests.optim.training import mlp, train, weights
 
 pytestmark = pytest.mark.usefixtures("tapes")
@@ -78,5 +78,5 @@ def test_reports_and_closing_look() -> None:
     assert optimizer.report().events.skipped_steps == 1
     step(model, optimizer, "gradient")
     optimizer.close()
-    assert not optimizer._outstanding._steps
+    assert not optimizer._pending._steps
     assert optimizer._curvature.events.skipped_steps == 2

@@ -180,7 +180,7 @@ def test_labels_that_are_none(told: bool) -> None:
             optimizer.step()
 
 
-def test_wide_factors_are_announced() -> None:
+def test_wide_factors_are_declared() -> None:
     """They keep their diagonal only, which is said once."""
     X, y = data()
     model = mlp()

@@ -25,7 +25,7 @@ from tests.factors.definition import definition
 from tests.operators.contract import close
 
 LOSS = nn.MSELoss()
-few = pytest.fixture(scope="module", name="few")(lambda: problem(num_data=4))  # definitions go datum by datum
+few = pytest.fixture(scope="module", name="few")(lambda: problem(num_data=4))  # definitions go example by example
 flattenings = pytest.mark.parametrize(("flattening", "vec"), [("cvec", cvec), ("rvec", rvec)])
 MODULES = [synthetic_hessian, synthetic_fisher, synthetic_kfac]
 

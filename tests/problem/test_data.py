@@ -342,7 +342,7 @@ def test_the_given_batch_axis_is_cut() -> None:
 
 
 def test_indices_of_data_are_not_cut() -> None:
-    """Few data cannot be taken from a batch whose inputs point to data, as the edges of a graph do."""
+    """Few examples cannot be taken from a batch whose inputs point to data, as the edges of a graph do."""
     X = torch.randn(6, 2)
     assert can_be_cut(X, 6, 4)
     assert can_be_cut((X, torch.tensor([[0, 3], [1, 2]]).flatten()), 6, 4)

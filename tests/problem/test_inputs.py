@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kfs import GGN, KFAC, EmpiricalRisk, inspect
 from kfs.errors import DataError
 from kfs.optim import KFAC as Optimizer  # noqa: N811 (both are called KFAC)
-from kfs.problem.data import arguments, move
+from kfs.problem.data import arguments, to_device
 from kfs.runtime.nested import mapped, plain, with_values
 from tests.operators.contract import close
 
@@ -274,7 +274,7 @@ def test_mappings_keep_their_type_and_attributes(make: Callable[[dict[str, Any]]
     assert type(new["list"]) is list
     assert type(new["pair"]) is tuple
     close(new["list"][0], 2 * items["list"][0])
-    moved = move(mine, CPU)
+    moved = to_device(mine, CPU)
     assert type(moved) is type(mine)
     assert moved is not mine
     assert moved["x"] is items["x"]
@@ -334,12 +334,12 @@ def test_named_tuples_are_one_argument() -> None:
 
     x, z, y = r(5, 3), r(5, 3), r(5, 2)
     point = Point(x, z, "name")
-    moved = move(point, CPU)
+    moved = to_device(point, CPU)
     assert type(moved) is Point
     assert moved.name == "name"
     doubled = mapped(point, lambda t: 2 * t)
     close(doubled.z, 2 * z)
-    on_meta = move(point, torch.device("meta"))
+    on_meta = to_device(point, torch.device("meta"))
     assert on_meta.x.is_meta
     assert on_meta.z.is_meta
     risk = EmpiricalRisk(Takes(), LOSS, [(point, y)])

@@ -39,15 +39,15 @@ def test_results_are_the_same_without_counting(make: Any, loss: nn.Module) -> No
     if make in {KFAC, GGN} and isinstance(loss, nn.SmoothL1Loss):
         pytest.skip("it has no second derivative of that kind")
     model = nn.Linear(3, 2).double()
-    counted, announced = loader(), loader()
+    counted, declared = loader(), loader()
     risk = EmpiricalRisk(model, loss, counted)
-    known = EmpiricalRisk(model, loss, announced, num_data=9)
+    known = EmpiricalRisk(model, loss, declared, num_data=9)
     expected, actual = make(risk), make(known)
     v = torch.randn(8, dtype=torch.float64)
     close(actual @ v, expected @ v)
     # One batch is asked for in place of three, to see how many numbers a target has.
     saved = 0 if make is KFAC else 2
-    assert counted.asked - announced.asked == saved
+    assert counted.asked - declared.asked == saved
     close(actual @ v, expected @ v)
     assert known.num_data == risk.num_data == 9
     assert known.reduction_factor == pytest.approx(risk.reduction_factor)

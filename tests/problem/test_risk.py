@@ -158,7 +158,7 @@ def test_batch_statistics_inference_mode_and_targets_that_are_not_finite_are_ref
 
 
 def test_masked_classes_are_finite_enough() -> None:
-    """Negative infinity masks a class; a datum may have nothing else."""
+    """Negative infinity masks a class; an example may have nothing else."""
     X, y = data()
     risk = EmpiricalRisk(linear(), nn.CrossEntropyLoss(), (X, y))
     (batch,) = risk.batches()
@@ -245,8 +245,11 @@ def test_hidden_randomness_and_state_are_refused_and_undone() -> None:
         (lambda X, y: {"x": X}, "none of which is 'labels'.*unpack="),
         (lambda X, y: [(X, 3)], "targets of a batch are 3"),
         (lambda X, y: (X, y[:5]), "not one prediction for each target"),
-        (lambda X, y: (X.clone().fill_(torch.nan), y), "prediction for datum 0 is not finite"),
-        (lambda X, y: [(X, y), (torch.cat([X[:1], X[:1] * torch.nan]), y[:2])], "prediction for datum 8 is not finite"),
+        (lambda X, y: (X.clone().fill_(torch.nan), y), "prediction for example 0 is not finite"),
+        (
+            lambda X, y: [(X, y), (torch.cat([X[:1], X[:1] * torch.nan]), y[:2])],
+            "prediction for example 8 is not finite",
+        ),
         (lambda X, y: (X, torch.full_like(y, -100)), "0/0"),
     ],
 )

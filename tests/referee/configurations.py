@@ -165,7 +165,7 @@ def positive_outputs() -> nn.Module:
 
 
 def quartic(f: Tensor, y: Tensor) -> Tensor:
-    """Return the loss of one datum."""
+    """Return the loss of one example."""
     residual = f - y
     return (residual**2 + residual**4).sum()
 
@@ -209,7 +209,7 @@ for loss_name in LOSSES:
 
 # With fewer data, factors are singular, and eigenvectors for the eigenvalue zero are whatever the processor finds.
 ENOUGH = 24
-# Gradients of keys sum up to zero over positions, so this factor is singular for any number of data.
+# Gradients of keys sum up to zero over positions, so this factor is singular for any number of examples.
 REDUCE_EXCEPT_ATTENTION = {
     "transformer": {"layer.self_attn.in_proj_weight": "expand"},
     "padded": {"attention.in_proj_weight": "expand"},
@@ -511,7 +511,7 @@ def taped_optimizer() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (factor_graphs, apply, recorded_update, inverses):
             patch.setattr(module, "recorder_for", lambda *_: Tapes)
-        patch.setattr(sync, "runs_behind", lambda _: True)
+        patch.setattr(sync, "is_asynchronous", lambda _: True)
         sync._constants.clear()
         try:
             yield

@@ -206,5 +206,5 @@ RISKS: Mapping[str, Callable[..., kfs.EmpiricalRisk]] = {
 
 
 def risk_with_loss(loss: Any, model: nn.Module, y: Tensor) -> kfs.EmpiricalRisk:
-    """Return the risk of a model with three inputs, for as many data as there are targets."""
+    """Return the risk of a model with three inputs, for as many examples as there are targets."""
     return kfs.EmpiricalRisk(model, loss, split(uniform(len(y), 3, seed=1), y))

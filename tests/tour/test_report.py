@@ -117,22 +117,22 @@ def test_layout_and_errors(report: Path, tab: Page, width: int) -> None:
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.evaluate("document.querySelectorAll('.play canvas').length") == 3
     assert tab.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 7)")
-    assert tab.evaluate("[...document.querySelectorAll('.datum img')].every((image) => image.naturalWidth == 8)")
-    figures = "[...document.querySelectorAll('figure:not(.datum) img')]"
+    assert tab.evaluate("[...document.querySelectorAll('.example img')].every((image) => image.naturalWidth == 8)")
+    figures = "[...document.querySelectorAll('figure:not(.example) img')]"
     assert tab.evaluate(f"{figures}.every((image) => image.naturalWidth > 100)")
     assert tab.evaluate(OVERLAPS) == []
 
 
 # Pairs of captions whose boxes overlap, and captions that are wider than their figure.
 OVERLAPS = """(() => {
-  const boxes = [...document.querySelectorAll(".datum")].map((datum) => datum.getBoundingClientRect());
+  const boxes = [...document.querySelectorAll(".datum")].map((example) => example.getBoundingClientRect());
   const found = [];
   boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b, j) => {
     const apart = a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
     if (!apart) found.push([i, i + 1 + j]);
   }));
-  document.querySelectorAll(".datum").forEach((datum, i) => {
-    if (datum.scrollWidth > datum.clientWidth + 1) found.push(i);
+  document.querySelectorAll(".datum").forEach((example, i) => {
+    if (example.scrollWidth > example.clientWidth + 1) found.push(i);
   });
   return found;
 })()"""

@@ -50,7 +50,7 @@ def compute(
 
 # As of the version that benchmarks/peers.txt names.
 KNOWN = {
-    "exact: one datum, activations in place": "Its hooks do not allow operations in place.",
+    "exact: one example, activations in place": "Its hooks do not allow operations in place.",
 }
 # The adapter copies the model and puts batches together: these checks would be about the adapter.
 NOT_ASKED = frozenset({"state", "split into batches", "deep linear net, uneven batches"})

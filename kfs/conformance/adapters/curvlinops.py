@@ -47,11 +47,11 @@ def compute(
 
 # As of the version that benchmarks/peers.txt names.
 KNOWN = {
-    "exact: one datum that counts, ce, ignored labels mean, empirical": "Ignored labels are counted in the mean.",
-    "exact: one datum that counts, ce, ignored labels sum, type-2": "Ignored labels are counted.",
-    "exact: one datum, class weights, ce, class weights mean, empirical": "A mean divides by the number of labels, and "
+    "exact: one example that counts, ce, ignored labels mean, empirical": "Ignored labels are counted in the mean.",
+    "exact: one example that counts, ce, ignored labels sum, type-2": "Ignored labels are counted.",
+    "exact: one example, class weights, ce, class weights mean, empirical": "A mean divides by all labels, and "
     "not by their weights.",
-    "exact: one datum, class weights, ce, class weights sum, type-2": "The Hessian of the loss has no class weights.",
+    "exact: one example, class weights, ce, class weights sum, type-2": "The Hessian of the loss has no class weights.",
     "exact: one position, padded": "Padded rows and ignored labels are counted.",
     "relation: padded sequences": "Padded rows and ignored labels are counted.",
     "exact: circular padding": "Patches are padded with zeros, whatever padding_mode says.",

@@ -104,7 +104,7 @@ def _divisor(loss: nn.Module, data: Data) -> float:
 
 # As of the version that benchmarks/peers.txt names.
 KNOWN = {
-    "exact: one datum, subclass of Linear, ce mean, empirical, expand": "It looks layers up by their exact type.",
+    "exact: one example, subclass of Linear, ce mean, empirical, expand": "It looks layers up by their exact type.",
     "exact: groups of channels, ce mean, empirical, expand": "There is one factor pair for all groups.",
 }
 # The adapter works on a copy of the model: this check would be about the adapter.

@@ -45,7 +45,7 @@ def add_up_at_owners(ranks: Ranks, blocks: Iterable[BlockSums], owners: Mapping[
     for owner in sorted(of_rank):
         add_up_at(ranks, owner, (t for block in of_rank[owner] for t in summed_tensors(block)))
         keep_own(of_rank[owner], owners, ranks.rank)
-        for s in (s for block in of_rank[owner] if block.is_here for s in block.sums):
+        for s in (s for block in of_rank[owner] if block.is_local for s in block.sums):
             if not s.diagonal:
                 fill_lower_triangle(s.total)
                 s.computed = None

@@ -85,7 +85,7 @@ class RoleSums:
 
     def add_positions(self, counts: Tensor) -> None:
         """Add the numbers of positions of some data, `[batch]`. The device is not asked for a result."""
-        # The gradients of a datum without any position have a sum of zero.
+        # The gradients of an example without any position have a sum of zero.
         squares = counts.to(at_least_float32(self.input.total.dtype)).square()
         more = torch.where(squares > 0, 1 / squares, 0.0).sum()
         if not isinstance(self.inverse_squares, Tensor):
@@ -173,7 +173,7 @@ class BlockSums:
         return [s for role in self.roles.values() for s in (role.input, role.gradient)]
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether this process has the numbers. If not, another one owns the block, or nothing was computed."""
         return all(s.device.type != "meta" for s in self.sums)
 
@@ -197,7 +197,7 @@ class BlockSums:
     def inputs(self) -> float:
         """How many inputs the trace of `A`'s sum is the sum of squares of, if all have the size of an average one.
 
-        With `reduce`, the sum over `S` positions of a datum counts as `S^2` inputs: it has the size of `S` of them.
+        With `reduce`, the sum over `S` positions of an example counts as `S^2` inputs: it has the size of `S` of them.
         """
         if self.sharing != "reduce":
             return self.terms
@@ -225,7 +225,7 @@ class BlockSums:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Move all sums to a device, or convert them, in place. Those without numbers stay where they are."""
-        where = device if self.is_here else None
+        where = device if self.is_local else None
         for s in self.sums:
             s.convert(where, dtype)
 

@@ -21,7 +21,7 @@ from kfs.factors.accumulate.inputs import Vectors
 from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
 from kfs.factors.accumulate.outer_products import OuterProductSum, full_precision
 from kfs.factors.layout import Key, Side
-from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.factors.settings import Settings
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
@@ -103,7 +103,7 @@ class FactorSums(Sums):
         self.conflicts.add((plan.layout.weight, plan.operation))
 
     def finish_forward(self) -> None:
-        """Add each datum's sum of inputs."""
+        """Add each example's sum of inputs."""
         for collected in self._collected.values():
             with full_precision(collected.inputs.device.type):
                 total = collected.role.input.on(collected.inputs.device)
@@ -114,12 +114,12 @@ class FactorSums(Sums):
                 collected.role.add_terms(len(collected.inputs))
             else:
                 using = (collected.counts > 0).sum()
-                collected.role.add_terms(using if sync.runs_behind(using.device) else float(using))
+                collected.role.add_terms(using if sync.is_asynchronous(using.device) else float(using))
             if self.settings.fisher == "forward-only":
                 collected.role.add_positions(collected.counts)
 
     def finish_backward(self) -> None:
-        """Add each datum's average of gradients, for every column."""
+        """Add each example's average of gradients, for every column."""
         for collected in self._collected.values():
             if collected.gradients is None:
                 continue
@@ -183,7 +183,7 @@ class FactorSums(Sums):
     def state(self) -> dict[str, Any]:
         """Return all sums, between two batches, for a file; if blocks have owners, those of this rank."""
         self.settle_counts()
-        blocks = [block.state() for block in self.blocks.values() if block.is_here]
+        blocks = [block.state() for block in self.blocks.values() if block.is_local]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
     def restore(self, state: Any) -> None:
@@ -244,7 +244,7 @@ class _Count(Adder):
     def __init__(self, role: RoleSums) -> None:
         self.role = role
 
-    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
         return self.count
 
     def count(self, g: Tensor) -> None:
@@ -262,28 +262,28 @@ class _Expand(Adder):
         self.narrow = None if role.gradient.products == "float32" else plan.narrow
         self.device = plan.device
         self.role = role
-        self.is_here = role.input.device == plan.device  # sums may live on another device than the model
+        self.is_local = role.input.device == plan.device  # sums may live on another device than the model
         self.receive = ignore if forward_only else self.add_gradients
 
-    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
-        total = self.role.input if self.is_here else self.role.input.on(self.device)
-        counted = None if owners is None else owners.counted
+    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
+        total = self.role.input if self.is_local else self.role.input.on(self.device)
+        counted = None if row_map is None else row_map.counted
         if counted is not None:
             self.role.add_terms(self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
         elif self.are_vectors:  # the most common case, without a detour
             self.role.counted += total.add(x, self.ones)  # type: ignore[arg-type]
         else:
             self.role.add_terms(self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
-        if not self.is_here:  # pragma: no cover (tested on a GPU)
+        if not self.is_local:  # pragma: no cover (tested on a GPU)
             self.role.input.merge_in(total)
         return self.receive
 
     def add_gradients(self, g: Tensor) -> None:
         if self.narrow is not None and g.dtype == torch.float32:
             g = g.to(self.narrow)  # as autocast multiplies
-        total = self.role.gradient if self.is_here else self.role.gradient.on(self.device)
+        total = self.role.gradient if self.is_local else self.role.gradient.on(self.device)
         total.add(g.flatten(0, -3) if g.ndim > 3 else g.flatten(0, -2))
-        if not self.is_here:  # pragma: no cover (tested on a GPU)
+        if not self.is_local:  # pragma: no cover (tested on a GPU)
             self.role.gradient.merge_in(total)
 
 
@@ -294,7 +294,7 @@ class _Collected:
     role: RoleSums  # where they go
     inputs: Tensor  # [batch, groups, d]
     counts: Tensor  # number of positions, [batch]
-    everybody: bool  # whether every datum has positions
+    everybody: bool  # whether every example has positions
     gradients: Tensor | None = None  # [columns, batch, groups * d]
 
 
@@ -310,23 +310,23 @@ class _Reduce(Adder):
     def __post_init__(self) -> None:
         self.key = (self.plan.layout.key, self.plan.side)
 
-    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
-        assert owners is not None  # noqa: S101 (it says that it needs them)
-        if not owners.complete:
+    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
+        assert row_map is not None  # noqa: S101 (it says that it needs them)
+        if not row_map.complete:
             raise DataError(
                 f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and the "
-                "order of the others does not say to which datum they belong.",
+                "order of the others does not say to which example they belong.",
                 "Use sharing='expand' for it, which does not need to know: sharing={name: 'expand', ...}.",
             )
-        inputs, counts = self.plan.inputs.sums(x, owners)  # type: ignore[arg-type]
-        self.role.add_summed(self._number(x, owners.counted))
+        inputs, counts = self.plan.inputs.sums(x, row_map)  # type: ignore[arg-type]
+        self.role.add_summed(self._number(x, row_map.counted))
         if self.role.input.bias:
             last = counts if self.plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
             inputs = torch.cat([inputs, last], dim=2)
         # In a regular order, all data have the same number of positions if all of these count.
-        all_count = owners.counted is None and self.plan.inputs.not_padding(x) is None
-        everybody = isinstance(owners, Regular) and all_count and prod(self.plan.inputs.leading(x)) > 0
+        all_count = row_map.counted is None and self.plan.inputs.not_padding(x) is None
+        everybody = isinstance(row_map, StridedRows) and all_count and prod(self.plan.inputs.leading(x)) > 0
         before = self.collected.get(self.key)
         if before is None:
             self.collected[self.key] = _Collected(self.role, inputs, counts, everybody)
@@ -337,19 +337,19 @@ class _Reduce(Adder):
         if self.forward_only:
             return ignore
         leading = len(self.plan.inputs.leading(x))
-        return lambda g: self.add_gradients(g, owners, leading)
+        return lambda g: self.add_gradients(g, row_map, leading)
 
     def _number(self, x: Tensor | None, counted: Tensor | None) -> float | Tensor:
         """Return the number of positions that count; on an accelerator if only that knows it."""
         if counted is None:
             return self.plan.inputs.positions(x)
         number = counted.sum()
-        return number if sync.runs_behind(number.device) else float(number)
+        return number if sync.is_asynchronous(number.device) else float(number)
 
-    def add_gradients(self, g: Tensor, owners: Owners, leading: int) -> None:
-        """Add gradients `[columns, *leading, ..., features]` to each datum's sum."""
+    def add_gradients(self, g: Tensor, row_map: RowMap, leading: int) -> None:
+        """Add gradients `[columns, *leading, ..., features]` to each example's sum."""
         dtype = at_least_float32(g.dtype)
-        by_datum = (owners.by_datum(column, trailing=column.ndim - leading) for column in g)
+        by_datum = (row_map.by_datum(column, trailing=column.ndim - leading) for column in g)
         columns = [one.flatten(1, -2).sum(1, dtype=dtype) for one in by_datum]
         collected = self.collected[self.key]
         sums = torch.stack(columns)

@@ -1,9 +1,9 @@
 """The input side of a parametric operation: what it multiplies its parameter with, one vector per shared position.
 
 An `Inputs` knows how to read vectors off an activation `x`: how to add their outer products to a sum (weight sharing
-`expand`), how to sum them over the shared positions of each datum (`reduce`), and how to combine them with gradients
-to those of the parameter, datum by datum (eigenvalue correction). It belongs to a plan and has no data of its own.
-Axes are those of `owners`.
+`expand`), how to sum them over the shared positions of each example (`reduce`), and how to combine them with gradients
+to those of the parameter, example by example (eigenvalue correction). It belongs to a plan and has no data of its own.
+Axes are those of `row_map`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts, UnitVectors, at_a_time
-from kfs.factors.rows.row_map import Owners
+from kfs.factors.rows.row_map import RowMap
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
 
@@ -46,7 +46,7 @@ class Inputs(ABC):
 
     @abstractmethod
     def leading(self, x: Any) -> tuple[int, ...]:
-        """Return the lengths of the leading axes, along which a row belongs to one datum."""
+        """Return the lengths of the leading axes, along which a row belongs to one example."""
 
     def positions(self, x: Any) -> int:
         """Return the number of positions of all data together, as far as shapes tell."""
@@ -57,15 +57,15 @@ class Inputs(ABC):
         return None
 
     @abstractmethod
-    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
-        """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`.
+    def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
+        """Return each example's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`.
 
         Positions that do not count are left out of both.
         """
 
     @abstractmethod
     def rows(self, use: "Use", g: Tensor, by_place: bool = False) -> RowProducts:
-        """Return each datum's rows: vectors and gradients, whose outer products sum up to the parameter's gradient.
+        """Return each example's rows: vectors and gradients, whose outer products sum up to the parameter's gradient.
 
         Args:
             use: The vectors.
@@ -74,11 +74,11 @@ class Inputs(ABC):
         """
 
     def shared(self, use: "Use") -> int:
-        """Return how many rows each datum has, without writing any down."""
-        return use.owners.most(prod(self.leading(use.x)))
+        """Return how many rows each example has, without writing any down."""
+        return use.row_map.most(prod(self.leading(use.x)))
 
     def gradients(self, use: "Use", g: Tensor) -> Iterator[Tensor]:
-        """Yield each datum's sum of outer products of gradients and vectors, a few data at a time.
+        """Yield each example's sum of outer products of gradients and vectors, a few examples at a time.
 
         Args:
             use: The vectors.
@@ -90,7 +90,7 @@ class Inputs(ABC):
         return self.rows(use, g).matrices()
 
     def add_squares(self, total: Tensor, use: "Use", g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
-        """Add squared per-datum gradients, seen in other bases, to a total `[groups, d_B, d_A]`, in place.
+        """Add squared per-example gradients, seen in other bases, to a total `[groups, d_B, d_A]`, in place.
 
         The bases of the input side and of the gradient side are the columns of `[groups, d_A, d_A]` and
         `[groups, d_B, d_B]`; `None` stands for the standard basis.
@@ -105,7 +105,7 @@ class Use:
 
     inputs: Inputs  # how vectors are read
     x: Tensor  # what they are read from
-    owners: Owners  # the datum of each row
+    row_map: RowMap  # the example of each row
     ones: bool  # whether vectors have a bias coordinate of one
     cache: dict[str, Tensor] = field(default_factory=dict)  # what is the same for all columns
 
@@ -119,7 +119,7 @@ def chosen(vectors: Tensor, counted: Tensor) -> tuple[Tensor, float | Tensor]:
 
     If an accelerator would have to be waited for, others are zero, and the number stays there.
     """
-    if sync.runs_behind(vectors.device):
+    if sync.is_asynchronous(vectors.device):
         return torch.where(counted.unsqueeze(1), vectors, 0), counted.sum()
     vectors = vectors[counted]
     return vectors, len(vectors)
@@ -173,14 +173,14 @@ class Vectors(Inputs):
         """All axes but the last one."""
         return tuple(x.shape[:-1])
 
-    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
+    def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
         """Sum over positions."""
         dtype = at_least_float32(x.dtype)
-        if owners.counted is None:
-            sums = owners.by_datum(x).sum(1, dtype=dtype)
-            return sums.unsqueeze(1), owners.counts(prod(x.shape[:-1]), sums)
-        rows = owners.by_datum(torch.where(owners.counted, x.reshape(-1, x.shape[-1]), 0))
-        return rows.sum(1, dtype=dtype).unsqueeze(1), owners.numbers_counted(dtype).sum((1, 2))
+        if row_map.counted is None:
+            sums = row_map.by_datum(x).sum(1, dtype=dtype)
+            return sums.unsqueeze(1), row_map.counts(prod(x.shape[:-1]), sums)
+        rows = row_map.by_datum(torch.where(row_map.counted, x.reshape(-1, x.shape[-1]), 0))
+        return rows.sum(1, dtype=dtype).unsqueeze(1), row_map.numbers_counted(dtype).sum((1, 2))
 
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
         """Return them as they are."""
@@ -210,7 +210,7 @@ class Vectors(Inputs):
 
     def both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return vectors and gradients as `[batch, shared, features]`, in one precision."""
-        x, g = use.owners.by_datum(use.x), use.owners.by_datum(g)
+        x, g = use.row_map.by_datum(use.x), use.row_map.by_datum(g)
         dtype = torch.promote_types(x.dtype, g.dtype)
         return x.to(dtype), g.to(dtype)
 
@@ -258,27 +258,27 @@ class OneHot(Inputs):
         if self.padding is None:
             return x.numel()
         number = counted.sum()
-        return number if sync.runs_behind(number.device) else float(number)
+        return number if sync.is_asynchronous(number.device) else float(number)
 
     def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
         """Count indices at some positions."""
         counted = self.counted(x).flatten() & counted.flatten()
         total.entries[0].index_add_(0, x.flatten(), counted.to(total.total.dtype))
         number = counted.sum()
-        return number if sync.runs_behind(number.device) else float(number)
+        return number if sync.is_asynchronous(number.device) else float(number)
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
         """All axes."""
         return tuple(x.shape)
 
-    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
-        """Count every index, datum by datum."""
+    def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
+        """Count every index, example by example."""
         counted = self.counted(x)
-        if owners.counted is not None:
-            counted = counted & owners.counted.reshape(x.shape)
-        # Where a datum has fewer positions than others, zeros stand for an index, and count nothing.
-        counts = owners.by_datum(counted.to(self.dtype), trailing=0)
-        index = owners.by_datum(x, trailing=0)
+        if row_map.counted is not None:
+            counted = counted & row_map.counted.reshape(x.shape)
+        # Where an example has fewer positions than others, zeros stand for an index, and count nothing.
+        counts = row_map.by_datum(counted.to(self.dtype), trailing=0)
+        index = row_map.by_datum(x, trailing=0)
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
         return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
 
@@ -288,8 +288,8 @@ class OneHot(Inputs):
         return RowProducts(UnitVectors(index, self.size, g.dtype), PlainVectors(g.unsqueeze(0)))
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
-        """Sum over equal tokens of a datum, and look only at tokens that occur; their factor is diagonal."""
-        if sync.runs_behind(g.device):
+        """Sum over equal tokens of an example, and look only at tokens that occur; their factor is diagonal."""
+        if sync.is_asynchronous(g.device):
             self._add_squares_without_waiting(total, use, g, Q_B)
             return
         index, g = self._both(use, g)
@@ -303,8 +303,8 @@ class OneHot(Inputs):
     def _add_squares_without_waiting(self, total: Tensor, use: Use, g: Tensor, Q_B: Tensor | None) -> None:
         """Do the same with tensors whose sizes do not depend on how many different tokens occur.
 
-        There is a row for every position. All positions of a datum that have the same token are added to one row, and
-        the others of these rows stay zero. With more zeros to square, a CPU takes longer than with `torch.unique`.
+        There is a row for every position. All positions of an example that have the same token are added to one row,
+        and the others of these rows stay zero. With more zeros to square, a CPU takes longer than with `torch.unique`.
         """
         index, g = self._both(use, g)
         shared, width = g.shape[1:]
@@ -321,12 +321,12 @@ class OneHot(Inputs):
 
     def _both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices `[batch, shared]` and gradients `[batch, shared, d_B]`, zero where they do not count."""
-        index = use.owners.by_datum(use.x, trailing=0)
-        return index, self.masked(use.owners.by_datum(g), index)
+        index = use.row_map.by_datum(use.x, trailing=0)
+        return index, self.masked(use.row_map.by_datum(g), index)
 
 
 def _rows_by_token(index: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose one row for all positions of a datum that have the same token.
+    """Choose one row for all positions of an example that have the same token.
 
     Args:
         index: Tokens, `[batch, shared]`.
@@ -394,21 +394,21 @@ class Rows(Inputs):
             total.total.add_(number)
         else:
             total.entries[0].index_add_(0, self.rows_used, counted.sum(0).to(total.total.dtype))
-        return number if sync.runs_behind(number.device) else float(number)
+        return number if sync.is_asynchronous(number.device) else float(number)
 
     def leading(self, x: Any) -> tuple[int, ...]:
         """The axes over which the parameter was broadcast."""
         return self._leading
 
-    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
-        """Count the places of each datum."""
-        if owners.counted is not None:
-            counts = owners.numbers_counted(self.zero.dtype).sum(1)  # [batch, rows used]
+    def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
+        """Count the places of each example."""
+        if row_map.counted is not None:
+            counts = row_map.numbers_counted(self.zero.dtype).sum(1)  # [batch, rows used]
             if self.rows_used is None:
                 return counts.unsqueeze(1), counts.sum(1)
             sums = counts.new_zeros(len(counts), self.size).index_add_(1, self.rows_used, counts)
             return sums.unsqueeze(1), counts.sum(1)
-        places = owners.counts(self.places, self.zero)
+        places = row_map.counts(self.places, self.zero)
         if self.rows_used is None:
             return places.reshape(-1, 1, 1), places
         touched = self.zero.new_zeros(self.size).index_fill(0, self.rows_used, 1)
@@ -431,10 +431,10 @@ class Rows(Inputs):
     def _by_datum(self, use: Use, g: Tensor) -> Tensor:
         """Return gradients as `[batch, places, rows, features]`."""
         g = g if g.ndim == len(self._leading) + 2 else g.unsqueeze(-2)
-        return use.owners.by_datum(g, trailing=2)
+        return use.row_map.by_datum(g, trailing=2)
 
     def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
-        """Sum over the places of each datum."""
+        """Sum over the places of each example."""
         sums = self._by_datum(use, g).sum(1, dtype=self.zero.dtype)
         if self.rows_used is not None:
             sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows_used, sums)

@@ -11,7 +11,7 @@ from kfs.distributed import Ranks
 from kfs.factors.accumulate.block_sums import Placement
 from kfs.factors.accumulate.inputs import Inputs
 from kfs.factors.layout import Layout, Side
-from kfs.factors.rows.row_map import Owners
+from kfs.factors.rows.row_map import RowMap
 
 # Takes the gradients of some columns, [columns, *leading, features].
 Receiver = Callable[[Tensor], None]
@@ -34,14 +34,14 @@ class Adder(ABC):
     """Adds the uses of one plan to sums. Owners may be `None` if sums are not `by_datum`."""
 
     @abstractmethod
-    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
         """Add the inputs of a use, and return what takes its gradients."""
 
 
 class Ignore(Adder):
     """Adds nothing."""
 
-    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
         """Return what ignores gradients."""
         return ignore
 
@@ -54,7 +54,7 @@ class Sums(ABC):
     """Sums over the uses of tracked parameters.
 
     Attributes:
-        by_datum: Whether it matters, for any use, which datum a row belongs to.
+        by_datum: Whether it matters, for any use, which example a row belongs to.
         counts_rows: Whether it matters which rows count. Where gradients are all that is added up, it does not: others
             have none.
     """

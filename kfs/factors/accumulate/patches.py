@@ -14,7 +14,7 @@ from kfs.factors.accumulate.gram import HALF, multiplying
 from kfs.factors.accumulate.inputs import Inputs, Use, Vectors, chosen
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts, at_a_time
-from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
 
@@ -105,7 +105,7 @@ def _product(left: Tensor, right: Tensor, split: tuple[int, int, int], dtype: to
     return product.reshape(*split[::2], *split[::2])
 
 
-# Patches are written down for so many data at a time that they fill about this many bytes.
+# Patches are written down for so many examples at a time that they fill about this many bytes.
 _PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
 
 
@@ -156,7 +156,7 @@ class Patches(Inputs):
         windows = Windows(self.kernel, self.stride, self.padding, self.dilation, self.out)
         if total.diagonal or self.groups > 1:
             self._add_patches(total, x)
-        elif sync.runs_behind(x.device) and rows_pay(windows, self.spatial[0]):
+        elif sync.is_asynchronous(x.device) and rows_pay(windows, self.spatial[0]):
             each = self._at_a_time(x, prod(self.kernel[1:]) * self.spatial[0] * prod(self.out[1:]))
             with multiplying(total.products):
                 for some_x in x.split(each):
@@ -195,20 +195,20 @@ class Patches(Inputs):
         return max(1, limit // (x.element_size() * self.channels * self.groups * numbers))
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
-        """Images: all positions of one belong to the same datum."""
+        """Images: all positions of one belong to the same example."""
         return (len(x),)
 
-    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
-        """Sum every datum's patches."""
-        if owners.counted is not None:
+    def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
+        """Sum every example's patches."""
+        if row_map.counted is not None:
             dtype = at_least_float32(x.dtype)
-            counted = self._in_order_of_patches(owners.counted)
+            counted = self._in_order_of_patches(row_map.counted)
             patches = self._vectors(self._cropped(x)).reshape(*counted.shape, -1)
             of_images = torch.where(counted.unsqueeze(2), patches, 0).sum(1, dtype=dtype)
-            sums = owners.by_datum(of_images).sum(1)
-            return sums.unflatten(1, (self.groups, -1)), owners.numbers_counted(dtype).sum((1, 2))
-        sums = owners.by_datum(self._sums(self._cropped(x))).sum(1)  # a datum may have several images
-        return sums.unflatten(1, (self.groups, -1)), owners.counts(len(x), sums) * prod(self.out)
+            sums = row_map.by_datum(of_images).sum(1)
+            return sums.unflatten(1, (self.groups, -1)), row_map.numbers_counted(dtype).sum((1, 2))
+        sums = row_map.by_datum(self._sums(self._cropped(x))).sum(1)  # an example may have several images
+        return sums.unflatten(1, (self.groups, -1)), row_map.counts(len(x), sums) * prod(self.out)
 
     def shared(self, use: Use) -> int:
         """Return the number of positions."""
@@ -217,8 +217,8 @@ class Patches(Inputs):
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
         """Write all patches down."""
         ((patches, g),) = self._with_gradients(use.x, g, all_at_once=True)
-        # A datum may have several images, whose positions are all its rows.
-        x, g = (use.owners.by_datum(t, trailing=2).flatten(1, 2) for t in (patches, g))
+        # An example may have several images, whose positions are all its rows.
+        x, g = (use.row_map.by_datum(t, trailing=2).flatten(1, 2) for t in (patches, g))
         x, g = (t.unflatten(2, (self.groups, -1)).permute(2, 0, 1, 3) for t in (x, g))
         return RowProducts(PlainVectors(x, 1.0 if use.ones else None), PlainVectors(g))
 
@@ -230,7 +230,7 @@ class Patches(Inputs):
             gradients = some_g.permute(0, 2, 3, 1) @ patches.transpose(1, 2)
             if use.ones:
                 gradients = torch.cat([gradients, some_g.sum(1).unsqueeze(3)], 3)
-            yield use.owners.by_datum(gradients, trailing=3).sum(1) if several else gradients
+            yield use.row_map.by_datum(gradients, trailing=3).sum(1) if several else gradients
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Treat patches of a few images at a time like any other vectors; rotating them is a convolution."""
@@ -243,11 +243,11 @@ class Patches(Inputs):
             step = at_a_time(g, prod(self.out) * Q_A.shape[2])
             for some_x, some_g in zip(self._cropped(use.x).split(step), g.split(step), strict=True):
                 rotated = self._rotated(some_x.to(total.dtype), Q_A[0], use.ones)
-                some = Use(vectors, rotated, Regular(len(some_x), prod(self.out)), ones=False)
+                some = Use(vectors, rotated, StridedRows(len(some_x), prod(self.out)), ones=False)
                 vectors.add_squares(total, some, some_g, None, Q_B)
             return
         for patches, some_g in self._with_gradients(use.x, g):
-            some = Use(vectors, patches, Regular(len(patches), prod(self.out)), use.ones)
+            some = Use(vectors, patches, StridedRows(len(patches), prod(self.out)), use.ones)
             vectors.add_squares(total, some, some_g, Q_A, Q_B)
 
     def _cropped(self, x: Tensor) -> Tensor:
@@ -267,8 +267,8 @@ class Patches(Inputs):
         return rotated.flatten(2).transpose(1, 2)
 
     def _has_several_images(self, use: Use) -> bool:
-        """Whether a datum may have more than one image."""
-        return not use.owners.in_order(len(use.x))
+        """Whether an example may have more than one image."""
+        return not use.row_map.in_order(len(use.x))
 
     def _with_gradients(self, x: Tensor, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Write patches down, a few images at a time, with their gradients: `[images, positions, features]` each."""

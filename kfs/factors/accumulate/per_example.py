@@ -18,7 +18,7 @@ from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts
 from kfs.factors.layout import Key, Layout
-from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.factors.settings import Settings
 from kfs.runtime.nested import mapped
 from kfs.runtime.precision import at_least_float32, tf32
@@ -82,14 +82,14 @@ class Squares(Statistic):
 
 
 class PerDatumSums(Sums):
-    """Shows the per-datum gradients of blocks to statistics, in a second pass over the data.
+    """Shows the per-example gradients of blocks to statistics, in a second pass over the data.
 
     Args:
         settings: What was asked for.
         layouts: The blocks of the first pass.
         statistics: By block.
         left_out: Blocks that another pass is for.
-        owners: The rank that keeps the statistic of each block. By default, all ranks do.
+        row_map: The rank that keeps the statistic of each block. By default, all ranks do.
     """
 
     by_datum = True
@@ -158,12 +158,12 @@ class PerDatumSums(Sums):
 
     def add_up(self, ranks: Ranks, device: torch.device) -> None:
         """Add up the statistics of all blocks. Some ranks may have seen a block that others have not."""
-        seen = ranks.gather("blocks of per-datum gradients", (self._seen, self._unknown))
+        seen = ranks.gather("blocks of per-example gradients", (self._seen, self._unknown))
         self._seen = set().union(*(keys for keys, _ in seen))
         self._unknown = set().union(*(names for _, names in seen))
         if self._owners is None:
             totals = [total for statistic in self._statistics.values() for total in statistic.totals]
-            add_up(ranks, "per-datum gradients", totals)
+            add_up(ranks, "per-example gradients", totals)
             return
         for owner in sorted(set(self._owners.values())):
             of_owner = [s for key, s in self._statistics.items() if self._owners[key] == owner]
@@ -200,9 +200,9 @@ class _Show(Adder):
     def __post_init__(self) -> None:
         self.key = self.plan.layout.key
 
-    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
-        assert owners is not None  # noqa: S101 (it says that it needs them)
-        use = Use(self.plan.inputs, x, owners, self.plan.ones)  # type: ignore[arg-type]
+    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
+        assert row_map is not None  # noqa: S101 (it says that it needs them)
+        use = Use(self.plan.inputs, x, row_map, self.plan.ones)  # type: ignore[arg-type]
         self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
 
         def receive(g: Tensor) -> None:
@@ -226,7 +226,7 @@ class _Show(Adder):
 
 
 class KeptGradients(Sums):
-    """Keeps the gradients of every datum of a batch, by block.
+    """Keeps the gradients of every example of a batch, by block.
 
     Args:
         layouts: Blocks that are known. If there are any, uses of parameters in another way are not kept, but noted.
@@ -292,7 +292,7 @@ class Captured:
 
     @property
     def shared(self) -> int:
-        """Number of rows of each datum."""
+        """Number of rows of each example."""
         return self.plan.inputs.shared(self.use)
 
     @property
@@ -319,18 +319,18 @@ class Captured:
 
     @property
     def in_order(self) -> bool:
-        """Whether rows of a datum are in the order of the activation, and all data have as many."""
-        return isinstance(self.use.owners, Regular)
+        """Whether rows of an example are in the order of the activation, and all data have as many."""
+        return isinstance(self.use.row_map, StridedRows)
 
     @property
     def places(self) -> int:
-        """At how many places of each datum a parameter was broadcast; zero if that did not happen."""
+        """At how many places of each example a parameter was broadcast; zero if that did not happen."""
         if not isinstance(self.plan.inputs, Rows):
             return 0
-        return self.plan.inputs.places // self.use.owners.num_data
+        return self.plan.inputs.places // self.use.row_map.num_data
 
     def matrices(self) -> Iterator[Tensor]:
-        """Form matrices, `[some data, groups, d_B, d_A]`, of a few data at a time."""
+        """Form matrices, `[some data, groups, d_B, d_A]`, of a few examples at a time."""
         # Products of numbers in half precision would be rounded to half precision.
         wide = at_least_float32(self.gradient.dtype)
         x = mapped(self.use.x, lambda t: t.to(wide) if t.is_floating_point() else t)
@@ -355,10 +355,10 @@ class _Keep(Adder):
     plan: PlannedUse
     columns: list[dict[Key, list[Captured]]]
 
-    def add(self, x: Any, owners: Owners | None = None) -> Receiver:
-        assert owners is not None  # noqa: S101 (it says that it needs them)
+    def add(self, x: Any, row_map: RowMap | None = None) -> Receiver:
+        assert row_map is not None  # noqa: S101 (it says that it needs them)
         # What is kept must not hold the graph of the pass.
-        use = Use(self.plan.inputs, mapped(x, Tensor.detach), owners, self.plan.ones)
+        use = Use(self.plan.inputs, mapped(x, Tensor.detach), row_map, self.plan.ones)
 
         received = 0
 

@@ -13,7 +13,7 @@ _BYTES = {False: 2**24, True: 2**28}  # on a CPU, on an accelerator
 
 
 def at_a_time(like: Tensor, numbers: int) -> int:
-    """Return for how many data to compute something together, given how many numbers each has."""
+    """Return for how many examples to compute something together, given how many numbers each has."""
     return max(1, _BYTES[like.device.type != "cpu"] // (4 * max(numbers, 1)))
 
 
@@ -22,11 +22,11 @@ class RowVectors(ABC):
 
     Attributes:
         groups: Number of groups of channels.
-        num_data: Number of data.
-        shared: Number of rows of each datum.
+        num_data: Number of examples.
+        shared: Number of rows of each example.
         size: Number of coordinates.
         work: How many multiplications an inner product takes.
-        numbers: How many numbers are stored for each datum.
+        numbers: How many numbers are stored for each example.
     """
 
     groups: int
@@ -57,7 +57,7 @@ class RowVectors(ABC):
         return self.dense().flatten(1, 2) @ other.dense().flatten(1, 2).transpose(1, 2)
 
     def dots_within(self, other: "RowVectors") -> Tensor:
-        """Return the inner products of pairs of vectors that the same datum has, `[groups, batch, shared, shared]`."""
+        """Return the inner products of pairs of vectors of the same example, `[groups, batch, shared, shared]`."""
         return self.dense() @ other.dense().transpose(2, 3)
 
 
@@ -220,8 +220,8 @@ def cheaper(
     """Return what takes fewer multiplications to compute all inner products between the gradients of two sets of data.
 
     Args:
-        pairs: How many data both sets have.
-        rows: How many rows each datum has in them.
+        pairs: How many examples both sets have.
+        rows: How many rows each example has in them.
         work: How many multiplications an inner product takes, on the input side and on the gradient side.
         numbers: How many numbers a matrix has.
         formed: Whether the matrices of a set are there already.
@@ -239,14 +239,14 @@ def cheaper(
 
 
 def cheaper_within(rows: tuple[int, int], work: tuple[int, int], numbers: int) -> Way:
-    """Return what takes fewer multiplications for the inner product of two gradients of one datum; as `cheaper`."""
+    """Return what takes fewer multiplications for the inner product of two gradients of one example; as `cheaper`."""
     by_rows = rows[0] * rows[1] * sum(work)
     return "rows" if by_rows <= (1 + sum(rows)) * numbers else "matrices"
 
 
 @dataclass(frozen=True)
 class RowProducts:
-    """Each datum's sum over rows of outer products `g x^T`.
+    """Each example's sum over rows of outer products `g x^T`.
 
     Attributes:
         x: On the input side, with `d_A` coordinates.
@@ -258,12 +258,12 @@ class RowProducts:
 
     @property
     def num_data(self) -> int:
-        """Number of data."""
+        """Number of examples."""
         return self.x.num_data
 
     @property
     def shared(self) -> int:
-        """Number of rows of each datum."""
+        """Number of rows of each example."""
         return self.x.shared
 
     @property
@@ -278,12 +278,12 @@ class RowProducts:
 
     @property
     def numbers(self) -> int:
-        """How many numbers the matrix of a datum has."""
+        """How many numbers the matrix of an example has."""
         return self.x.groups * self.x.size * self.g.size
 
     @property
     def stored(self) -> int:
-        """How many numbers are stored for a datum."""
+        """How many numbers are stored for an example."""
         return self.x.numbers + self.g.numbers
 
     @property
@@ -307,7 +307,7 @@ class RowProducts:
         return RowProducts(x, g)
 
     def matrices(self) -> Iterator[Tensor]:
-        """Form matrices, `[some data, groups, d_B, d_A]`, of a few data at a time."""
+        """Form matrices, `[some data, groups, d_B, d_A]`, of a few examples at a time."""
         for part in self._parts(self.numbers):
             yield part._matrices()
 
@@ -320,7 +320,7 @@ class RowProducts:
         return torch.cat([_summed(*both, by_row=True) for both in self._pairs(other)], 1)
 
     def inner_within(self, other: "RowProducts") -> Tensor:
-        """Return the inner products of two gradients of every datum, `[n]`, by rows."""
+        """Return the inner products of two gradients of every example, `[n]`, by rows."""
         step = at_a_time(self.like, 2 * self.x.groups * self.shared * other.shared)
         sums = []
         for start in range(0, self.num_data, step):

@@ -2,7 +2,7 @@
 
 from kfs.factors.audit.audit import NotRepeatableError
 from kfs.factors.audit.audits import Audits, distrust, forget_audits
-from kfs.factors.audit.report import Audit, both_audits
+from kfs.factors.audit.report import Audit, merge_audits
 from kfs.factors.audit.row_experiments import Counts
 
-__all__ = ["Audit", "Audits", "Counts", "NotRepeatableError", "both_audits", "distrust", "forget_audits"]
+__all__ = ["Audit", "Audits", "Counts", "NotRepeatableError", "distrust", "forget_audits", "merge_audits"]

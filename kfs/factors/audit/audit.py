@@ -19,8 +19,8 @@ from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.audit.gradient_sums import GradientSums
 from kfs.factors.audit.report import Audit, AuditedUse, percent
 from kfs.factors.audit.row_experiments import Counts, RowExperiments, hold_for
-from kfs.factors.capture.mode import Capture, hidden_uses
-from kfs.factors.capture.sites import Known, Placed, Question, Site, What
+from kfs.factors.capture.capture import Capture, hidden_uses
+from kfs.factors.capture.row_queries import AuditResult, KnownUse, Question, RowQuery, What
 from kfs.factors.capture.tap import backward, measure_rows, pass_derived
 from kfs.factors.rows.counted import ALL, RowRule
 from kfs.factors.rows.measure import Measured, probes
@@ -76,9 +76,9 @@ def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: 
 def mixing_error(cause: str) -> ModelError:
     """Return the error for a model that mixes data, given how one knows."""
     return ModelError(
-        f"{cause} The prediction for one datum depends on the rest of its batch, so that curvature per datum is not "
+        f"{cause} The prediction for one example depends on the rest of its batch, so curvature per example is not "
         "defined.",
-        "Change the model such that it treats data one by one, or let a datum be what influences each other (a graph, "
+        "Change the model such that it treats examples one by one, or let an example be all that interacts (a graph, "
         "a group). If you know better, pass audit=False.",
     )
 
@@ -92,7 +92,7 @@ def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
     difference = difference_of(f[len(f) - len(few) :], few)
     if difference > tolerance:
         raise mixing_error(
-            f"The predictions for the last {len(few)} data differ by {percent(difference)} if they are computed in a "
+            f"The predictions for the last {len(few)} examples differ by {percent(difference)} if computed in a "
             f"batch of {len(f)}."
         )
 
@@ -110,7 +110,8 @@ def difference_of(a: Tensor, b: Tensor) -> float:
 
 
 log = logging.getLogger("kfs.factors")
-# How many data an audit looks at. Two show whether data mix; with four, an order of rows is seldom regular by chance.
+# How many examples an audit looks at. Two show whether data mix; with four, an order of rows is seldom regular by
+# chance.
 FEW = 4
 # A gradient may be off by this many roundings of its terms: those of k terms add up to about the root of k, here of
 # 10,000. In half precision, two: one for the sum, and one for what is multiplied.
@@ -119,7 +120,7 @@ _ROUNDINGS_IN_HALF_PRECISION = 2
 # How often answers to questions may change before one goes on with what there is: models have a few tables that are
 # repeated over the batch, and most answers are right at once.
 _ROUNDS = 10
-# With so many positions of each datum, all rules say something else about rows.
+# With so many positions of each example, all rules say something else about rows.
 _ENOUGH = 4
 _MEASURED = "rows are measured in every batch"
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
@@ -131,7 +132,7 @@ class Audited:
     """What an audit found."""
 
     report: Audit
-    known: Known
+    known: AuditResult
     whole: bool  # whether it is about all data of a batch, because that cannot be cut
     counts: Counts | None = None  # what said which rows count
     rules_hold: bool = False  # whether rules about rows that count hold for inputs of other sizes
@@ -156,9 +157,9 @@ def audit(
     halves: bool = True,
     whole: bool = False,
     counts: Counts | None = None,
-    earlier: Known | None = None,
+    earlier: AuditResult | None = None,
 ) -> tuple[Audited, Tensor]:
-    """Check what is captured on a few data.
+    """Check what is captured on a few examples.
 
     Args:
         run: Evaluates the model.
@@ -166,7 +167,7 @@ def audit(
         num_data: Their number.
         session: Has parameters and rules. It is not changed.
         batch_axis: Where the batch axis is in inputs, if not first.
-        halves: Whether predictions are a function of one datum, so that half of the data have the same ones.
+        halves: Whether predictions are a function of one example, so that half of the data have the same ones.
         whole: Whether to look at all data in any case.
         counts: What says which rows count. By default, all do.
         earlier: What was found with inputs of other sizes, whose rules about rows hold for all.
@@ -185,19 +186,19 @@ def audit(
             except Exception:
                 log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
         if num_data == 1 and can_be_cut(x, 1, 1, batch_axis):
-            # One datum does not show which rows belong to it, and which ones all data share. Two copies of it do.
+            # One example does not show which rows belong to it, and which ones all data share. Two copies of it do.
             try:
                 twice = cut(x, 1, [0, 0], batch_axis)
                 one = _Audit(run, twice, 2, session, batch_axis, halves, counts=counts, earlier=earlier)
                 return _of_one_datum(*one.result())
             except Exception:
-                log.debug("The audit of two copies of a datum did not go through; now one.", exc_info=True)
+                log.debug("The audit of two copies of an example did not go through; now one.", exc_info=True)
         every = _Audit(run, x, num_data, session, batch_axis, halves, whole=True, counts=counts, earlier=earlier)
         return every.result()
 
 
 def _of_one_datum(audited: Audited, f: Tensor) -> tuple[Audited, Tensor]:
-    """Return an audit of two copies of a datum as one of it: copies do not show whether data mix."""
+    """Return an audit of two copies of an example as one of it: copies do not show whether data mix."""
     return replace(audited, report=replace(audited.report, num_data=1)), f[:1]
 
 
@@ -214,7 +215,7 @@ class _Audit:
         halves: bool,
         whole: bool = False,
         counts: Counts | None = None,
-        earlier: Known | None = None,
+        earlier: AuditResult | None = None,
     ) -> None:
         self.run = run
         self.counts = counts
@@ -264,7 +265,7 @@ class _Audit:
         )
         return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
 
-    def _audited_uses(self, sites: Sequence[Site], known: Known, routes: bool) -> Iterator[AuditedUse]:
+    def _audited_uses(self, sites: Sequence[RowQuery], known: AuditResult, routes: bool) -> Iterator[AuditedUse]:
         """Describe the uses that were measured."""
         rules: dict[What, list[RowRule]] = {}
         for what, rule in known.rows:
@@ -276,15 +277,15 @@ class _Audit:
             both = [order] if order == _MEASURED or not counted else [order, counted]
             yield AuditedUse(parameter, operation, ", ".join(both), _misfit(site))
 
-    def _with_row_rules(self, known: Known, capture: Capture, mixes: bool) -> Known:
+    def _with_row_rules(self, known: AuditResult, capture: Capture, mixes: bool) -> AuditResult:
         """Find out which rows of every use count."""
         counts = self.counts
         if counts is None:
             return known
-        # A datum without any target that counts has no row that does, unless predictions depend on other data, too.
+        # An example without any target that counts has no row that does, unless predictions depend on other data, too.
         otherwise = ALL if counts.class_axis is None or mixes else RowRule("data")
         known = replace(known, otherwise=otherwise)
-        if capture.most_positions <= self.num_data and not capture.routes:  # one row of every datum
+        if capture.most_positions <= self.num_data and not capture.routes:  # one row of every example
             return known
         before = self.earlier
         if before is not None and hold_for(before.rows, capture.whats):
@@ -298,7 +299,7 @@ class _Audit:
         axis, routes = self.batch_axis, capture.routes
         tried = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes)
         rules = tried.rules()
-        if self.num_data == 1:  # nothing tells the rows of one datum from all
+        if self.num_data == 1:  # nothing tells the rows of one example from all
             rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
         # A few short sequences do not tell rules apart.
         are_many = self.num_data == FEW and capture.most_positions >= _ENOUGH * self.num_data
@@ -306,12 +307,12 @@ class _Audit:
         return replace(known, rows=rules, has_mask=tried.has_mask, checked=tried.checked)
 
     def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
-        """Run the model until it is clear which results have a row for every datum, and which inputs are constant.
+        """Run the model until it is clear which results have a row for every example, and which inputs are constant.
 
         Returns:
             Predictions, the pass, sums over uses, and gradients by autograd of what was asked for.
         """
-        self.known = Known()
+        self.known = AuditResult()
         first: Capture | None = None  # the first pass in which data mixed, whatever inputs are constant
         rounds = 0
         while True:
@@ -334,7 +335,7 @@ class _Audit:
             constants = self._more_constants(capture)
             if constants is None:
                 raise self._mixing(first)
-            self.known = Known(constants=constants)
+            self.known = AuditResult(constants=constants)
 
     def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Measure rows, add gradients times inputs up, and return gradients by autograd for the same vectors."""
@@ -353,7 +354,7 @@ class _Audit:
         try:
             return self.run(marked, self.num_data, capture if within is None else within)
         finally:
-            capture.leave_nothing_behind()
+            capture.clear_marks()
             capture.running = False
 
     def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
@@ -369,9 +370,9 @@ class _Audit:
         return changed
 
     def _has_rows_of_data(self, found: Measured) -> bool:
-        """Whether there is a row for every datum, if rows do not mix data.
+        """Whether there is a row for every example, if rows do not mix data.
 
-        In half precision, a single number looks too often by chance as if it belonged to one datum; then, other data
+        In half precision, a single number looks too often by chance as if it belonged to one example; then, other data
         have none.
         """
         return found.is_precise or 2 * found.number_of_owners > self.num_data
@@ -401,8 +402,7 @@ class _Audit:
         if plain is None:
             return difference
         raise mixing_error(
-            f"The predictions for {len(chosen)} data are not the same in a batch with {self.num_data - len(chosen)} "
-            "others."
+            f"The predictions for {len(chosen)} examples change in a batch with {self.num_data - len(chosen)} others."
         )
 
     def _half(self) -> list[int]:
@@ -489,15 +489,15 @@ class _Audit:
         after = f", and before {sites[last + 1].what[0]} ({sites[last + 1].what[1]!r})" if last + 1 < len(sites) else ""
         return mixing_error(
             f"Data mix after {operation} ({parameter!r}){after}: a row of its output influences the predictions for "
-            f"several data (gradients are off by {percent(_misfit(sites[last]))})."
+            f"several examples (gradients are off by {percent(_misfit(sites[last]))})."
         )
 
-    def _placed(self, site: Site, routes: bool) -> Placed:
+    def _placed(self, site: RowQuery, routes: bool) -> KnownUse:
         """Return what later batches need to know about a place."""
         certain = site.certain and not routes and site.measured is not None and site.measured.has_votes
-        return Placed(site.what, site.leading, self.num_data, site.inner if certain else None)
+        return KnownUse(site.what, site.leading, self.num_data, site.inner if certain else None)
 
-    def _rows(self, site: Site, routes: bool) -> str:
+    def _rows(self, site: RowQuery, routes: bool) -> str:
         """Say how rows belong to data."""
         inner = self._placed(site, routes).inner
         if site.measured is not None and not site.measured.has_votes:
@@ -507,7 +507,7 @@ class _Audit:
         shared = prod(site.leading) // self.num_data
         if inner == shared:
             return "batch first" if shared > 1 else "one row per datum"
-        return "batch last" if inner == 1 else f"{inner} of {shared} rows of a datum together"
+        return "batch last" if inner == 1 else f"{inner} of {shared} rows of an example together"
 
 
 @contextmanager
@@ -524,5 +524,5 @@ def _without_hooks(params: Any) -> Iterator[None]:
             one.update(before)
 
 
-def _misfit(site: Site) -> float:
+def _misfit(site: RowQuery) -> float:
     return 0.0 if site.measured is None else site.measured.worst

@@ -14,7 +14,7 @@ from torch.nn import Module
 from kfs.factors.audit.audit import FEW, Audited, Run, audit, compare_whole
 from kfs.factors.audit.report import Audit
 from kfs.factors.audit.row_experiments import Counts
-from kfs.factors.capture.sites import Known
+from kfs.factors.capture.row_queries import AuditResult
 from kfs.factors.trace.session import Session
 from kfs.problem.data import Batch, axis_to_cut
 from kfs.problem.risk import EmpiricalRisk
@@ -83,7 +83,7 @@ class Audits:
         model: A module, or a function.
         session: Has parameters and rules.
         batch_axis: Where the batch axis is in inputs, if not first.
-        halves: Whether predictions are a function of one datum; not so in training.
+        halves: Whether predictions are a function of one example; not so in training.
         counts: What says which rows count. By default, all do.
 
     Attributes:
@@ -112,11 +112,11 @@ class Audits:
         self._predictions: Tensor | None = None
         self._current: Audited | None = None
 
-    def of_batch(self, risk: EmpiricalRisk, batch: Batch) -> Known:
+    def of_batch(self, risk: EmpiricalRisk, batch: Batch) -> AuditResult:
         """Return what is known about batches like one of a risk; see `of`."""
         return self.of(partial(_evaluate, risk, batch), batch.x, len(batch.y))
 
-    def of(self, run: Run, x: Any, num_data: int) -> Known:
+    def of(self, run: Run, x: Any, num_data: int) -> AuditResult:
         """Return what is known about batches like this one, after an audit if there was none.
 
         Args:
@@ -178,7 +178,7 @@ class Audits:
         """Return the audit of batches like this one, if there was one."""
         key, loose = self._keys(x, num_data)
         found = self._done.get(key) or self._done.get(loose)
-        if found is None or (found.report.num_data == 1 and num_data > 1):  # one datum does not show whether data mix
+        if found is None or (found.report.num_data == 1 and num_data > 1):  # one example does not show whether data mix
             return None
         # What says which rows count may be another loss. Whoever does not ask for it is content with any.
         return found if self._counts is None or found.counts == self._counts else None
@@ -226,7 +226,7 @@ class Audits:
             compare_whole(f, few, self._seen[-1].report.tolerance)
 
 
-def distrust(model: Any, known: Known) -> None:
+def distrust(model: Any, known: AuditResult) -> None:
     """Measure which rows count in every batch like some, which had padding that the audited data did not have."""
     for audited in _done(model).values():
         if audited.known is known:
@@ -241,7 +241,7 @@ def forget_audits() -> None:
 def _evaluate(
     risk: EmpiricalRisk, batch: Batch, x: Any, num_data: int, within: AbstractContextManager[Any] | None
 ) -> Tensor:
-    """Evaluate the model of a risk on a part of a batch, or on two copies of a single datum."""
+    """Evaluate the model of a risk on a part of a batch, or on two copies of a single example."""
     y = batch.y[:num_data] if num_data <= len(batch.y) else torch.cat([batch.y, batch.y])
     return risk.predict(risk.params, batch._replace(x=x, y=y), within=within)
 
@@ -272,7 +272,7 @@ def _described(model: Any, session: Session) -> Any:
 
 
 def _shapes(x: Any, num_data: int, batch_axis: int | None) -> tuple[Any, Any]:
-    """Return the shapes of one datum's inputs, and what does not change with sizes, which is less."""
+    """Return the shapes of one example's inputs, and what does not change with sizes, which is less."""
     shapes, ranks = [], []
     for t in tensors_in(x):
         axis = axis_to_cut(t.shape, num_data, batch_axis)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kfs.factors.accumulate.inputs import Use
 from kfs.factors.accumulate.interface import Adder, PlannedUse, Receiver, Sums
 from kfs.factors.layout import Key, Layout
-from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import numbers
 
@@ -107,8 +107,8 @@ class _Add(Adder):
     sums: GradientSums
     plan: PlannedUse
 
-    def add(self, x: Any, owners: Owners | None = None) -> Receiver:
-        one_datum = Regular.batch_first(1, prod(self.plan.inputs.leading(x)))
+    def add(self, x: Any, row_map: RowMap | None = None) -> Receiver:
+        one_datum = StridedRows.batch_first(1, prod(self.plan.inputs.leading(x)))
         key = self.plan.layout.key
 
         def receive(g: Tensor) -> None:
@@ -124,9 +124,9 @@ class _Add(Adder):
 
         return receive
 
-    def _gradient(self, x: Any, g: Tensor, owners: Owners) -> Tensor:
+    def _gradient(self, x: Any, g: Tensor, row_map: RowMap) -> Tensor:
         """Return the gradient of the parameter, `[groups, d_B, d_A]`."""
-        (gradient,) = torch.cat(list(Use(self.plan.inputs, x, owners, self.plan.ones).gradients(g)))
+        (gradient,) = torch.cat(list(Use(self.plan.inputs, x, row_map, self.plan.ones).gradients(g)))
         if self.plan.side == "B":
             gradient = gradient.transpose(1, 2)
         unused = self.plan.layout.matrix_shape[2] - gradient.shape[2]  # a bias that was not used

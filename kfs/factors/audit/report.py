@@ -12,7 +12,7 @@ class AuditedUse:
         parameter: Its name.
         operation: What used it.
         rows: How rows of the operation's inputs belong to data, and which of them count if not all do.
-        mixing: How far a row's gradients are from those of a row that belongs to one datum.
+        mixing: How far a row's gradients are from those of a row that belongs to one example.
     """
 
     parameter: str
@@ -26,7 +26,7 @@ class Audit:
     """What was checked, and how closely.
 
     Attributes:
-        num_data: Number of data that were looked at.
+        num_data: Number of examples that were looked at.
         predictions: Relative difference of predictions with and without capture, the latter for a part of the data.
         gradients: By parameter, the relative difference of the sum over its uses from its gradient by autograd.
         uses: All uses, in their order.
@@ -73,7 +73,7 @@ class Audit:
         shapes = "shape" if self.shapes == 1 else "shapes"
         right = [difference for name, difference in self.gradients.items() if name not in self.missed]
         lines = [
-            f"audit of {len(self.gradients)} parameters on {self.num_data} data, {self.shapes} {shapes} of inputs",
+            f"audit of {len(self.gradients)} parameters on {self.num_data} examples, {self.shapes} {shapes} of inputs",
             f"predictions with and without capture differ by {self.predictions:.1e}",
             f"sums over uses and gradients by autograd differ by {max(right, default=0.0):.1e}",
         ]
@@ -87,7 +87,7 @@ class Audit:
         return "\n".join(lines)
 
 
-def both_audits(one: Audit | None, other: Audit | None) -> Audit | None:
+def merge_audits(one: Audit | None, other: Audit | None) -> Audit | None:
     """Return one audit for the shapes of both; `None` if one of them is missing."""
     return None if one is None or other is None else one.merged(other)
 

@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 
 from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums
-from kfs.factors.capture.mode import Capture, Used
-from kfs.factors.capture.sites import Known, What
+from kfs.factors.capture.capture import Capture, Used
+from kfs.factors.capture.row_queries import AuditResult, What
 from kfs.factors.capture.tap import backward, measure_rows
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule, matching_rule
 from kfs.factors.rows.measure import MULTIPLE, has_gradient, probes
-from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.factors.trace.session import Session
 from kfs.problem.data import MaskSource
 from kfs.runtime.nested import mapped, tensors_in
 
 log = logging.getLogger("kfs.factors")
-# So many times targets are left out. Each time another part of a datum's targets is; see `_targets`.
+# So many times targets are left out. Each time another part of an example's targets is; see `_targets`.
 _TARGETS = 3
 # With other values, everything is repeated up to so many times; and at least so many times.
 _ROUNDS, _FEWEST = 8, 2
@@ -56,7 +56,7 @@ class _Seen:
     """Rows of a use that had gradients, for all vectors that were sent back."""
 
     used: Used
-    owners: Owners
+    row_map: RowMap
     rows: list[Tensor] = field(default_factory=list)  # booleans, [rows, positions of a row]
     arrived: list[Tensor] = field(default_factory=list)  # gradients for a vector, and for a multiple of it
     times: list[Tensor] = field(default_factory=list)  # how often each row had a gradient, with other values
@@ -99,10 +99,10 @@ class _Seen:
             return ALL, True
         if not any(bool(rows.any()) for rows in self.rows):  # no prediction depends on it; others may, of other data
             return ALL, not routes
-        if not isinstance(self.owners, Regular):
+        if not isinstance(self.row_map, StridedRows):
             return ALL, False
-        alive = [self.owners.by_datum(rows).flatten(1).cpu() for rows in self.rows]
-        cares = None if cares is None else self.owners.by_datum(cares).flatten(1).cpu()
+        alive = [self.row_map.by_datum(rows).flatten(1).cpu() for rows in self.rows]
+        cares = None if cares is None else self.row_map.by_datum(cares).flatten(1).cpu()
         # A use that the other mask does not reach in the same way takes part in fewer experiments.
         pairs = list(zip(masks, alive, strict=False))
         inside = [pair for pair in pairs if not pair[0].beyond]
@@ -135,14 +135,14 @@ class _NoSums(Sums):
 
 @dataclass
 class RowExperiments:
-    """All experiments with a few data."""
+    """All experiments with a few examples."""
 
     run: Run  # evaluates the model
     x: Any  # inputs
     num_data: int
     session: Session
     batch_axis: int | None
-    known: Known  # what the audit has found so far
+    known: AuditResult  # what the audit has found so far
     counts: Counts
     routes: bool = False  # whether data decide which rows there are
 
@@ -158,7 +158,7 @@ class RowExperiments:
         """Return the rule of every use, in their order."""
         masks, seen = self._all()
         found = {number: one.rule(masks, self.routes) for number, one in seen.items()}
-        # In a few data, the same positions may lack gradients by chance.
+        # In a few examples, the same positions may lack gradients by chance.
         doubtful = {n for n, (rule, exact) in found.items() if not exact or rule.kind == "positions"}
         for turn in range(_ROUNDS if doubtful else 0):
             again = self._again(turn)
@@ -203,7 +203,7 @@ class RowExperiments:
         return result
 
     def _rolled(self, t: Tensor) -> Tensor:
-        """Move the inputs of each datum along all other axes, each by another distance."""
+        """Move the inputs of each example along all other axes, each by another distance."""
         axis = self.batch_axis or 0
         if t.ndim < 2 or t.shape[axis : axis + 1] != (self.num_data,):
             return t
@@ -274,15 +274,15 @@ class RowExperiments:
         capture.noise = noise
         seen: dict[int, _Seen] = {}
 
-        def observe(used: Used, owners: Owners, _: Receiver) -> Receiver:
-            seen[used.number] = _Seen(used, owners)
+        def observe(used: Used, row_map: RowMap, _: Receiver) -> Receiver:
+            seen[used.number] = _Seen(used, row_map)
             return seen[used.number].receive
 
         capture.observer = observe
         try:
             f = self.run(mapped(x, capture.mark_data), self.num_data, capture)
         finally:
-            capture.leave_nothing_behind()
+            capture.clear_marks()
             capture.running = False
         measure_rows(f, capture)
         v = next(probes(f, self.num_data))
@@ -316,9 +316,9 @@ class RowExperiments:
             yield BatchMasks(targets.reshape(shape), mask, device=f.device)
 
     def _targets(self, there: Tensor, turn: int) -> Tensor:
-        """Choose some of the targets that are there, `[N, positions]`, and none of one datum.
+        """Choose some of the targets that are there, `[N, positions]`, and none of one example.
 
-        In turns, that is the first one of a datum, the last one, and some of the others: that tells rules apart.
+        In turns, that is the first one of an example, the last one, and some of the others: that tells rules apart.
         """
         targets = torch.zeros_like(there)
         left_out = self._number(0, self.num_data) if self.num_data > 2 or self.num_data > there.shape[1] else -1
@@ -333,7 +333,7 @@ class RowExperiments:
         return targets
 
     def _other_mask(self, mask: Tensor) -> Tensor:
-        """Return another mask: of each datum the first position, some of the others, and of one datum no others.
+        """Return another mask: of each example the first position, some of the others, and of one example no others.
 
         The first one stays, since a model may read off it what it predicts.
         """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kfs.display.charts import draw_spectra
 from kfs.display.describe import Description, Table, counted, number, readable_size, times
-from kfs.display.suggestions import ByName, near
+from kfs.display.suggestions import ByName, suggest
 from kfs.distributed import Ranks, Same, add_up, check_same
 from kfs.distributed.assignment import EIGENVALUES, Part, place
 from kfs.distributed.collectives import fetched, joined, write_joined
@@ -308,7 +308,7 @@ def chosen(names: Iterable[str] | None, known: Iterable[str]) -> list[str]:
     asked = [names] if isinstance(names, str) else list(names)
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise UnknownNameError(f"There are no blocks {unknown}.", near(unknown, known))
+        raise UnknownNameError(f"There are no blocks {unknown}.", suggest(unknown, known))
     return asked
 
 
@@ -445,8 +445,8 @@ class OwnedBlocks(VisibleBlocks):
 
         A file is written completely or not at all; an older one is replaced at once. Its header is readable text: the
         library's version and the shapes of parameters; for `KFAC` and `EKFAC` also loss, kind of Fisher, sharing,
-        number of data and seed. If blocks have owners, all processes call this. Rank 0 writes one file, and holds one
-        tensor of the others at a time.
+        number of examples and seed. If blocks have owners, all processes call this. Rank 0 writes one file, and holds
+        one tensor of the others at a time.
 
         Args:
             path: Name of the file, such as `"k.safetensors"`.

@@ -88,7 +88,7 @@ def check_finite(matrices: Tensor) -> None:
 def check_definite(values: Tensor, noise: Tensor) -> None:
     """Refuse eigenvalues `[stack, ...]` that are negative beyond noise: `[stack]`, or a level for each of them.
 
-    Errors of sums grow with the number of data. So the root of the precision counts as noise, too.
+    Errors of sums grow with the number of examples. So the root of the precision counts as noise, too.
 
     Example:
         >>> with checking_later() as checks:

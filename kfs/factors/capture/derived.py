@@ -10,16 +10,16 @@ from torch import Tensor
 
 from kfs.factors.accumulate.interface import Receiver
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan
 from kfs.factors.trace.tracking import Derived, Tracked
 
 if TYPE_CHECKING:
-    from kfs.factors.capture.mode import Capture
+    from kfs.factors.capture.capture import Capture
 
 
 class Spread:
-    """Entries of a parameter at the places of a tensor: how gradients there become those of every datum.
+    """Entries of a parameter at the places of a tensor: how gradients there become those of every example.
 
     Args:
         shape: The tensor's shape.
@@ -37,7 +37,7 @@ class Spread:
         self.source = source
         self.own = own
         self.along_own_axes = index.flatten()  # the entries along the axes where they differ
-        self._readers: dict[Regular, Callable[[Tensor], Tensor]] = {}
+        self._readers: dict[StridedRows, Callable[[Tensor], Tensor]] = {}
 
     @classmethod
     def expanded(cls, t: Argument, shape: tuple[int, ...]) -> "Spread":
@@ -59,19 +59,19 @@ class Spread:
         """The axes along which entries do not differ."""
         return tuple(axis for axis in range(len(self.shape)) if axis not in (self.own or ()))
 
-    def reader(self, owners: Owners) -> Callable[[Tensor], Tensor]:
+    def reader(self, row_map: RowMap) -> Callable[[Tensor], Tensor]:
         """Return what reads gradients `[columns, *shape]` as `[columns, N, *source]`."""
-        if not isinstance(owners, Regular):
-            return self._by_number(owners)
-        if owners not in self._readers:
-            self._readers[owners] = self._by_axes(owners) or self._data_by_data(owners) or self._by_number(owners)
-        return self._readers[owners]
+        if not isinstance(row_map, StridedRows):
+            return self._by_number(row_map)
+        if row_map not in self._readers:
+            self._readers[row_map] = self._by_axes(row_map) or self._data_by_data(row_map) or self._by_number(row_map)
+        return self._readers[row_map]
 
-    def _by_axes(self, owners: Regular) -> Callable[[Tensor], Tensor] | None:
+    def _by_axes(self, row_map: StridedRows) -> Callable[[Tensor], Tensor] | None:
         """Sum over axes along which neither entries nor data differ; `None` if entries differ along the batch axis."""
         if self.own is None:
             return None
-        rows = self._rows(owners)
+        rows = self._rows(row_map)
         if rows is None:
             return None
         order = (*self.free, *self.own)
@@ -85,36 +85,36 @@ class Spread:
 
         return read
 
-    def _rows(self, owners: Regular) -> Regular | None:
+    def _rows(self, row_map: StridedRows) -> StridedRows | None:
         """Return owners along the axes where entries do not differ; `None` if data differ along others."""
         free = self.free
         for place, axis in enumerate(free):
             tail = prod(self.shape[axis + 1 :])
-            inner = owners.inner // max(tail, 1)  # how many consecutive indices of this axis belong to a datum
-            if inner and inner * tail == owners.inner and self.shape[axis] % (owners.num_data * inner) == 0:
-                return Regular(owners.num_data, inner * prod(self.shape[other] for other in free[place + 1 :]))
+            inner = row_map.inner // max(tail, 1)  # how many consecutive indices of this axis belong to an example
+            if inner and inner * tail == row_map.inner and self.shape[axis] % (row_map.num_data * inner) == 0:
+                return StridedRows(row_map.num_data, inner * prod(self.shape[other] for other in free[place + 1 :]))
         return None
 
-    def _data_by_data(self, owners: Regular) -> Callable[[Tensor], Tensor] | None:
-        """Read datum by datum, if all numbers of one stand together, and if data do not differ in their entries."""
-        index = self.index.reshape(-1, owners.inner)
-        if len(index) != owners.num_data or not torch.equal(index, index[:1].expand_as(index)):
+    def _data_by_data(self, row_map: StridedRows) -> Callable[[Tensor], Tensor] | None:
+        """Read example by example, if all numbers of one stand together, and if data do not differ in their entries."""
+        index = self.index.reshape(-1, row_map.inner)
+        if len(index) != row_map.num_data or not torch.equal(index, index[:1].expand_as(index)):
             return None
         entries = None if _in_order(index[0], prod(self.source)) else index[0]
-        return lambda g: scattered(g.reshape(len(g), owners.num_data, -1), entries, self.source)
+        return lambda g: scattered(g.reshape(len(g), row_map.num_data, -1), entries, self.source)
 
-    def _by_number(self, owners: Owners) -> Callable[[Tensor], Tensor]:
+    def _by_number(self, row_map: RowMap) -> Callable[[Tensor], Tensor]:
         """Add number by number."""
-        data = owners.index(prod(self.shape))
+        data = row_map.index(prod(self.shape))
         size = prod(self.source)
         counted = (data >= 0).nonzero().flatten()
         places = (data * size + self.index.flatten().to(data.device))[counted]
 
         def read(g: Tensor) -> Tensor:
             numbers = g.reshape(len(g), -1).index_select(1, on_device(counted, g.device))
-            sums = g.new_zeros(len(g), owners.num_data * size)
+            sums = g.new_zeros(len(g), row_map.num_data * size)
             sums.index_add_(1, on_device(places, g.device), numbers)
-            return sums.reshape(len(g), owners.num_data, *self.source)
+            return sums.reshape(len(g), row_map.num_data, *self.source)
 
         return read
 
@@ -159,10 +159,10 @@ def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) ->
 def tap_spread(
     capture: "Capture", z: Tensor, what: tuple[str, str], spread: Spread, collect: Callable[[Tensor], None]
 ) -> Tensor:
-    """Return a tensor with the entries of a parameter, with a tap that collects the parameter's gradients by datum."""
+    """Return a tensor with the entries of a parameter, with a tap that collects its gradients by example."""
 
-    def start(owners: Owners) -> Receiver:
-        read = spread.reader(owners)
+    def start(row_map: RowMap) -> Receiver:
+        read = spread.reader(row_map)
         return lambda g: collect(read(g.squeeze(-1)))
 
     # Every number counts as a row: data may lie along any axis.

@@ -15,7 +15,7 @@ from torch.func import vmap
 from kfs.errors import ModelError
 from kfs.factors.accumulate.interface import Receiver, Sums
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.capture.sites import Sites
+from kfs.factors.capture.row_queries import RowQueries
 from kfs.factors.rows.counted import BatchMasks
 from kfs.factors.rows.measure import MULTIPLE, probes
 from kfs.factors.trace.tracking import Derived
@@ -34,7 +34,7 @@ class CapturedPass(Protocol):
     keep_graph: bool
     together: bool
     derived: list[Derived]
-    sites: Sites | None
+    sites: RowQueries | None
     masks: BatchMasks
     noise: torch.Generator | None
 

@@ -4,6 +4,6 @@ An activation has one row for every vector of features; its leading axes, flatte
 """
 
 from kfs.factors.rows.counted import BatchMasks
-from kfs.factors.rows.row_map import Owners
+from kfs.factors.rows.row_map import RowMap
 
-__all__ = ["BatchMasks", "Owners"]
+__all__ = ["BatchMasks", "RowMap"]

@@ -3,7 +3,7 @@
 Padding, packed neighbours and what nobody attends to are not part of the function that is learned: they change neither
 loss nor gradient, and must not change a factor. Which rows they are differs from one operation to the next. In the head
 of a language model, rows count whose target does. Below causal attention, also those count that a later target sees;
-below other attention, all that a mask allows; after a class token is taken, one row of each datum.
+below other attention, all that a mask allows; after a class token is taken, one row of each example.
 
 An audit finds a `RowRule` for every use (see `row_rules`). A rule turns what a batch says, its `BatchMasks`, into
 booleans for the rows of a use, by a few small operations that a recorded pass can repeat. Where no such rule explains
@@ -31,13 +31,13 @@ class RowRule:
     Attributes:
         kind: `"all"`: all rows. `"data"`: those of data that have a target that counts. `"mask"`: of these, the
             positions in the batch's mask. `"causal"`: of these, the positions before the last target that counts.
-            `"targets"`: positions whose target counts. `"positions"`: the same ones in every datum. `"measured"`: those
-            that have a gradient.
+            `"targets"`: positions whose target counts. `"positions"`: the same ones in every example. `"measured"`:
+            those that have a gradient.
         outer: Whether a position of the mask occurs several times at a distance, and not several times in a row.
         pattern: Which positions count, for `"positions"`.
         lone: What is left out because a position that attends to nothing but itself has neither a query nor a key that
             matters. Below causal attention that is the first one: `"row"` leaves it out (queries), `"target"` its
-            target (keys). Elsewhere it is the only one that a datum has: `"datum"` leaves out such data.
+            target (keys). Elsewhere it is the only one that an example has: `"datum"` leaves out such data.
         own: Whether a position that is not in the mask counts all the same if its own target does. It does not if a
             mask hides it from every prediction, as keys, values, and all inputs of an encoder.
         whole: Whether all rows count if all targets do, and if the mask has all positions.
@@ -58,7 +58,7 @@ class RowRule:
     def __str__(self) -> str:
         """Say which rows count; nothing if all do."""
         if self.kind == "positions":
-            return f"{sum(self.pattern)} of {len(self.pattern)} rows of a datum count"
+            return f"{sum(self.pattern)} of {len(self.pattern)} rows of an example count"
         texts = {
             "mask": "rows that the mask has count",
             "causal": "rows count up to the last target that does",
@@ -146,20 +146,20 @@ class BatchMasks:
         return not self.are_complete or any(rule.always_leaves_out for rule in rules)
 
     def counted(self, rule: RowRule, size: int) -> Tensor | None:
-        """Return which rows count, `[N, size]`, if every datum has `size` rows; `None` if all do."""
+        """Return which rows count, `[N, size]`, if every example has `size` rows; `None` if all do."""
         if self.are_complete and not rule.always_leaves_out:
             return None
         key = (rule, size)
         if key not in self._found:
             found = self._of_rule(rule)
             found = None if found is None else _spread(found, size, rule.outer)
-            if found is not None and not sync.runs_behind(found.device) and found.all():
+            if found is not None and not sync.is_asynchronous(found.device) and found.all():
                 found = None
             self._found[key] = found
         return self._found[key]
 
     def _of_rule(self, rule: RowRule) -> Tensor | None:
-        """Return which positions count by a rule, `[N, S]`, or `[N, 1]` if all positions of a datum are alike."""
+        """Return which positions count by a rule, `[N, S]`, or `[N, 1]` if all positions of an example are alike."""
         if rule.kind in {"all", "measured"}:
             return None
         T, M = self._targets, self.mask
@@ -185,17 +185,17 @@ class BatchMasks:
         return found & ~first if rule.lone == "row" and first is not None and found is not None else found
 
     def _first(self, targets: Tensor) -> Tensor:
-        """Return where each datum begins, booleans shaped like targets `[N, S]`: at the first position in the mask."""
+        """Return where each example begins, booleans `[N, S]` like targets: at the first position in the mask."""
         there = self.mask if self.mask is not None and self.mask.shape == targets.shape else torch.ones_like(targets)
         return there & (there.cumsum(1) == 1)
 
 
 def candidates(num_data: int, size: int, masks: Sequence[BatchMasks], alive: Sequence[Tensor]) -> Iterator[RowRule]:
-    """Generate rules for a use with `size` rows of each datum: the simplest ones first.
+    """Generate rules for a use with `size` rows of each example: the simplest ones first.
 
     Args:
-        num_data: Number of data.
-        size: Rows of a datum.
+        num_data: Number of examples.
+        size: Rows of an example.
         masks: Those of some experiments.
         alive: Which rows had gradients in these experiments, `[N, size]`.
     """
@@ -248,11 +248,11 @@ def matching_rule(
 
 def _may_be_false(t: Tensor | None) -> bool:
     """Whether some boolean is false, or is not known to the host."""
-    return t is not None and (sync.runs_behind(t.device) or not t.all())
+    return t is not None and (sync.is_asynchronous(t.device) or not t.all())
 
 
 def _spread(found: Tensor, size: int, outer: bool) -> Tensor | None:
-    """Return booleans of positions for `size` rows of each datum; `None` if they do not fit."""
+    """Return booleans of positions for `size` rows of each example; `None` if they do not fit."""
     length = found.shape[1]
     if length == size:
         return found

@@ -1,15 +1,15 @@
-r"""Ownership: which datum a row of an activation belongs to, by measurement.
+r"""Ownership: which example a row of an activation belongs to, by measurement.
 
-Send back vectors $v$, and the same vectors with those of datum $n$ multiplied by $c_n$. If a row influences the
-prediction for datum $n$ alone, its gradient is multiplied by $c_n$, too: the ratio of its two gradients names its
-datum. If it influences several predictions, the ratio is not one of the $c_n$, or its features disagree: data mix.
+Send back vectors $v$, and the same vectors with those of example $n$ multiplied by $c_n$. If a row influences the
+prediction for example $n$ alone, its gradient is multiplied by $c_n$, too: the ratio of its two gradients names its
+example. If it influences several predictions, the ratio is not one of the $c_n$, or its features disagree: data mix.
 Nothing is guessed from lengths of axes.
 
 The $c_n$ are powers of two, so that both gradients are rounded in the same way, and ratios are exact in any precision.
 With more than eight data, the digits of $n$ (in base eight) are sent back one after the other.
 
-Rows nearly always come in a regular order (see `Regular`), which is measured once, on a few data (see `audit`). It then
-holds for batches of any size. Where the order depends on the data, every batch is measured.
+Rows nearly always come in a regular order (see `Regular`), which is measured once, on a few examples (see `audit`). It
+then holds for batches of any size. Where the order depends on the data, every batch is measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ _SMALLEST = 1e-3
 # gradients that are compared; with more, so few digits would be left that one would not notice anything.
 _ROUNDINGS = {torch.float64: 64, torch.float32: 64}
 _ROUNDINGS_IN_HALF_PRECISION = 2
-# Up to which relative misfit a row belongs to one datum. Powers of two leave no rounding errors, except where a GPU
+# Up to which relative misfit a row belongs to one example. Powers of two leave no rounding errors, except where a GPU
 # adds numbers up in varying order, so that this is far above them. Where data mix in equal parts, the misfit is about
 # one, since factors differ by two or more. In half precision, it is four times the precision of bfloat16.
 _MISFIT = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -74,7 +74,7 @@ def has_gradient(g: Tensor, of_multiple: Tensor) -> Tensor:
 
 
 def number_of_digits(num_data: int) -> int:
-    """Return how many digits in base eight the index of a datum has."""
+    """Return how many digits in base eight the index of an example has."""
     digits = 1
     while BASE**digits < num_data:
         digits += 1
@@ -85,15 +85,15 @@ def number_of_digits(num_data: int) -> int:
 class Measured:
     """What was measured about rows."""
 
-    owners: Tensor  # the datum of each row; -1 if no gradient came back to it
-    misfit: Tensor  # relative distance of each row's gradients from those of a row that belongs to one datum
+    row_map: Tensor  # the example of each row; -1 if no gradient came back to it
+    misfit: Tensor  # relative distance of each row's gradients from those of a row that belongs to one example
     loud: Tensor  # whether a row's gradient is large enough for the misfit to mean something
     tolerance: float
 
     @property
     def has_votes(self) -> bool:
         """Whether any gradient came back."""
-        return bool((self.owners >= 0).any())
+        return bool((self.row_map >= 0).any())
 
     @property
     def worst(self) -> float:
@@ -103,7 +103,7 @@ class Measured:
 
     @property
     def mixes(self) -> bool:
-        """Whether a row influences the predictions for several data."""
+        """Whether a row influences the predictions for several examples."""
         return self.worst > self.tolerance
 
     @property
@@ -114,15 +114,15 @@ class Measured:
     @property
     def number_of_owners(self) -> int:
         """The number of different data that rows belong to."""
-        return len(set(self.owners[self.owners >= 0].tolist()))
+        return len(set(self.row_map[self.row_map >= 0].tolist()))
 
     def of_groups(self, groups: int) -> Tensor | None:
         """Return owners of groups of consecutive rows; `None` if rows of one group belong to different data."""
-        if groups == len(self.owners):
-            return self.owners
-        owners = self.owners.reshape(groups, -1)
-        largest = owners.amax(1) if owners.numel() else owners.new_full((groups,), -1)
-        agree = (owners == largest.unsqueeze(1)) | (owners < 0)
+        if groups == len(self.row_map):
+            return self.row_map
+        row_map = self.row_map.reshape(groups, -1)
+        largest = row_map.amax(1) if row_map.numel() else row_map.new_full((groups,), -1)
+        agree = (row_map == largest.unsqueeze(1)) | (row_map < 0)
         return largest if bool(agree.all()) else None
 
 
@@ -133,12 +133,12 @@ def measured(
     dtype: torch.dtype,
     precision: torch.dtype | None = None,
 ) -> list[Measured]:
-    """Find the datum of each row, for the rows of several places together.
+    """Find the example of each row, for the rows of several places together.
 
     Args:
         gradients: For each vector of `probes`, a few numbers for each row, `[rows of all places, directions]`.
         lengths: How many rows each place has.
-        num_data: Number of data.
+        num_data: Number of examples.
         dtype: The dtype of gradients.
         precision: The lowest precision on their way, if it is another one, as under `autocast`.
 
@@ -158,7 +158,7 @@ def measured(
     votes = (size > min(_NOTHING * eps, _SMALLEST) ** 2 * largest) & (size > smallest**2)
     roundings = _ROUNDINGS.get(precision, _ROUNDINGS_IN_HALF_PRECISION)
     noise = roundings * eps * (largest / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt()
-    owners = torch.zeros_like(size, dtype=torch.long)
+    row_map = torch.zeros_like(size, dtype=torch.long)
     misfit = torch.zeros_like(size)
     for place, other in enumerate(gradients[1:]):
         ratio = (first * other).sum(1) / size.clamp(min=torch.finfo(size.dtype).tiny)
@@ -166,33 +166,33 @@ def measured(
         expected = 2**digit
         distance = (other - expected.unsqueeze(1) * first).norm(dim=1) / (expected * size.sqrt())
         misfit = torch.maximum(misfit, distance.nan_to_num(nan=0.0))
-        owners += digit.long() * BASE**place
-    misfit[owners >= num_data] = torch.inf
-    owners[~votes | (owners >= num_data)] = -1
+        row_map += digit.long() * BASE**place
+    misfit[row_map >= num_data] = torch.inf
+    row_map[~votes | (row_map >= num_data)] = -1
     loud = votes & ((noise <= tolerance) | (misfit > noise))
-    parts = zip(*(t.split(list(lengths)) for t in (owners, misfit, loud)), strict=True)
+    parts = zip(*(t.split(list(lengths)) for t in (row_map, misfit, loud)), strict=True)
     return [Measured(datum, distance, counts, tolerance) for datum, distance, counts in parts]
 
 
-def regular_order(owners: Tensor, num_data: int, leading: Sequence[int]) -> tuple[int | None, bool]:
+def regular_order(row_map: Tensor, num_data: int, leading: Sequence[int]) -> tuple[int | None, bool]:
     """Find the simplest regular order that rows obey, as far as a gradient came back to them.
 
     Args:
-        owners: The datum of each row, or -1.
-        num_data: Number of data.
+        row_map: The example of each row, or -1.
+        num_data: Number of examples.
         leading: Lengths of the leading axes.
 
     Returns:
-        The number of consecutive rows of one datum, or `None` if there is no such order. And whether that is certain:
+        The number of consecutive rows of one example, or `None` if there is no such order. And whether that is certain:
         no other order would do.
     """
-    rows = len(owners)
+    rows = len(row_map)
     if rows == 0 or rows % num_data:
         return None, True
-    everybody = bool((owners >= 0).all())
+    everybody = bool((row_map >= 0).all())
     obeyed = []
     for inner in _candidates(num_data, leading):
-        if obeys(owners, inner, num_data):
+        if obeys(row_map, inner, num_data):
             obeyed.append(inner)
             if everybody:
                 break
@@ -202,21 +202,21 @@ def regular_order(owners: Tensor, num_data: int, leading: Sequence[int]) -> tupl
     return (chosen[0] if chosen else None), len(chosen) == 1
 
 
-def obeys(owners: Tensor, inner: int, num_data: int) -> bool:
+def obeys(row_map: Tensor, inner: int, num_data: int) -> bool:
     """Whether rows are in a regular order, as far as a gradient came back to them."""
-    voters = (owners >= 0).nonzero().squeeze(1)
-    return torch.equal(voters // inner % num_data, owners[voters])
+    voters = (row_map >= 0).nonzero().squeeze(1)
+    return torch.equal(voters // inner % num_data, row_map[voters])
 
 
 def _candidates(num_data: int, leading: Sequence[int]) -> Iterator[int]:
-    """Generate possible numbers of consecutive rows of one datum: the simplest ones first."""
+    """Generate possible numbers of consecutive rows of one example: the simplest ones first."""
     shared = prod(leading) // num_data
     folded = [inner for inner in range(shared, 0, -1) if shared % inner == 0] if shared < 2**16 else [shared, 1]
     yield from dict.fromkeys((shared, *_axes(num_data, leading), *folded))
 
 
 def _axes(num_data: int, leading: Sequence[int]) -> list[int]:
-    """Return how many consecutive rows one datum has if an axis as long as the batch is the batch axis."""
+    """Return how many consecutive rows one example has if an axis as long as the batch is the batch axis."""
     return [prod(leading[axis + 1 :]) for axis, length in enumerate(leading) if length == num_data]
 
 
@@ -240,7 +240,7 @@ def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[
     return best
 
 
-def in_few_directions(g: Tensor) -> Tensor:
+def project(g: Tensor) -> Tensor:
     """Return a few numbers for each row of gradients `[*leading, ..., features]`, `[rows, few]`."""
     rows = g.reshape(-1, g.shape[-1])
     rows = rows.to(at_least_float32(g.dtype))

@@ -1,8 +1,8 @@
-"""Which datum a row of an activation belongs to, and how rows are brought into the form `[batch, shared, features]`.
+"""Which example a row of an activation belongs to, and how rows are brought into the form `[batch, shared, features]`.
 
 This is the axis convention of the whole engine: activations arrive with any leading axes, `[*leading, features]`, and
 gradients with one more axis for columns, `[columns, *leading, features]`. Leading axes, flattened, are *rows*. Where it
-matters which datum a row belongs to, rows are brought into the form `[batch, shared]`.
+matters which example a row belongs to, rows are brought into the form `[batch, shared]`.
 
 Owners are measured (see `kfs.factors.rows.measure`), or guessed from lengths if nobody measures.
 
@@ -24,12 +24,12 @@ from kfs.errors import DataError
 from kfs.runtime import sync
 
 
-class Owners(ABC):
-    """The datum that each row belongs to.
+class RowMap(ABC):
+    """The example that each row belongs to.
 
     Attributes:
-        num_data: Number of data.
-        complete: Whether every row belongs to some datum.
+        num_data: Number of examples.
+        complete: Whether every row belongs to some example.
         counted: Which positions of rows count, booleans `[rows, positions of a row]`. `None` if all do.
     """
 
@@ -41,7 +41,7 @@ class Owners(ABC):
     def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
         """Bring a tensor `[*leading, *trailing]` into the form `[batch, shared, *trailing]`.
 
-        A datum that has fewer rows than others gets zeros.
+        An example that has fewer rows than others gets zeros.
 
         Args:
             t: The tensor.
@@ -50,22 +50,22 @@ class Owners(ABC):
 
     @abstractmethod
     def counts(self, rows: int, like: Tensor) -> Tensor:
-        """Return how many of some rows each datum has, `[batch]`, with dtype and device of a tensor."""
+        """Return how many of some rows each example has, `[batch]`, with dtype and device of a tensor."""
 
     @abstractmethod
     def most(self, rows: int) -> int:
-        """Return how many of some rows a datum has at most."""
+        """Return how many of some rows an example has at most."""
 
     @abstractmethod
     def index(self, rows: int) -> Tensor:
-        """Return the datum of each row, `[rows]`; negative for a row that belongs to none."""
+        """Return the example of each row, `[rows]`; negative for a row that belongs to none."""
 
     @abstractmethod
     def in_order(self, rows: int) -> bool:
-        """Whether there is one row for each datum, in the order of data."""
+        """Whether there is one row for each example, in the order of data."""
 
     @abstractmethod
-    def counting(self, counted: Tensor | None) -> "Owners":
+    def counting(self, counted: Tensor | None) -> "RowMap":
         """Return the same owners, with `counted` positions."""
 
     def numbers_counted(self, dtype: torch.dtype) -> Tensor:
@@ -75,18 +75,18 @@ class Owners(ABC):
 
 
 @dataclass(frozen=True)
-class Regular(Owners):
+class StridedRows(RowMap):
     """Rows in a regular order: `rows = [outer, batch, inner]`.
 
     Attributes:
-        num_data: Number of data.
-        inner: How many consecutive rows belong to one datum. If the batch axis comes first, these are all its rows; if
-            it comes last, one.
+        num_data: Number of examples.
+        inner: How many consecutive rows belong to one example. If the batch axis comes first, these are all its rows;
+            if it comes last, one.
         complete: Whether that is certain for all rows: those without gradient may be in another order.
-        counted: As in `Owners`.
+        counted: As in `RowMap`.
 
     Example:
-        >>> Regular(2, inner=1).by_datum(torch.tensor([[0], [1], [0], [1]])).tolist()
+        >>> StridedRows(2, inner=1).by_datum(torch.tensor([[0], [1], [0], [1]])).tolist()
         [[[0], [0]], [[1], [1]]]
     """
 
@@ -96,8 +96,8 @@ class Regular(Owners):
     counted: Tensor | None = field(default=None, compare=False)
 
     @classmethod
-    def batch_first(cls, num_data: int, rows: int) -> "Regular":
-        """Return the order in which all rows of a datum stand together, data by data."""
+    def batch_first(cls, num_data: int, rows: int) -> "StridedRows":
+        """Return the order in which all rows of an example stand together, data by data."""
         return cls(num_data, max(rows // num_data, 1))
 
     def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
@@ -124,10 +124,10 @@ class Regular(Owners):
         return torch.arange(rows) // self.inner % self.num_data
 
     def in_order(self, rows: int) -> bool:
-        """Whether there is one row for each datum."""
+        """Whether there is one row for each example."""
         return rows == self.num_data
 
-    def counting(self, counted: Tensor | None) -> "Regular":
+    def counting(self, counted: Tensor | None) -> "StridedRows":
         """Return the same order."""
         return replace(self, counted=counted)
 
@@ -137,26 +137,26 @@ class Regular(Owners):
         return t.reshape(self.num_data, outer, self.inner, -1).movedim(0, 1).reshape(rows, -1)
 
 
-class Listed(Owners):
-    """Rows in any order, and any number of them for each datum: ragged graphs, tokens that are sent to experts.
+class IndexedRows(RowMap):
+    """Rows in any order, and any number of them for each example: ragged graphs, tokens that are sent to experts.
 
     They are measured anew in every batch, and sizes of tensors depend on them: an accelerator has to be waited for.
 
     Args:
-        owners: The datum of each row, `[rows]`; negative for a row that belongs to none, because no gradient comes back
-            to it.
-        num_data: Number of data.
+        owners: The example of each row, `[rows]`; negative for a row that belongs to none, because no gradient comes
+            back to it.
+        num_data: Number of examples.
 
     Example:
-        >>> Listed(torch.tensor([1, 0, 1]), 2).by_datum(torch.tensor([[5], [6], [7]])).tolist()
+        >>> IndexedRows(torch.tensor([1, 0, 1]), 2).by_datum(torch.tensor([[5], [6], [7]])).tolist()
         [[[6], [0]], [[5], [7]]]
     """
 
-    def __init__(self, owners: Tensor, num_data: int) -> None:
+    def __init__(self, row_map: Tensor, num_data: int) -> None:
         self.num_data = num_data
-        with sync.waiting_allowed():
-            self.complete = bool((owners >= 0).all())
-        self._owners = owners
+        with sync.allow_sync():
+            self.complete = bool((row_map >= 0).all())
+        self._owners = row_map
 
     def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
         """Copy rows to where they belong."""
@@ -165,7 +165,7 @@ class Listed(Owners):
         return torch.cat([rows, zero])[self._places]
 
     def counts(self, rows: int, like: Tensor) -> Tensor:
-        """Count the rows of each datum."""
+        """Count the rows of each example."""
         return self._counts.to(like)
 
     def most(self, rows: int) -> int:
@@ -180,7 +180,7 @@ class Listed(Owners):
         """Be careful: say no."""
         return False
 
-    def counting(self, counted: Tensor | None) -> "Listed":
+    def counting(self, counted: Tensor | None) -> "IndexedRows":
         """Return the same table."""
         other = copy(self)
         other.counted = counted
@@ -188,16 +188,16 @@ class Listed(Owners):
 
     @cached_property
     def _counts(self) -> Tensor:
-        with sync.waiting_allowed():
+        with sync.allow_sync():
             return torch.bincount(self._owners[self._owners >= 0], minlength=self.num_data)
 
     @cached_property
     def _places(self) -> Tensor:
-        """The rows of each datum, `[batch, shared]`; the number of all rows where there are no more."""
-        with sync.waiting_allowed():
+        """The rows of each example, `[batch, shared]`; the number of all rows where there are no more."""
+        with sync.allow_sync():
             number, most = int(self._counts.sum()), int(self._counts.max())
         order = self._owners.argsort(stable=True)
-        order = order[len(order) - number :]  # those that belong to no datum come first
+        order = order[len(order) - number :]  # those that belong to no example come first
         sorted_owners = self._owners[order]
         first = self._counts.cumsum(0) - self._counts
         position = torch.arange(len(order), device=order.device) - first[sorted_owners]
@@ -206,11 +206,11 @@ class Listed(Owners):
         return places
 
 
-def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) -> Regular:
+def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) -> StridedRows:
     """Guess where the batch axis is: the first one, the only one of its length, or a part of the first one.
 
     Args:
-        num_data: Number of data.
+        num_data: Number of examples.
         leading: Lengths of the leading axes.
         axis: Where the batch axis is, if somebody knows.
 
@@ -219,9 +219,9 @@ def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) ->
     """
     rows = prod(leading)
     if num_data == 1 or rows == 0:
-        return Regular.batch_first(num_data, rows)
+        return StridedRows.batch_first(num_data, rows)
     if axis == 1 and len(leading) == 1 and rows % num_data == 0:  # sequence and batch share an axis
-        return Regular(num_data, 1)
+        return StridedRows(num_data, 1)
     if axis is not None and axis < len(leading):
         found = axis if leading[axis] == num_data else None
     else:
@@ -230,8 +230,8 @@ def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) ->
         found = matches[0] if 0 in matches or len(matches) == 1 else 0 if folded and not matches else None
     if found is None:
         raise DataError(
-            f"A parameter is used with an input of leading axes {list(leading)}, in which the batch of {num_data} data "
-            "is not found.",
+            f"A parameter is used with an input of leading axes {list(leading)}, where the batch of {num_data} "
+            "examples is not found.",
             "Say where it is with batch_axis=, or put it first. KFAC with sharing='expand' needs no batch axis.",
         )
-    return Regular(num_data, leading[found] // num_data * prod(leading[found + 1 :]))
+    return StridedRows(num_data, leading[found] // num_data * prod(leading[found + 1 :]))

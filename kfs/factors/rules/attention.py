@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.factors.capture.mode import Capture
+from kfs.factors.capture.capture import Capture
 from kfs.factors.rules.elementwise import broadcast, joined
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite
 

@@ -1,8 +1,8 @@
 """Parameters that are broadcast over the batch: added, multiplied, joined. And copies of parameters.
 
 Such a parameter is expanded to the shape that it is broadcast to, and tapped there, so that its gradients are still
-there for every datum and position. Sizes of one aside, the last axis of a parameter holds its features, and the
-others are rows: it is like an embedding whose rows are all looked up once for every datum, and has the same factors.
+there for every example and position. Sizes of one aside, the last axis of a parameter holds its features, and the
+others are rows: it is like an embedding whose rows are all looked up once for every example, and has the same factors.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def copied(call: Call, input: Argument, *args: Any, **named: Any) -> Planned:
 
 
 def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
-    """Plan the expansion of (a view of) a parameter to the shape of data; one datum may have no further axis."""
+    """Plan the expansion of (a view of) a parameter to the shape of data; one example may have no further axis."""
     spread = Spread.expanded(t, shape)
     if t.derived:
         return Broadcast(t, shape, None, spread)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.inputs import OneHot
-from kfs.factors.capture.mode import Capture
+from kfs.factors.capture.capture import Capture
 from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Rewrite
 from kfs.problem.torch_fixes import embedding_bag_written_out, refuse_changing_embedding
 

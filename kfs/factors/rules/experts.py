@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kfs.factors.capture.mode import Capture
+from kfs.factors.capture.capture import Capture
 from kfs.factors.rules.elementwise import broadcast
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite, argument_at
 
@@ -21,11 +21,11 @@ def product(call: Call, a: Argument, b: Argument) -> Planned:
     """Plan `a @ b`, where one of them has matrices of a parameter."""
     weight, x = (a, b) if a.tracked else (b, a)
     if x.data and weight.derived:
-        # Matrices that are computed, and the same for all data, such as keys of positions: each datum gets a copy.
+        # Matrices that are computed, and the same for all data, such as keys of positions: each example gets a copy.
         leading = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         mine = (1,) * (len(leading) - weight.ndim + 2) + weight.shape[:-2]
         copies = any(n == 1 and long % call.num_data == 0 for n, long in zip(mine, leading, strict=True))
-        if copies or call.num_data == 1:  # a single datum has all of it
+        if copies or call.num_data == 1:  # a single example has all of it
             return (broadcast(weight, (*leading, *weight.shape[-2:]), "matmul"),)
         return None
     if not x.data or not _is_stack(weight):

@@ -13,9 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 from kfs.factors.accumulate.inputs import Rows
 from kfs.factors.accumulate.interface import Receiver
 from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.capture.capture import Capture, prepared
 from kfs.factors.capture.derived import Spread, add_derived, on_device, scattered, settled, tap_spread
-from kfs.factors.capture.mode import Capture, prepared
-from kfs.factors.rows.row_map import Owners
+from kfs.factors.rows.row_map import RowMap
 from kfs.factors.rules import elementwise, linear
 from kfs.factors.rules.elementwise import all_rows, entries_layout
 from kfs.factors.trace.plan import Argument, Broadcast, Call, Plan, argument_at
@@ -30,7 +30,7 @@ _MOVE_NAMES = (
 _MOVES = {getattr(owner, name) for name in _MOVE_NAMES for owner in (torch, Tensor) if hasattr(owner, name)}
 _CASTS = {getattr(Tensor, name) for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")}
 _ELEMENTWISE = {func for func, rule in elementwise.RULES.items() if rule is elementwise.elementwise}
-# Products, and lookups. Before they follow constants, somebody has asked whether these have a row for every datum.
+# Products, and lookups. Before they follow constants, somebody has asked whether these have a row for every example.
 _PRODUCTS = {linear.linear, linear.addmm, linear.matmul, linear.mm, linear.rmatmul}
 _FOLLOW = {func for func, rule in linear.RULES.items() if rule in _PRODUCTS} | {F.embedding}
 # Operations that treat all vectors of their inputs alike: inputs may have one more axis in front.
@@ -40,7 +40,7 @@ _BY_ROWS = _FOLLOW | _ELEMENTWISE | {F.layer_norm, torch.layer_norm, F.rms_norm,
 def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation without rule.
 
-    What is computed from parameters and constants is a derived parameter, unless it has a row for every datum. All
+    What is computed from parameters and constants is a derived parameter, unless it has a row for every example. All
     other uses are probed: one learns whether predictions depend on them.
     """
     inputs = tensors_of((*args, *kwargs.values()))
@@ -88,7 +88,7 @@ def _followed(
         return _Following(capture, func, args, kwargs, tracked[0], arguments[0], parameters[0], result).result()
     expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(capture, t, parameter)]
     if expanded and (len({parameter.name for parameter in parameters}) > 1 or has_data):
-        # With one datum, everything may be a row of it. What larger batches are like is known from an audit.
+        # With one example, everything may be a row of it. What larger batches are like is known from an audit.
         guess = capture.num_data > 1 or not has_data
         with capture.places().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
             if has_rows:
@@ -107,7 +107,7 @@ def _why_not(capture: Capture, func: Any, parameters: list[Tracked], has_data: b
 
 
 def _may_have_rows(capture: Capture, t: Tensor, parameter: Tracked) -> bool:
-    """Whether (a view of) a parameter may have a row for every datum, as learned queries that were expanded."""
+    """Whether (a view of) a parameter may have a row for every example, as learned queries that were expanded."""
     argument = Argument.of((), t, parameter, data=False)
     computed = parameter.derived is not None and capture.num_data == 1
     return argument.by_rows and (computed or elementwise.is_expanded(capture.num_data, argument))
@@ -157,7 +157,7 @@ class _Following:
         self.shape = tuple(parameter.tensor.shape)
 
     def result(self) -> Tensor:
-        """Return the result such that its gradients are brought to the parameter, datum by datum."""
+        """Return the result such that its gradients are brought to the parameter, example by example."""
         num_data = self.capture.num_data
         # Without an audit: there is an axis as long as the batch that was not there before.
         guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
@@ -165,7 +165,7 @@ class _Following:
             return self.capture.marks.mark(self._with_rows_of_data()) if has_data else self._derived()
 
     def _with_rows_of_data(self) -> Tensor:
-        """Tap the result: it has a row for every datum, so that gradients are still there for each of them."""
+        """Tap the result: it has a row for every example, so that gradients are still there for each of them."""
         capture, shape = self.capture, tuple(self.plain.shape)
         if self.func in _ELEMENTWISE:
             spread = Spread.expanded(self.argument, shape)
@@ -176,8 +176,8 @@ class _Following:
             return tap_spread(capture, self.plain, self.what, spread, self._receiver())
         receive, pull_back = self._back()
 
-        def start(owners: Owners) -> Receiver:
-            data = on_device(owners.index(self.plain.numel()), self.plain.device).reshape(shape)
+        def start(row_map: RowMap) -> Receiver:
+            data = on_device(row_map.index(self.plain.numel()), self.plain.device).reshape(shape)
             mine = [data == n for n in range(capture.num_data)]
             return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum)[0] for of_datum in mine], 1))
 
@@ -185,7 +185,7 @@ class _Following:
         return capture.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
 
     def _derived(self) -> Tensor:
-        """Follow the result; gradients go back through the operation when they have arrived for every datum."""
+        """Follow the result; gradients go back through the operation when they have arrived for every example."""
 
         def add_use() -> Receiver:
             receive, pull_back = self._back()
@@ -275,7 +275,7 @@ class _Change:
 class _Computed:
     """An operation on several parameters and constants, and what gradients of its result mean for all of them.
 
-    Gradients arrive for every datum, as if each had a copy of the result. So parameters have the factors that they
+    Gradients arrive for every example, as if each had a copy of the result. So parameters have the factors that they
     have if inputs are data, the same ones for all: of a small network of positions, which computes a bias of attention.
     If no rule says what these are, gradients are brought to the entries of a parameter.
     """
@@ -307,7 +307,7 @@ class _Computed:
         self.inputs = derived or (self.constants or tensors)[:1]  # what stands for data
 
     def result(self) -> Tensor:
-        """Return the result such that its gradients are brought to all parameters, datum by datum."""
+        """Return the result such that its gradients are brought to all parameters, example by example."""
         if not self.constants or self.func in _FOLLOW:
             return self._followed()
         num_data = self.capture.num_data
@@ -397,7 +397,7 @@ def _per_datum_receiver(capture: Capture, call: Call, argument: Argument, parame
 
 
 def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tensor) -> Receiver:
-    """Take note of a use of all entries of a parameter, once for every datum; gradients are `[columns, N, *shape]`."""
+    """Record a use of all entries of a parameter, once for every example; gradients are `[columns, N, *shape]`."""
     layout = entries_layout(argument)
     device = argument.device
 

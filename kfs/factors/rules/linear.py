@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 
 from kfs.factors.accumulate.inputs import Inputs, Rows, Vectors
-from kfs.factors.capture.mode import Capture
+from kfs.factors.capture.capture import Capture
 from kfs.factors.layout import Layout
 from kfs.factors.rules import experts
 from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read, Rewrite, argument_at, with_argument

@@ -81,7 +81,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Planned:
-    """Normalize every channel of every datum, then scale and shift channels."""
+    """Normalize every channel of every example, then scale and shift channels."""
     statistics = () if running_mean is None else (running_mean, running_var)
 
     def normalized(x: Tensor, mean: Tensor | None = None, variance: Tensor | None = None) -> Tensor:

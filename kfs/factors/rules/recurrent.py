@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 
 from kfs.errors import ModelError
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.capture.mode import Capture
+from kfs.factors.capture.capture import Capture
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite
 from kfs.runtime.precision import at_least_float32
 

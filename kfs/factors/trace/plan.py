@@ -194,7 +194,7 @@ class Plan:
 class Broadcast:
     """A parameter that is expanded to a shape with batch axis, and tapped there, before the operation runs.
 
-    For a derived parameter there is no plan: its gradients are brought back to the parameter, datum by datum.
+    For a derived parameter there is no plan: its gradients are brought back to the parameter, example by example.
     """
 
     argument: Argument

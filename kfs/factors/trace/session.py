@@ -1,7 +1,7 @@
 """A session: what outlives batches. Which parameters are tracked, and all plans for their uses.
 
 It serves a sweep over data and a training loop alike. A plan belongs to a call of an operation with arguments of some
-shapes and strides, under some `autocast`, with some number of data. It dies with the storage of a parameter.
+shapes and strides, under some `autocast`, with some number of examples. It dies with the storage of a parameter.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -96,7 +96,7 @@ class Session:
         """
         if plan.mixes and not self.mixing:
             raise ModelError(
-                f"F.{plan.operation} is called with training=True: the prediction for one datum depends on the rest "
+                f"F.{plan.operation} is called with training=True: the prediction for one example depends on the rest "
                 "of its batch.",
                 "Call model.eval() first, or pass training=False.",
             )

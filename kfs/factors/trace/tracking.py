@@ -186,7 +186,7 @@ class Marks:
 
     Args:
         tracker: Knows parameters, which do not.
-        num_data: Number of data in the batch.
+        num_data: Number of examples in the batch.
         batch_axis: Where the batch axis is in inputs, if not first.
         constants: Which inputs are the same for all data, by their number.
         known: Whether each of the first inputs is data.
@@ -262,7 +262,7 @@ class Marks:
                     data = True
                     break
         for t in (result,) if isinstance(result, Tensor) else tensors_of([result]):
-            if getattr(t, "_kfs_data", None):  # whoever marked it knows better: it has a row for every datum
+            if getattr(t, "_kfs_data", None):  # whoever marked it knows better: it has a row for every example
                 continue
             if self.is_data(t) is not data and (data or all(t is not before for before in inputs)):
                 self.mark(t, data)

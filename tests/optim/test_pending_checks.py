@@ -70,7 +70,7 @@ def test_nothing_changes_if_all_is_well(case: str, monkeypatch: pytest.MonkeyPat
     """Many steps are those of an optimizer that waits, to the bit, with all averages, ages and counts."""
     options: dict[str, Any] = {"fisher": "type-2", "factors_every": 5, "replay": case == "mlp"} | (CASES | MORE)[case]
     there, optimizer = trained(**options)
-    assert len(optimizer._outstanding._steps) > 0
+    assert len(optimizer._pending._steps) > 0
     mine = everything(optimizer)
     wait_always(monkeypatch)
     here, waiting = trained(**options)
@@ -313,7 +313,7 @@ def test_long_runs_without_new_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for i in range(20):
         step(model, optimizer, "gradient" if i == 2 else "")
-        counts.append(len(optimizer._outstanding._steps))
+        counts.append(len(optimizer._pending._steps))
     assert max(counts) == 7
     assert min(counts[8:]) == 3
     assert optimizer._curvature.events.skipped_steps == 1

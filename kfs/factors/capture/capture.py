@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from kfs.factors.accumulate.interface import Adder, Receiver, Sums
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.capture.derived import tap_broadcast, track_copy
-from kfs.factors.capture.sites import EVERYTHING, Counting, Known, Sites, What
+from kfs.factors.capture.row_queries import EVERYTHING, AuditResult, Counting, RowQueries, What
 from kfs.factors.capture.tap import Tap, apply_tap
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule
-from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.factors.settings import Settings
 from kfs.factors.trace.plan import (
     Broadcast,
@@ -44,7 +44,7 @@ from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.torch_fixes import refuse_reentrant_checkpoint
 from kfs.runtime.cuda_graphs import CudaRecorder, Recorder
 from kfs.runtime.nested import mapped, without_tensors
-from kfs.runtime.sync import Flags
+from kfs.runtime.sync import DeferredChecks
 
 log = logging.getLogger("kfs.factors")
 
@@ -135,7 +135,7 @@ class Used:
     not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not leave out themselves
 
 
-Observer = Callable[[Used, Owners, Receiver], Receiver]
+Observer = Callable[[Used, RowMap, Receiver], Receiver]
 _MOST_PLANS = 10_000  # a model whose shapes never repeat makes new ones in every batch
 
 
@@ -145,7 +145,7 @@ class Capture(TorchFunctionMode):
     Args:
         session: Has tracked parameters, rules and plans.
         sums: What inputs and gradients are added to.
-        num_data: Number of data in the batch.
+        num_data: Number of examples in the batch.
         batch_axis: Where the batch axis is in activations, if not first.
         known: What an audit found out about rows. `None` to guess it from lengths.
         measuring: Whether rows are to be measured, for an audit.
@@ -159,10 +159,10 @@ class Capture(TorchFunctionMode):
         sums: Sums,
         num_data: int,
         batch_axis: int | None = None,
-        known: Known | None = None,
+        known: AuditResult | None = None,
         measuring: bool = False,
         masks: BatchMasks | None = None,
-        padding: Flags | None = None,
+        padding: DeferredChecks | None = None,
     ) -> None:
         super().__init__()
         # Plans die if parameters have other storages than before, or if ever new shapes have made too many of them.
@@ -193,7 +193,7 @@ class Capture(TorchFunctionMode):
         self.noise: torch.Generator | None = None  # adds noise to all outputs, to see what depends on values alone
         # Is shown every use, the owners of its rows, and what takes gradients.
         self.observer: Observer | None = None
-        self.sites: Sites | None = None  # where it matters whose rows are, if anywhere
+        self.sites: RowQueries | None = None  # where it matters whose rows are, if anywhere
         inputs = ((), ()) if known is None else (known.constants, known.inputs)
         self.marks = Marks(self.tracker, num_data, batch_axis, *inputs)
         self.is_data = self.marks.is_data
@@ -244,7 +244,7 @@ class Capture(TorchFunctionMode):
         return result
 
     def _moves_by_data(self, func: Any, args: Any, inputs: list[Tensor]) -> bool:
-        """Whether data decide where rows go, or how many there are of each datum."""
+        """Whether data decide where rows go, or how many there are of each example."""
         if func is Tensor.__getitem__ or func is Tensor.__setitem__:
             indices = tensors_of(args[1:2])
         else:
@@ -294,14 +294,14 @@ class Capture(TorchFunctionMode):
         kwargs: dict[str, Any],
         out: Tensor,
     ) -> Any:
-        """Follow the output of an operation whose inputs do not depend on data, unless it has a row for every datum."""
+        """Follow the output of an operation whose inputs do not depend on data, unless it has a row per example."""
         func = call.func
         with full_precision(self.session.device_type):
             x = prepared(planned[0], args, kwargs)
         leading, axis = planned[0].inputs.leading(x), self.batch_axis or 0
         guess = self.num_data > 1 and leading[axis : axis + 1] == (self.num_data,)
         with self.places().question(func, planned[0].layout.weight, guess) as has_data:
-            if has_data:  # what is multiplied does not depend on data, but it has a row for every datum
+            if has_data:  # what is multiplied does not depend on data, but it has a row for every example
                 tapped = self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
                 return self.marks.mark(tapped)
             return self.session.fallback(self, func, args, kwargs)
@@ -329,11 +329,11 @@ class Capture(TorchFunctionMode):
         self,
         what: What,
         leading: tuple[int, ...],
-        start: Callable[[Owners], Receiver],
+        start: Callable[[RowMap], Receiver],
         meeting: bool = False,
         counting: Counting = EVERYTHING,
     ) -> Receiver:
-        """Open a place at which it matters whose rows are, right before its tap; arguments are those of `Sites`."""
+        """Ask which example each row belongs to, right before the tap; arguments are those of `RowQueries`."""
         sites = self.places()
         before = len(sites.waiting)
         receive = sites.open(what, leading, start, meeting, counting)
@@ -346,11 +346,11 @@ class Capture(TorchFunctionMode):
         self._waits = True
         return self.tap(t, receive)
 
-    def places(self) -> Sites:
+    def places(self) -> RowQueries:
         """Return all places at which it matters whose rows are."""
         if self.sites is None:
             mixing = self.session.mixing
-            self.sites = Sites(self.num_data, self.batch_axis, self._known, self.measuring, mixing, self.masks)
+            self.sites = RowQueries(self.num_data, self.batch_axis, self._known, self.measuring, mixing, self.masks)
         return self.sites
 
     def _plan(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -368,7 +368,7 @@ class Capture(TorchFunctionMode):
         return plans[key]
 
     def key_of(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
-        """Return all that a plan depends on: operation, arguments, number of data and `autocast`."""
+        """Return all that a plan depends on: operation, arguments, number of examples and `autocast`."""
         kind = self.session.device_type
         key = [func, self.num_data]
         if torch.is_autocast_enabled(kind):
@@ -419,22 +419,22 @@ class Capture(TorchFunctionMode):
         rows = prod(leading)
         what = (plan.operation, plan.layout.weight)
         positions = plan.inputs.per_row
-        owners = Regular.batch_first(self.num_data, rows) if by_construction else None
+        row_map = StridedRows.batch_first(self.num_data, rows) if by_construction else None
         used = Used(number, what, rows, positions, by_construction, self.places().next_use, plan.inputs.not_padding(x))
         self.most_positions = max(self.most_positions, rows * positions)
 
-        def start(owners: Owners) -> Receiver:
+        def start(row_map: RowMap) -> Receiver:
             with full_precision(plan.device.type):
-                receive = adder.add(x, owners)
+                receive = adder.add(x, row_map)
             if number == self._checked:
-                receive = self._looking_for_padding(owners.counted, used, receive)
-            return receive if self.observer is None else self.observer(used, owners, receive)
+                receive = self._looking_for_padding(row_map.counted, used, receive)
+            return receive if self.observer is None else self.observer(used, row_map, receive)
 
         rule = self._rule(number, what)
         # What meets data later is not measured, and the same positions of all data need not be.
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
-        counting = Counting(rule, positions, owners, self.sums.by_datum)
+        counting = Counting(rule, positions, row_map, self.sums.by_datum)
         return self.open(what, leading, start, counting=counting)
 
     def _looking_for_padding(self, counted: Tensor | None, used: Used, receive: Receiver) -> Receiver:
@@ -485,7 +485,7 @@ class Capture(TorchFunctionMode):
         hidden, self.reached = known[self.operations]
         self.unexplained |= hidden
 
-    def leave_nothing_behind(self) -> None:
+    def clear_marks(self) -> None:
         """After the forward pass: take marks off tensors that a model has kept, and forget tensors of this batch."""
         self.tracker.forget_batch()
         self.marks.forget()
@@ -510,9 +510,9 @@ def forward(
     session: Session,
     sums: Sums,
     batch_axis: int | None = None,
-    known: Known | None = None,
-    ignored: Flags | None = None,
-    padding: Flags | None = None,
+    known: AuditResult | None = None,
+    ignored: DeferredChecks | None = None,
+    padding: DeferredChecks | None = None,
 ) -> tuple[Tensor, Capture]:
     """Evaluate the model with taps at the outputs of all parametric operations.
 
@@ -540,7 +540,7 @@ def forward(
         with uncompiled():
             f = risk.predict(risk.params, marked, within=capture)
     finally:
-        capture.leave_nothing_behind()
+        capture.clear_marks()
         capture.running = False
     capture.find_hidden_uses(f)
     return f, capture

@@ -12,7 +12,7 @@ from kfs import GGN, EmpiricalRisk
 from kfs.errors import KfsWarning
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC, update_rule
-from kfs.optim.update_rule import Share, Tensors, adamw_step, correction, limited, move, natural_step
+from kfs.optim.update_rule import ParameterGroup, Tensors, adamw_step, apply_step, correction, limited, natural_step
 from tests.optim.training import train, weights
 
 
@@ -27,7 +27,7 @@ def test_momentum_has_no_bias(momentum: float, steps: int) -> None:
     p, g = [torch.zeros(2, dtype=torch.float64)], [torch.tensor([1.0, -2.0]).double()]
     m: Tensors = [torch.zeros(2).double()]
     for age in range(steps):
-        share = Share(p, g, m, momentum, lr=1.0, kept=1.0, correction=correction(momentum, age + 2))
+        share = ParameterGroup(p, g, m, momentum, lr=1.0, kept=1.0, correction=correction(momentum, age + 2))
         before = p[0].clone()
         natural_step([share], identity)
         torch.testing.assert_close(p[0], before - g[0])
@@ -42,7 +42,7 @@ def test_momentum_looks_ahead() -> None:
     m: Tensors = [torch.zeros_like(target)]
     sgd = torch.optim.SGD([theirs], lr=0.1 * (1 - beta), momentum=beta, nesterov=True)
     for _ in range(5):
-        share = Share([mine], [mine - target], m, beta, lr=0.1, kept=1.0, correction=correction(beta, old))
+        share = ParameterGroup([mine], [mine - target], m, beta, lr=0.1, kept=1.0, correction=correction(beta, old))
         natural_step([share], identity)
         theirs.grad = theirs.detach() - target
         sgd.step()
@@ -58,14 +58,14 @@ def test_nothing_changes_after_an_error() -> None:
     p, g, m = ([torch.randn(3)] for _ in range(3))
     before = [t[0].clone() for t in (p, g, m)]
     with pytest.raises(ZeroDivisionError):
-        natural_step([Share(p, g, m, 0.9, lr=1.0, kept=0.9, correction=1.0)], fails)
+        natural_step([ParameterGroup(p, g, m, 0.9, lr=1.0, kept=0.9, correction=1.0)], fails)
     assert all(torch.equal(t[0], b) for t, b in zip((p, g, m), before, strict=True))
 
 
 def test_weight_decay_is_decoupled() -> None:
     """It does not go through curvature or momentum."""
     p, g, m = [torch.ones(2)], [torch.zeros(2)], [torch.zeros(2)]
-    natural_step([Share(p, g, m, 0.9, lr=0.5, kept=0.95, correction=1.0)], identity)
+    natural_step([ParameterGroup(p, g, m, 0.9, lr=0.5, kept=0.95, correction=1.0)], identity)
     torch.testing.assert_close(p[0], torch.full((2,), 0.95))
 
 
@@ -77,7 +77,7 @@ def test_adamw_is_that_of_pytorch() -> None:
     adamw = torch.optim.AdamW([q], lr=0.1, betas=(0.9, 0.95), weight_decay=0.2, eps=1e-150)
     for age in range(5):
         g = torch.randn(4, dtype=torch.float64)
-        share = Share([p], [g], [m], 0.9, lr=0.1, kept=0.98, correction=correction(0.9, age + 1))
+        share = ParameterGroup([p], [g], [m], 0.9, lr=0.1, kept=0.98, correction=correction(0.9, age + 1))
         adamw_step(share, [v], 0.95, correction(0.95, age + 1))
         q.grad = g
         adamw.step()
@@ -234,7 +234,7 @@ def test_one_step_minimises_over_a_layer(place: int, reduction: str, fisher: str
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum"), nn.MSELoss()])
 def test_exact_natural_gradient_for_one_datum(loss: nn.Module) -> None:
-    """With one datum every block is exact, and the step is that of the dense, damped GGN of each layer."""
+    """With one example every block is exact, and the step is that of the dense, damped GGN of each layer."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     X = torch.randn(1, 4, dtype=torch.float64)
@@ -318,7 +318,7 @@ def test_parameters_that_are_parts_of_larger_tensors(taken: bool) -> None:
     memory = torch.zeros(3, 4, 6)
     params = [memory[0, :, :3], memory[1].T, memory[2, :, 1::2]]
     steps = [torch.randn(p.shape) for p in params]
-    move(params, steps, 0.5, 1.0, torch.tensor(taken))
+    apply_step(params, steps, 0.5, 1.0, torch.tensor(taken))
     for p, step in zip(params, steps, strict=True):
         torch.testing.assert_close(p, -0.5 * step if taken else torch.zeros_like(p))
     others = [memory[0, :, 3:], memory[2, :, ::2]]

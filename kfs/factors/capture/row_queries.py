@@ -21,42 +21,42 @@ from kfs.factors.rows.counted import ALL, BatchMasks, RowRule
 from kfs.factors.rows.measure import (
     Measured,
     has_gradient,
-    in_few_directions,
     measured,
     nearest_order,
     number_of_digits,
     obeys,
+    project,
     regular_order,
 )
-from kfs.factors.rows.row_map import Listed, Owners, Regular, by_length
+from kfs.factors.rows.row_map import IndexedRows, RowMap, StridedRows, by_length
 
 CPU = torch.device("cpu")
 # What happens at a place: the operation, and the parameter that it uses.
 What = tuple[str, str]
-# Does the result of an operation on a parameter and constants have a row for every datum? Identified by the operation,
-# the parameter, and how often they were met before.
+# Does the result of an operation on a parameter and constants have a row for every example? Identified by the
+# operation, the parameter, and how often they were met before.
 Question = tuple[Any, str, int]
 
 
 @dataclass(frozen=True)
-class Placed:
-    """What is known about a place from a measurement on a few data."""
+class KnownUse:
+    """What is known about a place from a measurement on a few examples."""
 
     what: What
     leading: tuple[int, ...]  # there
     num_data: int  # there
-    inner: int | None  # how many consecutive rows belong to a datum; `None` if that has to be measured anew
+    inner: int | None  # how many consecutive rows belong to an example; `None` if that has to be measured anew
 
-    def owners(self, num_data: int, leading: tuple[int, ...]) -> Regular | None:
+    def row_map(self, num_data: int, leading: tuple[int, ...]) -> StridedRows | None:
         """Return the owners of rows in another batch; `None` if they have to be measured.
 
-        Leading axes may differ only in the length of the batch axis, by as much as the number of data does.
+        Leading axes may differ only in the length of the batch axis, by as much as the number of examples does.
         """
         if self.inner is None or len(leading) != len(self.leading):
             return None
         differing = [axis for axis, length in enumerate(leading) if length != self.leading[axis]]
         if not differing and num_data == self.num_data:
-            return Regular(num_data, self.inner)
+            return StridedRows(num_data, self.inner)
         if len(differing) != 1:
             return None
         axis = differing[0]
@@ -64,16 +64,16 @@ class Placed:
         if leading[axis] * self.num_data != self.leading[axis] * num_data or self.inner % tail:
             return None
         fits = self.leading[axis] % (self.num_data * (self.inner // tail)) == 0
-        return Regular(num_data, self.inner) if fits else None
+        return StridedRows(num_data, self.inner) if fits else None
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a measurement on a few data found."""
+class AuditResult:
+    """What a measurement on a few examples found."""
 
-    uses: tuple[Placed, ...] = ()  # places of uses, in their order
-    meetings: tuple[Placed, ...] = ()  # places at which a derived parameter meets the batch, in their order
-    # Whether results that do not depend on data have a row for every datum.
+    uses: tuple[KnownUse, ...] = ()  # places of uses, in their order
+    meetings: tuple[KnownUse, ...] = ()  # places at which a derived parameter meets the batch, in their order
+    # Whether results that do not depend on data have a row for every example.
     answers: Mapping[Question, bool] = field(default_factory=dict)
     constants: frozenset[int] = frozenset()  # which inputs of the model are the same for all data, by their number
     inputs: tuple[bool, ...] = ()  # which inputs are data; empty if that is not known yet
@@ -97,24 +97,24 @@ class Counting:
 
     rule: RowRule = ALL
     positions: int = 1  # of each row
-    owners: Owners | None = None  # those of rows, if nobody has to ask
-    by_datum: bool = True  # whether it matters which datum a row belongs to, also if the rule does not need it
+    row_map: RowMap | None = None  # those of rows, if nobody has to ask
+    by_datum: bool = True  # whether it matters which example a row belongs to, also if the rule does not need it
 
 
 EVERYTHING = Counting()
 
 
 @dataclass(eq=False)
-class Site:
+class RowQuery:
     """A place in a pass at which gradients arrive, and whose rows wait to be measured."""
 
     what: What
     leading: tuple[int, ...]
-    start: Callable[[Owners], Receiver]  # takes the owners of rows, and returns what takes gradients
-    sites: "Sites"
+    start: Callable[[RowMap], Receiver]  # takes the owners of rows, and returns what takes gradients
+    sites: "RowQueries"
     meeting: bool  # whether a derived parameter meets the batch there
     counting: Counting = EVERYTHING
-    known: Owners | None = None  # the owners of rows, if they need not be measured
+    known: RowMap | None = None  # the owners of rows, if they need not be measured
     has_gradient: Tensor | None = None  # which positions have one, `[rows, positions]`
     of_vector: Tensor | None = None  # gradients for the vector that shows it
     receiver: Receiver | None = None
@@ -123,7 +123,9 @@ class Site:
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
     measured: Measured | None = None
-    owners: Tensor | None = None  # the datum of each row, or -1; `None` if positions of a row belong to different data
+    row_map: Tensor | None = (
+        None  # the example of each row, or -1; `None` if positions of a row belong to different data
+    )
     inner: int | None = None
     certain: bool = True
 
@@ -141,7 +143,7 @@ class Site:
             return
         g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
         self.dtype, self.device = g.dtype, g.device
-        self.probed.append(in_few_directions(g[0]))
+        self.probed.append(project(g[0]))
 
     def _look_for_gradients(self, g: Tensor) -> None:
         """Take the gradients of a vector, or those of a multiple of it, which show together which rows have any."""
@@ -161,11 +163,11 @@ class Site:
     def find_order(self, found: Measured, num_data: int, mixing: bool) -> None:
         """Find the order of rows, with what was measured."""
         self.measured = found
-        self.owners = found.of_groups(prod(self.leading))
+        self.row_map = found.of_groups(prod(self.leading))
         if mixing and found.mixes:
             self.inner = nearest_order(self.probed, num_data, self.leading)
-        elif self.owners is not None:
-            self.inner, self.certain = regular_order(self.owners, num_data, self.leading)
+        elif self.row_map is not None:
+            self.inner, self.certain = regular_order(self.row_map, num_data, self.leading)
             self.certain = self.certain and found.has_votes
         self.probed.clear()
 
@@ -174,7 +176,7 @@ class Site:
         if self.is_certain or inner is None:
             return
         silent = self.measured is None  # no gradient came back at all
-        if silent or (self.owners is not None and obeys(self.owners, inner, num_data)):
+        if silent or (self.row_map is not None and obeys(self.row_map, inner, num_data)):
             self.inner, self.certain = inner, True
 
     def begin(self, num_data: int) -> None:
@@ -187,13 +189,13 @@ class Site:
             self.receiver = self.start(self.sites.counted(self.known, self.leading, self.counting, self.has_gradient))
         elif self.inner is not None:
             has_votes = self.measured is not None and self.measured.has_votes
-            regular = Regular(num_data, self.inner, complete=self.certain or not has_votes)
+            regular = StridedRows(num_data, self.inner, complete=self.certain or not has_votes)
             self.receiver = self.start(self.sites.counted(regular, self.leading, self.counting, self.has_gradient))
         elif self.measured is None:  # predictions do not depend on it
             self.certain = False
             self.receiver = self.start(guessed(num_data, self.leading, self.sites.axis))
-        elif self.owners is not None:
-            listed = Listed(self.owners.to(self.device), num_data)
+        elif self.row_map is not None:
+            listed = IndexedRows(self.row_map.to(self.device), num_data)
             counted = self.has_gradient
             if rule.kind == "data" and (of_data := self.sites.masks.counted(rule, 1)) is not None:
                 index = listed.index(prod(self.leading))
@@ -207,10 +209,10 @@ class Site:
                 "KFAC with sharing='expand' does not need to know whose they are; or leave the parameter out with "
                 "params=.",
             )
-            self.receiver = self.start(Unknown(error, num_data))
+            self.receiver = self.start(UnknownRows(error, num_data))
 
 
-class Unknown(Owners):
+class UnknownRows(RowMap):
     """Rows of which one does not know whose they are: an error as soon as it matters."""
 
     def __init__(self, error: DataError, num_data: int) -> None:
@@ -237,18 +239,18 @@ class Unknown(Owners):
         """Say no."""
         return False
 
-    def counting(self, counted: Tensor | None) -> "Unknown":
+    def counting(self, counted: Tensor | None) -> "UnknownRows":
         """Return the same error, as long as positions that count are all that matters."""
         other = copy(self)
         other.counted = counted
         return other
 
 
-class Sites:
-    """All places of one pass at which it matters which datum a row belongs to.
+class RowQueries:
+    """All places of one pass at which it matters which example a row belongs to.
 
     Args:
-        num_data: Number of data.
+        num_data: Number of examples.
         axis: Where the batch axis is in activations, if somebody said so. It is used if nobody measures.
         known: What a measurement found. `None` to guess.
         measuring: Whether all places wait to be measured.
@@ -260,7 +262,7 @@ class Sites:
         self,
         num_data: int,
         axis: int | None = None,
-        known: Known | None = None,
+        known: AuditResult | None = None,
         measuring: bool = False,
         mixing: bool = False,
         masks: BatchMasks | None = None,
@@ -270,11 +272,13 @@ class Sites:
         self.num_data = num_data
         self.axis = axis
         self.measuring = measuring
-        self.waiting: list[Site] = []
-        self.observed: list[Site] = []
+        self.waiting: list[RowQuery] = []
+        self.observed: list[RowQuery] = []
         self._known = known
         self._mixing = mixing
-        self.questions: list[tuple[Question, bool, list[Site]]] = []  # with answers, and the places that they are about
+        self.questions: list[
+            tuple[Question, bool, list[RowQuery]]
+        ] = []  # with answers, and the places that they are about
         self._next = [0, 0]
         self._asked: Counter[tuple[Any, str]] = Counter()
 
@@ -302,7 +306,7 @@ class Sites:
         self,
         what: What,
         leading: tuple[int, ...],
-        start: Callable[[Owners], Receiver],
+        start: Callable[[RowMap], Receiver],
         meeting: bool = False,
         counting: Counting = EVERYTHING,
     ) -> Receiver:
@@ -315,44 +319,44 @@ class Sites:
             meeting: Whether it is a place at which a derived parameter meets the batch, and not a use.
             counting: Which positions count.
         """
-        owners = counting.owners
+        row_map = counting.row_map
         if self.num_data == 1:
-            owners = Regular.batch_first(1, prod(leading))
-        elif not self.measuring and owners is None:
+            row_map = StridedRows.batch_first(1, prod(leading))
+        elif not self.measuring and row_map is None:
             if self._known is None:
-                owners = guessed(self.num_data, leading, self.axis)
+                row_map = guessed(self.num_data, leading, self.axis)
             else:
                 known = self._known.meetings if meeting else self._known.uses
-                owners = self._look_up(what, leading, known, meeting)
+                row_map = self._look_up(what, leading, known, meeting)
             # If a use only asks which of its rows have gradients, nobody needs to know whose they are.
-            if owners is None and not counting.by_datum and counting.rule.kind in {"all", "measured"}:
-                error = DataError("It was not measured which datum rows belong to.", "Use sharing='expand'.")
-                owners = Unknown(error, self.num_data)
+            if row_map is None and not counting.by_datum and counting.rule.kind in {"all", "measured"}:
+                error = DataError("It was not measured which example rows belong to.", "Use sharing='expand'.")
+                row_map = UnknownRows(error, self.num_data)
         rule = counting.rule
         waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
-        if owners is not None and not waits:
-            return start(self.counted(owners, leading, counting))
-        site = Site(what, leading, start, self, meeting, counting, owners)
+        if row_map is not None and not waits:
+            return start(self.counted(row_map, leading, counting))
+        site = RowQuery(what, leading, start, self, meeting, counting, row_map)
         self.waiting.append(site)
         return site.receive
 
     def counted(
-        self, owners: Owners, leading: tuple[int, ...], counting: Counting, has_gradient: Tensor | None = None
-    ) -> Owners:
+        self, row_map: RowMap, leading: tuple[int, ...], counting: Counting, has_gradient: Tensor | None = None
+    ) -> RowMap:
         """Return owners that know which positions of rows count."""
         if has_gradient is not None:
-            return owners.counting(has_gradient)
+            return row_map.counting(has_gradient)
         rows, rule = prod(leading), counting.rule
-        if rule.kind == "all" or not isinstance(owners, Regular) or rows % owners.num_data:
-            return owners
-        found = self.masks.counted(rule, rows // owners.num_data * counting.positions)
+        if rule.kind == "all" or not isinstance(row_map, StridedRows) or rows % row_map.num_data:
+            return row_map
+        found = self.masks.counted(rule, rows // row_map.num_data * counting.positions)
         if found is None:
-            return owners
-        return owners.counting(owners.from_data(found.expand(owners.num_data, -1), rows))
+            return row_map
+        return row_map.counting(row_map.from_data(found.expand(row_map.num_data, -1), rows))
 
     def observe(self, what: What, shape: tuple[int, ...]) -> Receiver:
         """Measure a result number by number, and do nothing else with its gradients."""
-        site = Site(what, shape, nothing, self, meeting=True)
+        site = RowQuery(what, shape, nothing, self, meeting=True)
         self.observed.append(site)
         return lambda g: site.receive(g.unsqueeze(-1))
 
@@ -368,7 +372,7 @@ class Sites:
 
     @contextmanager
     def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
-        """Ask whether the result of an operation on a parameter and constants has a row for every datum.
+        """Ask whether the result of an operation on a parameter and constants has a row for every example.
 
         An audit finds out; without one, the answer is a guess. It is about the places that are opened in this context.
         """
@@ -383,7 +387,7 @@ class Sites:
     def settle(self) -> None:
         """Find out whose the rows are, and which ones count, after all probes were sent back."""
         probes = 1 + number_of_digits(self.num_data)
-        kinds: dict[Any, list[Site]] = {}
+        kinds: dict[Any, list[RowQuery]] = {}
         for site in (*self.waiting, *self.observed):
             if site.known is None and len(site.probed) == probes:
                 kinds.setdefault((site.dtype, site.probed[0].shape[1]), []).append(site)
@@ -416,21 +420,23 @@ class Sites:
         self.observed.clear()
         self.questions.clear()
 
-    def _look_up(self, what: What, leading: tuple[int, ...], known: Sequence[Placed], meeting: bool) -> Regular | None:
+    def _look_up(
+        self, what: What, leading: tuple[int, ...], known: Sequence[KnownUse], meeting: bool
+    ) -> StridedRows | None:
         """Return what is known about the next place; `None` if that is another one, or nothing."""
         place = self._next[meeting]
         self._next[meeting] += 1
         if place >= len(known) or known[place].what != what:
             return None
-        return known[place].owners(self.num_data, leading)
+        return known[place].row_map(self.num_data, leading)
 
 
-def guessed(num_data: int, leading: tuple[int, ...], axis: int | None) -> Owners:
+def guessed(num_data: int, leading: tuple[int, ...], axis: int | None) -> RowMap:
     """Guess owners by lengths; if that is not possible, it is an error as soon as somebody needs them."""
     try:
         return by_length(num_data, leading, axis)
     except DataError as error:
-        return Unknown(error, num_data)
+        return UnknownRows(error, num_data)
 
 
 def nothing(_: Any) -> Receiver:

@@ -1,6 +1,6 @@
-"""The announced loss beside the one that training minimizes: what is an error, a warning, or not noticed.
+"""The declared loss beside the one that training minimizes: what is an error, a warning, or not noticed.
 
-What is known about a loss that somebody computes: everything if the announced module computes it, or if targets are
+What is known about a loss that somebody computes: everything if the declared module computes it, or if targets are
 given; its gradient at the predictions alone otherwise.
 """
 
@@ -28,7 +28,7 @@ mse = F.mse_loss
 bce = F.binary_cross_entropy_with_logits
 Minimized = Callable[[Tensor], Tensor]
 
-# Announced loss, minimized loss of the predictions, and the outcome if targets are not known: a part of a message. Then
+# Declared loss, minimized loss of the predictions, and the outcome if targets are not known: a part of a message. Then
 # the targets, and the outcome if they are given.
 Case = tuple[Any, Minimized, str, Tensor, str]
 FINE = ""
@@ -87,13 +87,13 @@ CASES: dict[str, Case] = {
 }
 
 
-def outcome(announced: Any, minimized: Minimized, y: Tensor | None, **options: Any) -> str:
+def outcome(declared: Any, minimized: Minimized, y: Tensor | None, **options: Any) -> str:
     """Take two steps, and return the message: an error's, a warning's, or nothing."""
     model = mlp()
     before = weights(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = KFAC(model, announced, factors_every=1, **options)
+        optimizer = KFAC(model, declared, factors_every=1, **options)
         try:
             for _ in range(2):
                 optimizer.zero_grad()
@@ -126,16 +126,16 @@ def check(message: str, expected: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_targets_that_are_not_known(case: str, fisher: str) -> None:
     """The gradient alone shows another loss, and the scale of a cross-entropy."""
-    announced, minimized, expected, _, _ = CASES[case]
-    check(outcome(announced, minimized, None, fisher=fisher), expected)
+    declared, minimized, expected, _, _ = CASES[case]
+    check(outcome(declared, minimized, None, fisher=fisher), expected)
 
 
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 @pytest.mark.parametrize("case", CASES)
 def test_targets_that_are_known(case: str, fisher: str) -> None:
     """With targets, every difference is noticed."""
-    announced, minimized, _, y, expected = CASES[case]
-    check(outcome(announced, minimized, y, fisher=fisher), expected)
+    declared, minimized, _, y, expected = CASES[case]
+    check(outcome(declared, minimized, y, fisher=fisher), expected)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_announced_module_computes_the_loss(loss: nn.Module, y: Tensor, fact
     ],
 )
 def test_predictions_that_are_changed_before_the_loss(change: Callable[[Tensor], Tensor], expected: str) -> None:
-    """If the announced module is called with labels, they have to explain the gradient at the predictions."""
+    """If the declared module is called with labels, they have to explain the gradient at the predictions."""
     loss = CE()
 
     def minimized(f: Tensor) -> Tensor:
@@ -196,10 +196,10 @@ def test_tokens() -> None:
     y = torch.randint(7, (4, 5), generator=generator)
     y[0, :2] = -100
 
-    def step(announced: Any, function: Callable[[Tensor], Tensor]) -> None:
+    def step(declared: Any, function: Callable[[Tensor], Tensor]) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 7)).double()
-        optimizer = KFAC(model, announced)
+        optimizer = KFAC(model, declared)
         function(model(x)).backward()
         optimizer.step()
 
@@ -331,7 +331,7 @@ def test_a_function_may_be_any_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("announced", "minimized", "expected"),
+    ("declared", "minimized", "expected"),
     [
         (MSE(), lambda f: mse(f, REAL), FINE),
         (MSE(), lambda f: mse(f, REAL, reduction="sum"), "error: is a sum"),
@@ -341,10 +341,10 @@ def test_a_function_may_be_any_loss() -> None:
         (CE(reduction="sum"), lambda f: cross_entropy(f, 0.7 * ONE_HOT + 0.1), FINE),
     ],
 )
-def test_the_value_of_a_square_loss(announced: Any, minimized: Minimized, expected: str) -> None:
+def test_the_value_of_a_square_loss(declared: Any, minimized: Minimized, expected: str) -> None:
     """A closure shows the value, which has the scale of the residuals' squares: their mean or their sum."""
     model = mlp()
-    optimizer = KFAC(model, announced)
+    optimizer = KFAC(model, declared)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
