@@ -1,11 +1,12 @@
 """KFAC as it is, with default settings, against others that are tuned: fine-tuning and training from scratch.
 
-`python -m benchmarks.train defaults [cuda] [names] [--quick]` trains with constant learning rates and with a cosine
-after 5 % of warm-up, and writes JSON for each task, and a plot of all, to benchmarks/results. AdamW, Muon and SOAP get
-the best of `GRIDS` by their loss at the end with the first seed; Prodigy needs no learning rate. `kfs` has default
-settings, and `kfs-fixed` is the same with `noise=None`, at the best of three learning rates. Each is then run with
-`SEEDS` seeds. Names are those of tasks, of schedules (`constant`, `cosine`) and of optimizers; results that are not
-named stay as they are, so that tasks can run at the same time in several processes.
+`python -m benchmarks.train defaults [cuda] [names] [--quick] [--seeds N] [--jobs N]` trains with constant learning
+rates and with a cosine after 5 % of warm-up, and writes JSON for each task, and a plot of all, to benchmarks/results.
+AdamW, Muon and SOAP get the best of `GRIDS` by their loss at the end with the first seed; Prodigy needs no learning
+rate. `kfs` has default settings, and `kfs-fixed` is the same with `noise=None`, at the best of three learning rates.
+Each is then run with `SEEDS` seeds, or as many as `--seeds` says: one after the other for all optimizers, and files are
+written after each. Names are those of tasks, of schedules (`constant`, `cosine`) and of optimizers; results that are
+not named stay as they are. `--jobs` is how many processes train at the same time.
 
 `full` and `lora` start from a byte-level GPT that was trained on source text, and learn sentences about an invented
 world; `lora` trains adapters of rank 8. On a GPU, the GPT has 5 million parameters, on a CPU 120 thousand. Losses are
@@ -17,10 +18,11 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
+from itertools import groupby, pairwise, product
 from pathlib import Path
 
 import torch
@@ -31,9 +33,9 @@ from torch import Tensor, nn
 
 from benchmarks import gpu_training
 from benchmarks.baseline_optimizers import Factory, Prodigy, factories
-from benchmarks.gpu_training import GpuTask, source_text, text_task, train
+from benchmarks.gpu_training import GpuRun, GpuTask, source_text, text_task, train
 from benchmarks.long_runs import RecurrentModel
-from benchmarks.report import RESULTS, save
+from benchmarks.report import RESULTS, in_processes, option, save
 from benchmarks.training_tasks import (
     Batch,
     CharacterGPT,
@@ -112,18 +114,22 @@ def facts(device: str) -> tuple[Tensor, Tensor]:
     return training, other
 
 
-@cache
+PRETRAINED: dict[tuple[str, Size], dict[str, Tensor]] = {}  # by device and size
+
+
 def pretrained(device: str, size: Size) -> dict[str, Tensor]:
     """Return the parameters of a model that was trained on source text."""
-    task = text_task("pretraining", size.gpt, source_text(device), size.batch, size.length, size.steps, checks=4)
-    kept: list[nn.Module] = []
+    if (device, size) not in PRETRAINED:
+        task = text_task("pretraining", size.gpt, source_text(device), size.batch, size.length, size.steps, checks=4)
+        kept: list[nn.Module] = []
 
-    def make(model: nn.Module, lr: float) -> KFAC:
-        kept.append(model)
-        return KFAC(model, task.description, lr=lr)
+        def make(model: nn.Module, lr: float) -> KFAC:
+            kept.append(model)
+            return KFAC(model, task.description, lr=lr)
 
-    train(task, "kfs", make, 1.0, device, seed=7)
-    return {name: t.detach().clone() for name, t in kept[0].state_dict().items()}
+        train(task, "kfs", make, 1.0, device, seed=7)
+        PRETRAINED[device, size] = {name: t.detach().cpu().clone() for name, t in kept[0].state_dict().items()}
+    return PRETRAINED[device, size]
 
 
 def fine_tuning(device: str, size: Size, lora: bool) -> GpuTask:
@@ -253,42 +259,74 @@ def makers(task: Task) -> dict[str, Factory]:
     }
 
 
-def compare(
-    task: GpuTask, device: str, constant: bool, quick: bool, names: Collection[str] = tuple(GRIDS)
-) -> list[Result]:
-    """Train with some optimizers, and print a row for each."""
-    found = []
-    for name, make in makers(task).items():
-        if name not in names:
-            continue
-        grid = GRIDS[name][:1] if quick else GRIDS[name]
-        runs = {lr: train(task, name, make, lr, device, 0, constant) for lr in grid}
-        lr = min(runs, key=lambda lr: runs[lr].end)
-        best = [runs[lr]]
-        if not quick:
-            best += [train(task, name, make, lr, device, seed, constant) for seed in range(1, SEEDS)]
-        halves = [run.history[len(run.history) // 2 - 1][2] for run in best]
-        ends = [run.end for run in best]
-        found.append(
-            Result(
-                task.name,
-                "constant" if constant else "cosine",
-                name,
-                lr,
-                statistics.fmean(halves),
-                statistics.fmean(ends),
-                ends,
-                {f"{rate:g}": run.end for rate, run in runs.items()},
-                best[0].seconds,
-                best[0].history,
-            )
-        )
-        one = found[-1]
-        print(
-            f"| {one.task} | {one.schedule} | {name} | {lr:g} | {one.half:.4g} | {one.end:.4g} | {one.seconds:.1f} |",
-            flush=True,
-        )
+@cache
+def task_of(name: str, device: str, quick: bool) -> GpuTask:
+    """Return a task by its name."""
+    task = TASKS[name](device, SIZES["quick" if quick else device])
+    return replace(task, check=task.check[:1]) if quick else task
+
+
+def trained(device: str, quick: bool, name: str, schedule: str, optimizer: str, lr: float, seed: int) -> GpuRun:
+    """Train once."""
+    task = task_of(name, device, quick)
+    return train(task, optimizer, makers(task)[optimizer], lr, device, seed, schedule == "constant")
+
+
+def result(schedule: str, tried: dict[float, GpuRun], others: list[GpuRun]) -> Result:
+    """Return what is reported of the runs with the first seed, by learning rate, and of the best one's other seeds."""
+    lr = min(tried, key=lambda lr: tried[lr].end)
+    best = [tried[lr], *others]
+    halves = [run.history[len(run.history) // 2 - 1][2] for run in best]
+    ends = [run.end for run in best]
+    found = Result(
+        best[0].task,
+        schedule,
+        best[0].optimizer,
+        lr,
+        statistics.fmean(halves),
+        statistics.fmean(ends),
+        ends,
+        {f"{rate:g}": run.end for rate, run in tried.items()},
+        best[0].seconds,
+        best[0].history,
+    )
+    shown = f"{lr:g} | {found.half:.4g} | {found.end:.4g} | {found.seconds:.1f}"
+    print(f"| {found.task} | {schedule} | {found.optimizer} | {shown} |", flush=True)
     return found
+
+
+def compare(
+    tasks: list[str], schedules: list[str], optimizers: list[str], device: str, quick: bool, seeds: int, jobs: int
+) -> Iterator[list[Result]]:
+    """Train everything with the first seed, then the best of each with the second one, and so on.
+
+    Yields results of a task and a schedule whenever there are new ones.
+    """
+    groups = list(product(tasks, schedules))
+    grids = {name: GRIDS[name][:1] if quick else GRIDS[name] for name in optimizers}
+    if jobs > 1 and {"full", "lora"} & set(tasks):  # all processes begin with the same model
+        pretrained(device, SIZES["quick" if quick else device])
+    tried: dict[tuple[str, str, str], dict[float, GpuRun]] = {}
+    others: dict[tuple[str, str, str], list[GpuRun]] = {}
+    for seed in range(seeds):
+        plan = [
+            (*group, name, lr, seed)
+            for group in groups
+            for name, grid in grids.items()
+            for lr in (grid if seed == 0 else [min(tried[*group, name].items(), key=lambda pair: pair[1].end)[0]])
+        ]
+        with closing(
+            in_processes(partial(trained, device, quick), plan, jobs, PRETRAINED.update, (PRETRAINED,))
+        ) as done:
+            runs = zip(plan, done, strict=True)
+            for group, inside in groupby(runs, key=lambda pair: pair[0][:2]):
+                for (*_, name, lr, _), run in inside:
+                    if seed == 0:
+                        tried.setdefault((*group, name), {})[lr] = run
+                    else:
+                        others.setdefault((*group, name), []).append(run)
+                keys = [(*group, name) for name in grids]
+                yield [result(group[1], tried[key], others.get(key, [])) for key in keys]
 
 
 def draw(results: list[Result], file: Path) -> None:
@@ -331,26 +369,23 @@ def chosen_of(names: list[str], all_names: Iterable[str]) -> list[str]:
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:
     """Run what is named, everything by default."""
+    arguments, seeds = option(arguments, "--seeds", SEEDS)
+    arguments, jobs = option(arguments, "--jobs")
     quick, device = "--quick" in arguments, "cuda" if "cuda" in arguments else "cpu"
     names = [argument for argument in arguments if argument not in {"--quick", "cuda"}]
     if unknown := set(names) - {*TASKS, *SCHEDULES, *GRIDS}:
         choices = ", ".join([*TASKS, *SCHEDULES, *GRIDS])
         sys.exit(f"Unknown: {', '.join(sorted(unknown))}. Say {choices}, cuda, and --quick if you like.")
-    optimizers = chosen_of(names, GRIDS)
+    tasks, schedules, optimizers = (chosen_of(names, some) for some in (TASKS, SCHEDULES, GRIDS))
     start = f"train_defaults_{device}{'_quick' if quick else ''}"
-    size = SIZES["quick" if quick else device]
     print("| task | schedule | optimizer | learning rate | at half | at the end | seconds |")
     print("|---|---|---|---|---|---|---|")
-    for name in chosen_of(names, TASKS):
-        task = TASKS[name](device, size)
-        task = replace(task, check=task.check[:1]) if quick else task
-        for schedule in chosen_of(names, SCHEDULES):
-            new = compare(task, device, schedule == "constant", quick, optimizers)
-            measured = {(one.schedule, one.optimizer) for one in new}
-            file = results / f"{start}_{name}.json"
-            old = [one for one in known(file) if (one.schedule, one.optimizer) not in measured]
-            found = sorted([*old, *new], key=lambda one: (SCHEDULES.index(one.schedule), [*GRIDS].index(one.optimizer)))
-            print(f"Written: {save(found, file.stem, {'seeds': SEEDS}, results)}")
+    for new in compare(tasks, schedules, optimizers, device, quick, 1 if quick else seeds, jobs):
+        measured = {(one.schedule, one.optimizer) for one in new}
+        file = results / f"{start}_{new[0].task}.json"
+        old = [one for one in known(file) if (one.schedule, one.optimizer) not in measured]
+        found = sorted([*old, *new], key=lambda one: (SCHEDULES.index(one.schedule), [*GRIDS].index(one.optimizer)))
+        print(f"Written: {save(found, file.stem, {'seeds': seeds, 'jobs': jobs}, results)}")
     picture = results / f"{start}.png"
     draw([one for name in TASKS for one in known(results / f"{start}_{name}.json")], picture)
     print(f"Written: {picture}")

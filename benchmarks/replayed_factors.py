@@ -348,7 +348,7 @@ def main(chosen: list[Batches], results: Path = RESULTS, repeats: int = REPEATS)
     for row in measure(chosen, repeats):
         print(row.line(), flush=True)  # a run may be stopped
         rows.append(row)
-    file = save(rows, "factors_cuda", {"repeats": repeats, "device": device_name(device_of(chosen[0]))}, results)
+        file = save(rows, "factors_cuda", {"repeats": repeats, "device": device_name(device_of(chosen[0]))}, results)
     bars = [Row(row.problem, row.program, row.library, row.seconds, row.ratio) for row in rows]
     draw(bars, "marginal batch", results / "factors_cuda.png")
     print(f"Written: {file}, {results / 'factors_cuda.png'}; {time.perf_counter() - start:.0f} s")

@@ -7,8 +7,11 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import starmap
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,41 @@ def medians(programs: Mapping[Any, Callable[[], object]], repeats: int, task: st
             synchronize()
             times[key].append(time.perf_counter() - start)
     return {key: statistics.median(values) for key, values in times.items()}
+
+
+def option(arguments: list[str], name: str, default: int = 1) -> tuple[list[str], int]:
+    """Return arguments without an option and the number behind it, and that number."""
+    if name not in arguments:
+        return arguments, default
+    place = arguments.index(name)
+    return [*arguments[:place], *arguments[place + 2 :]], int(arguments[place + 1])
+
+
+def in_processes(
+    function: Callable[..., Any],
+    arguments: Iterable[tuple[Any, ...]],
+    jobs: int,
+    start: Callable[..., None] | None = None,
+    given: tuple[Any, ...] = (),
+) -> Generator[Any]:
+    """Call a function again and again, in up to so many processes with one thread each, and give results in order.
+
+    With one job, this process does it as it is. Otherwise `start(*given)` runs in each process first.
+    """
+    if jobs == 1:
+        yield from starmap(function, arguments)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _one_thread, (start, given)) as pool:
+        try:
+            yield from pool.map(function, *zip(*arguments, strict=True))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _one_thread(start: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    if start is not None:
+        start(*given)
 
 
 def synchronize() -> None:

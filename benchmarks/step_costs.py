@@ -111,8 +111,8 @@ def on_gpu(names: list[str], results: Path = RESULTS, device: str = "cuda") -> N
         chosen = {name: make for name, make in makers.items() if not (problem.large and name == "soap")}
         found += measured([problem], chosen, 1 if quick else BLOCK, 1 if quick else 3, warm_up=1 if quick else 2)
         torch.cuda.empty_cache()
-    name = f"train_cost_cuda{'_quick' if quick else ''}"
-    print(f"Written: {save(found, name, {'block': BLOCK, 'device': device}, results)}")
+        name = f"train_cost_cuda{'_quick' if quick else ''}"
+        print(f"Written: {save(found, name, {'block': BLOCK, 'device': device}, results)}")  # a run may be stopped
 
 
 def measured(

@@ -1,7 +1,8 @@
 """Training with KFAC and with others: steps and seconds to a fixed loss, and the cost of a step.
 
-`python -m benchmarks.train [autoencoder|cnn|gpt|resnet|cost|all] [--quick]` runs on one CPU thread and writes JSON to
-benchmarks/results, in about 25 minutes for all where `singd` is installed. Learning rates are constant.
+`python -m benchmarks.train [autoencoder|cnn|gpt|resnet|cost|all] [--quick] [--jobs N]` runs on one CPU thread and
+writes JSON to benchmarks/results, in about 25 minutes for all where `singd` is installed. With `--jobs`, optimizers of
+a task are measured at the same time, in so many processes of one thread each. Learning rates are constant.
 Every optimizer gets the same tuning: of the five values in `baseline_optimizers.GRIDS`, the one that reaches a task's
 loss in the fewest steps with the seed `TUNING_SEED` is used for the seeds that are reported. The loss is checked every
 few steps; seconds are those of forward pass, backward pass and optimizer, without the checks.
@@ -27,7 +28,7 @@ from matplotlib.figure import Figure
 from benchmarks import default_settings, gpu_training, step_costs
 from benchmarks.baseline_optimizers import GRIDS, PEERS, Factory, factories, left_out
 from benchmarks.factor_problems import factor_problems
-from benchmarks.report import RESULTS, save
+from benchmarks.report import RESULTS, in_processes, option, save
 from benchmarks.step_costs import training_step
 from benchmarks.training_tasks import TASKS, Task
 
@@ -110,24 +111,37 @@ def loss_or_inf(run: Run) -> float:
     return run.loss if math.isfinite(run.loss) else math.inf
 
 
-def compare(task: Task, quick: bool = False) -> Iterator[Result]:
+def compare(task: Task, quick: bool = False, jobs: int = 1) -> Iterator[Result]:
     """Tune and run all optimizers on a task."""
-    steps, seeds = (2 * CHECK_EVERY, SEEDS[:1]) if quick else (task.steps, SEEDS)
-    for name, make in factories(task.description).items():
-        grid = GRIDS[name][2:3] if quick else GRIDS[name]
-        shown = "adam" if (name, task.name) == ("adamw", "autoencoder") else name  # the same without weight decay
-        try:
-            tuning = tune(task, make, grid, steps)
-            runs = [train(task, make, tuning[0].lr, seed, steps) for seed in seeds]
-        except Exception as error:
-            if name not in PEERS:
-                raise
-            yield Result(task.name, shown, None, [], [], f"not supported: {reason(error)}")
-            continue
-        edge = tuning[0].lr in {grid[0], grid[-1]} and not quick
-        yield Result(task.name, shown, tuning[0].lr, runs, tuning, "at the grid's edge" if edge else "")
+    names = list(factories(task.description))
+    if jobs == 1:
+        yield from (compared(task, name, quick) for name in names)
+    else:
+        yield from in_processes(compared_by_name, [(task.name, name, quick) for name in names], jobs)
     for name, note in left_out().items():
         yield Result(task.name, name, None, [], [], note)
+
+
+def compared_by_name(task: str, name: str, quick: bool) -> Result:
+    """Tune and run an optimizer on a task of `TASKS`, in a process of its own."""
+    return compared(TASKS[task](), name, quick)
+
+
+def compared(task: Task, name: str, quick: bool) -> Result:
+    """Tune and run an optimizer on a task."""
+    steps, seeds = (2 * CHECK_EVERY, SEEDS[:1]) if quick else (task.steps, SEEDS)
+    make = factories(task.description)[name]
+    grid = GRIDS[name][2:3] if quick else GRIDS[name]
+    shown = "adam" if (name, task.name) == ("adamw", "autoencoder") else name  # the same without weight decay
+    try:
+        tuning = tune(task, make, grid, steps)
+        runs = [train(task, make, tuning[0].lr, seed, steps) for seed in seeds]
+    except Exception as error:
+        if name not in PEERS:
+            raise
+        return Result(task.name, shown, None, [], [], f"not supported: {reason(error)}")
+    edge = tuning[0].lr in {grid[0], grid[-1]} and not quick
+    return Result(task.name, shown, tuning[0].lr, runs, tuning, "at the grid's edge" if edge else "")
 
 
 def reason(error: Exception) -> str:
@@ -150,13 +164,13 @@ def line(result: Result) -> str:
     return f"{start} {result.lr:g} | {steps} | {seconds} | {median} | {result.note} |"
 
 
-def table(task: Task, quick: bool = False) -> list[Result]:
+def table(task: Task, quick: bool = False, jobs: int = 1) -> list[Result]:
     """Run everything on a task, and print rows as they come."""
     print(f"{task.name}: to a loss of {task.target:g} in at most {task.steps} steps and {SECONDS:g} seconds")
     print("| task | optimizer | learning rate | steps | seconds | median | |")
     print("|---|---|---|---|---|---|---|")
     results = []
-    for result in compare(task, quick):
+    for result in compare(task, quick, jobs):
         print(line(result), flush=True)
         results.append(result)
     return results
@@ -194,6 +208,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
         else:
             gpu_training.main(others, results)
         return
+    arguments, jobs = option(arguments, "--jobs")
     quick = "--quick" in arguments
     chosen = [argument for argument in arguments if argument != "--quick"] or ["all"]
     problems = factor_problems(8 if quick else 1)
@@ -210,8 +225,8 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
     try:
         for name in tasks:
             task = TASKS[name]()
-            found = table(task, quick)
-            file = save(found, f"train_{name}{end}", {"target": task.target}, results)
+            found = table(task, quick, jobs)
+            file = save(found, f"train_{name}{end}", {"target": task.target, "jobs": jobs}, results)
             draw(task, found, file.with_suffix(".png"))
             print(f"Written: {file}, {file.with_suffix('.png')}")
         if {"all", "cost"} & set(chosen):
