@@ -72,7 +72,7 @@ _BOTH = ("mean", "sum")
 _MSE = {"fishers": ("type-2",), "losses": ("mse",), "num_data": 5, "reductions": _BOTH}
 
 EXACT: tuple[Case, ...] = (
-    Case("one datum", "linear", _ONE, mlp, lambda n: vectors(n, 4), reductions=_BOTH),
+    Case("one example", "linear", _ONE, mlp, lambda n: vectors(n, 4), reductions=_BOTH),
     Case(
         "one example that counts",
         "linear",

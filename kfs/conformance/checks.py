@@ -122,7 +122,7 @@ def _is_exact(case: Case, loss: str, reduction: str, fisher: str, sharing: str, 
 
 
 def _monte_carlo_checks() -> Iterator[Check]:
-    for name, loss in (("deep linear net", "mse"), ("one datum", "ce")):
+    for name, loss in (("deep linear net", "mse"), ("one example", "ce")):
         case = next(c for c in EXACT if c.name == name)
         for sharing in case.sharings:
             yield Check(

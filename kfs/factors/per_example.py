@@ -684,7 +684,7 @@ def _check_finite(columns: Sequence[GradientBatch]) -> None:
                 first, last = start + wrong[0], start + wrong[-1]
                 # Gradients by autograd are sent back for all data together, and one may spoil all.
                 unclear = block.whole is not None and last > first
-                datum = f"an example from {first} to {last}" if unclear else f"datum {first}"
+                datum = f"an example from {first} to {last}" if unclear else f"example {first}"
                 raise DataError(
                     f"The gradient of {datum} with respect to block {block.layout.name!r} is not finite.",
                     "Look for NaN or infinity in its input, its target, the parameters or the loss.",

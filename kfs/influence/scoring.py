@@ -360,7 +360,7 @@ def by_token(queries: BlockGradients, train: BlockGradients, captured: BlockGrad
         assert isinstance(use, Captured)  # noqa: S101 (they were not multiplied yet)
         # Rows are those of positions; or all places of a broadcast parameter are, with several rows each.
         if not use.in_order or positions not in {part.shared, use.places}:
-            raise _error(captured, f"{part.shared} rows for each datum")
+            raise _error(captured, f"{part.shared} rows for each example")
         total += share.unflatten(2, (positions, -1)).sum(3)
     return total
 

@@ -92,6 +92,6 @@ if __name__ == "__main__":
         verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, kron=partial(kfac_block, vec=rvec))
 
     torch.manual_seed(0)
-    check("one datum", nn.CrossEntropyLoss(), torch.tensor([1]), nn.Tanh(), exact=True)
+    check("one example", nn.CrossEntropyLoss(), torch.tensor([1]), nn.Tanh(), exact=True)
     check("linear net that averages", nn.MSELoss(), torch.randn(4, 2, dtype=torch.float64), nn.Identity(), exact=True)
     check("nonlinear net, several examples", nn.CrossEntropyLoss(), torch.tensor([0, 1, 1]), nn.Tanh(), exact=False)

@@ -83,6 +83,6 @@ if __name__ == "__main__":
         verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, kron=partial(kfac_block, vec=rvec))
 
     torch.manual_seed(0)
-    check("one datum", CrossEntropyLoss(), torch.tensor([1]), Tanh(), exact=True)
+    check("one example", CrossEntropyLoss(), torch.tensor([1]), Tanh(), exact=True)
     check("linear net that averages", MSELoss(), torch.randn(4, 2, dtype=torch.float64), Identity(), exact=True)
     check("nonlinear net, several examples", CrossEntropyLoss(), torch.tensor([0, 1, 1]), Tanh(), exact=False)

@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from math import inf, isfinite
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kfs.display.describe import Described, Description, number
 from kfs.distributed import Group, Ranks, all_true
 from kfs.errors import DistributedError, KfsWarning, ModelError, StorageError
 from kfs.factors.accumulate import BlockSums
+from kfs.factors.audit import Audit
 from kfs.factors.block import Block
 from kfs.factors.blocks import Method, Relative
 from kfs.factors.compute import listed, shared_with, warn_of_wide
@@ -24,7 +27,8 @@ from kfs.losses import describe
 from kfs.optim.across_ranks import Exchange, agreed, made_by_all, sum_over_ranks
 from kfs.optim.apply import PendingChecks, StepOutcome, Updates, keep_mean_step, read_state, state_of, tried_updates
 from kfs.optim.averages import Average, Unit, copied_to
-from kfs.optim.curvature import Curvature, Interval, interval_at
+from kfs.optim.costs import PARTS
+from kfs.optim.curvature import Curvature, Events, Interval, interval_at
 from kfs.optim.fsdp import is_fully_sharded, part_of
 from kfs.optim.inverses import Inverses
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, LossTrend, UsualSizes
@@ -32,7 +36,7 @@ from kfs.optim.loss_check import LossCheck
 from kfs.optim.options import check_call, check_numbers, check_options, number_and_unit, warmup_interval
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
-from kfs.optim.report import Reported
+from kfs.optim.report import Report, block_row
 from kfs.optim.step_scale import StepScale
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.update_rule import total_size
@@ -122,213 +126,6 @@ class Consolidated(NamedTuple):
     tensors: dict[int, Tensor]
 
 
-class Saved(Optimizer):
-    """Gives an optimizer its state, and reads it."""
-
-    steps: int
-    uncovered: dict[str, str]
-    _unit: float
-    _tracked: frozenset[str]
-    _params: Parameters
-    _curvature: Curvature
-    _pending: PendingChecks
-    _watch: Watch
-    _quadratic: QuadraticModel | None
-    _exchange: Exchange
-    _gradient_sizes: UsualSizes
-    _trend: LossTrend
-    _scale: StepScale | None
-    _whole: Consolidated | None  # what `consolidate_state_dict` has made, until the next step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that a continued training needs to equal one that was never stopped.
-
-        In several processes, call `consolidate_state_dict()` first, in all of them. Of a sharded model, tensors are
-        whole: the state is that of a plain model in one process. `get_optimizer_state_dict` and others of
-        `torch.distributed.checkpoint` need no call before, and leave tensors sharded.
-
-        Raises:
-            DistributedError: If that was not done since the last step.
-        """
-        if _is_for_checkpoint():
-            return self._state_by_parameter()
-        averages: Iterable[Average] = self._curvature.averages.values()
-        self._pending.settle(self.state)
-        if self._exchange.ranks.size == 1:
-            tensors = self._whole_tensors()
-        elif self._whole is not None:
-            averages, tensors = self._whole
-        elif averages:
-            raise DistributedError(
-                "Each process has a part of the optimizer's state.",
-                "Call consolidate_state_dict() of the optimizer in all processes, then state_dict() in one.",
-            )
-        else:
-            tensors = {}  # Before the first step, there is no state.
-        state = super().state_dict()
-        state["state"] = {
-            i: {name: tensors.get(id(value), value) for name, value in one.items() if name != _CARRIER}
-            for i, one in state["state"].items()
-        }
-        state["kfac"] = self._own_state(averages)
-        return state
-
-    def _own_state(self, averages: Iterable[Average]) -> dict[str, Any]:
-        """Return all that is not the state of one parameter, given averages over the data of all processes."""
-        return {
-            "curvature": self._curvature.state(averages),
-            "steps": self.steps,
-            "first_datum": self._watch.first_datum,
-            "unit": self._unit,
-            "gradient_sizes": self._gradient_sizes.state(),
-            "losses": self._trend.state(),
-            "step_scale": None if self._scale is None else self._scale.state(),
-            "uncovered": dict(self.uncovered),
-            "tracked": sorted(self._tracked),
-            "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
-        }
-
-    def _is_first_step_of_checkpoint(self) -> bool:
-        """Whether a step is there to make a state: the first one, without pass, with gradients and rates of zero."""
-        if self.state or self.steps or self._watch.has_passes or any(group["lr"] for group in self.param_groups):
-            return False
-        grads = [part_of(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return bool(grads) and not any(bool(g.any()) for g in grads)
-
-    def _fill_state(self) -> None:
-        """Make the state of all parameters that are trained, where there is none yet, with a place for the carrier."""
-        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
-        for p, group in trained:
-            adamw = group["method"] == "adamw" or "exp_avg" in self.state[p]
-            state_of(self.state, p, adamw)
-            if self._scale is not None and not adamw:
-                keep_mean_step(self.state, p)
-        self._keep_place_for_carrier()
-
-    def _keep_place_for_carrier(self) -> None:
-        """Let the state of the first trained parameter have an entry for the carrier: others are not read again."""
-        trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
-        for p in islice(trained, 1):
-            self.state[p].setdefault(_CARRIER, Carrier())
-
-    def _state_by_parameter(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, which all ranks ask for. Tensors of sharded parameters are sharded."""
-        self._pending.settle(self.state)
-        self._fill_state()
-        averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
-        state = super().state_dict()
-        adamw: dict[str, Any] = {}  # states of parameters that were to have curvature, and turned out not to be covered
-        packed = [i for group in state["param_groups"] for i in group["params"]]
-        for i, name in zip(packed, self._params.ordered(self.param_groups), strict=True):
-            mine = dict(state["state"].get(i, {}))
-            if "exp_avg" in mine and self._params.groups[name]["method"] == "kfac":
-                adamw[name] = {key: mine[key] for key in ("exp_avg", "exp_avg_sq", "age")}
-                # What a new optimizer has at this place.
-                mine = {key: value for key, value in mine.items() if key == _CARRIER}
-                names = ("average",) if self._scale is None else ("average", "mean_step")
-                mine |= {"age": 0} | {key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names}
-            if mine:
-                state["state"][i] = mine
-        carried = {"kfac": self._own_state(averages), "adamw": mapped(adamw, whole)}
-        carriers = (one for one in state["state"].values() if _CARRIER in one)
-        for one in islice(carriers, 1):
-            one[_CARRIER] = Carrier(copied_to(torch.device("cpu"), carried))  # A file may be written later.
-        return state
-
-    def _from_checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Undo `_state_by_parameter`; other states are returned as they are."""
-        found = [one[_CARRIER] for one in state.get("state", {}).values() if _CARRIER in one]
-        carried = next((one.carried for one in found if isinstance(one, Carrier) and one.carried), None)
-        if "kfac" in state or carried is None:
-            return dict(state)
-        result: dict[Any, Any] = {}
-        packed = [i for group in state["param_groups"] for i in group["params"]]
-        for i, name in zip(packed, self._params.ordered(self.param_groups), strict=False):
-            mine = carried["adamw"].get(name, state["state"].get(i, {}))
-            result[i] = {key: value for key, value in mine.items() if key != _CARRIER}
-        return {**state, "state": result, "kfac": carried["kfac"]}
-
-    @torch.no_grad()
-    @agreed("consolidate_state_dict()")
-    def consolidate_state_dict(self) -> None:
-        """Add up the state of all processes, so that each of them can call `state_dict()` before the next step.
-
-        All processes have to call it. In one process it does nothing. `torch.distributed.optim.ZeroRedundancyOptimizer`
-        has a method of the same name.
-
-        Example:
-            >>> from kfs.optim import KFAC
-            >>> optimizer = KFAC(torch.nn.Linear(3, 2), torch.nn.CrossEntropyLoss())
-            >>> optimizer.consolidate_state_dict()
-            >>> state = optimizer.state_dict()
-        """
-        self._pending.settle(self.state)
-        averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
-        self._whole = Consolidated(averages, self._whole_tensors())
-
-    def _whole_tensors(self) -> dict[int, Tensor]:
-        """Return all that is sharded in the state of parameters, on the CPU, by identity of what is sharded."""
-        sharded = [t for one in self.state.values() for t in one.values() if is_sharded(t)]
-        return {id(t): whole(t).cpu() for t in sharded}
-
-    def __reduce__(self) -> Any:
-        """Refuse copies: two optimizers would watch one model."""
-        raise ModelError(
-            "An optimizer that watches a model cannot be copied or pickled.",
-            "Copy its state: KFAC(other_model, ...).load_state_dict(optimizer.state_dict()).",
-        )
-
-    def _check_complete(self, mine: Mapping[str, Any]) -> None:
-        """Refuse a state that lacks something, before anything is changed."""
-        own = self._own_state(())
-        missing = (own.keys() - mine.keys()) | (own["curvature"].keys() - mine["curvature"].keys())
-        for average in mine["curvature"]["averages"]:
-            missing |= Average.stored() - average.keys()
-        if missing:
-            raise StorageError(
-                f"The state has no {', '.join(sorted(missing))}: another version of kfs has written it.",
-                "Load it with that version, or train on without it: averages are known again after a few steps.",
-            )
-
-    @torch.no_grad()
-    @agreed("load_state_dict()")
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Undo `state_dict`. In several processes, load the same state in all of them.
-
-        Their number need not be that of the processes which have saved it, and the model may be sharded or not. Tensors
-        may be sharded themselves, in any way.
-
-        Raises:
-            StorageError: If the state is that of another optimizer, of another model, or of another version of kfs.
-        """
-        self._params.check_open()
-        state_dict = self._from_checkpoint(state_dict)
-        self._params.check_state(state_dict)
-        mine = state_dict["kfac"]
-        self._check_complete(mine)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
-        read_state(self.state, self.param_groups, state_dict)
-        device = next(iter(self._params.tensors.values())).device
-        self._curvature.restore(mine["curvature"], device)
-        self._pending.forget()
-        self._exchange.start_again()
-        self._whole = None
-        self.steps = mine["steps"]
-        self.uncovered = dict(mine["uncovered"])
-        self._watch.first_datum = mine["first_datum"]
-        self._unit = mine["unit"]
-        self._gradient_sizes.restore(mine["gradient_sizes"])
-        self._trend = LossTrend.from_state(mine["losses"])
-        if self._scale is not None and mine["step_scale"] is not None:
-            self._scale.restore(mine["step_scale"])
-        self._tracked = frozenset(mine["tracked"])
-        if self._quadratic is not None:
-            self._quadratic.previous = copied_to(device, mine["previous"])
-        self._params.read(self.param_groups)
-        if self.state:
-            self._keep_place_for_carrier()
-
-
 def _is_for_checkpoint() -> bool:
     """Whether a function of `torch.distributed.checkpoint` asks for a state; maybe by another optimizer around it."""
     frame = sys._getframe()
@@ -345,7 +142,7 @@ def _is_for_checkpoint() -> bool:
 _GRADIENTS_LIMIT = 100.0
 
 
-class KFAC(Reported, Saved):
+class KFAC(Described, Optimizer):
     """Natural gradient descent with Kronecker-factored curvature. It is used like any optimizer of `torch.optim`.
 
     Args:
@@ -489,7 +286,7 @@ class KFAC(Reported, Saved):
         self._tracked: frozenset[str] = frozenset()  # parameters whose factors were computed last
         self._declared: set[Key] = set()  # blocks that were checked for wide factors
         self._paused = False
-        self._whole = None
+        self._whole: Consolidated | None = None  # made by `consolidate_state_dict`, until the next step
         self._params = Parameters(model, self.param_groups, self.close)
         self._scale = None if noise is None or quadratic_model else StepScale(noise)
         self._trend = LossTrend()
@@ -775,3 +572,273 @@ class KFAC(Reported, Saved):
     @property
     def _device(self) -> torch.device:
         return next(iter(self._params.tensors.values())).device
+
+    @property
+    def events(self) -> Events:
+        """How often something went wrong and was handled: skipped steps, refused statistics, failed inverses.
+
+        A GPU is waited for.
+        """
+        self._pending.settle(self.state)
+        return self._curvature.events
+
+    @property
+    def audit(self) -> Audit | None:
+        """What was checked for the last watched pass, and how closely; `None` if nothing was."""
+        return self._watch.audit
+
+    @property
+    def damping_scale(self) -> float:
+        """The factor that multiplies all dampings now."""
+        return self._curvature.damping_scale
+
+    @property
+    def step_scale(self) -> float:
+        """The factor that multiplies learning rates now: how much of each step is taken. A GPU is waited for."""
+        return 1.0 if self._scale is None else self._scale.value()
+
+    def report(self) -> Report:
+        """Return what is covered by what, what the last steps cost, and what went wrong; `print` shows it as a table.
+
+        Example:
+            >>> from kfs.optim import KFAC
+            >>> report = KFAC(nn.Linear(3, 2), nn.CrossEntropyLoss()).report()
+            >>> report.waiting  # until the first step
+            ('weight', 'bias')
+            >>> KFAC(nn.Linear(3, 2), nn.CrossEntropyLoss(), lr=0.1)
+            KFAC for Linear (2 parameters, 8 numbers), CrossEntropyLoss
+              lr=0.1, damping=0.003, momentum=0.9, weight_decay=0, trust=0.03
+              fisher='mc', eigen=False, quadratic_model=False
+              steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
+        """
+        self._pending.settle(self.state)
+        curvature = self._curvature
+        place = {name: i for i, name in enumerate(self._params.tensors)}
+        averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
+        blocks = tuple(map(block_row, averages))
+        covered = {name for row in blocks for name in row.params}
+        adamw = [n for n, group in self._params.groups.items() if group["method"] == "adamw"]
+        rest = [n for n in self._params.tensors if n not in {*covered, *adamw, *self.uncovered}]
+        return Report(
+            summary=repr(self),
+            blocks=blocks,
+            uncovered=dict(self.uncovered),
+            adamw=tuple(adamw),
+            waiting=tuple(rest),
+            costs={part: curvature.costs.mean(part) for part in PARTS},
+            num_steps=len(curvature.costs.last),
+            on_host=any(p.device.type != "cpu" for p in self._params.tensors.values()),
+            events=Events(**asdict(curvature.events)),
+            lr=tuple(float(group["lr"]) for group in self.param_groups),
+            damping=tuple(float(group["damping"]) * curvature.damping_scale for group in self.param_groups),
+            damping_scale=curvature.damping_scale,
+            step_scale=self.step_scale,
+            history=tuple(self._trend.history),
+        )
+
+    def describe(self) -> Description:
+        """Describe model, loss, settings, and how far training is."""
+        tensors, curvature = self._params.tensors.values(), self._curvature
+        size = sum(p.numel() for p in tensors)
+        names = ("lr", "damping", "momentum", "weight_decay", "trust")
+        groups = "; ".join(", ".join(f"{n}={number(g[n])}" for n in names) for g in self.param_groups)
+        kind = f"fisher={self._settings.fisher!r}, eigen={curvature.inverses.eigen}"
+        kind += f", quadratic_model={self._quadratic is not None}"
+        happened = ", ".join(f"{name} {count}" for name, count in asdict(curvature.events).items() if count)
+        progress = (
+            f"steps={self.steps}, blocks={len(curvature.averages)}, not covered={len(self.uncovered)}, "
+            f"step_scale={self.step_scale:.3g}, damping_scale={curvature.damping_scale:.3g}, "
+            f"events: {happened or 'none'}"
+        )
+        title = (
+            f"KFAC for {type(self._model).__name__} ({len(tensors)} parameters, {size:,} numbers), {self._loss.name}"
+        )
+        return Description(title, (groups, kind, progress))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a continued training needs to equal one that was never stopped.
+
+        In several processes, call `consolidate_state_dict()` first, in all of them. Of a sharded model, tensors are
+        whole: the state is that of a plain model in one process. `get_optimizer_state_dict` and others of
+        `torch.distributed.checkpoint` need no call before, and leave tensors sharded.
+
+        Raises:
+            DistributedError: If that was not done since the last step.
+        """
+        if _is_for_checkpoint():
+            return self._state_by_parameter()
+        averages: Iterable[Average] = self._curvature.averages.values()
+        self._pending.settle(self.state)
+        if self._exchange.ranks.size == 1:
+            tensors = self._whole_tensors()
+        elif self._whole is not None:
+            averages, tensors = self._whole
+        elif averages:
+            raise DistributedError(
+                "Each process has a part of the optimizer's state.",
+                "Call consolidate_state_dict() of the optimizer in all processes, then state_dict() in one.",
+            )
+        else:
+            tensors = {}  # Before the first step, there is no state.
+        state = super().state_dict()
+        state["state"] = {
+            i: {name: tensors.get(id(value), value) for name, value in one.items() if name != _CARRIER}
+            for i, one in state["state"].items()
+        }
+        state["kfac"] = self._own_state(averages)
+        return state
+
+    def _own_state(self, averages: Iterable[Average]) -> dict[str, Any]:
+        """Return all that is not the state of one parameter, given averages over the data of all processes."""
+        return {
+            "curvature": self._curvature.state(averages),
+            "steps": self.steps,
+            "first_datum": self._watch.first_datum,
+            "unit": self._unit,
+            "gradient_sizes": self._gradient_sizes.state(),
+            "losses": self._trend.state(),
+            "step_scale": None if self._scale is None else self._scale.state(),
+            "uncovered": dict(self.uncovered),
+            "tracked": sorted(self._tracked),
+            "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
+        }
+
+    def _is_first_step_of_checkpoint(self) -> bool:
+        """Whether a step is there to make a state: the first one, without pass, with gradients and rates of zero."""
+        if self.state or self.steps or self._watch.has_passes or any(group["lr"] for group in self.param_groups):
+            return False
+        grads = [part_of(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return bool(grads) and not any(bool(g.any()) for g in grads)
+
+    def _fill_state(self) -> None:
+        """Make the state of all parameters that are trained, where there is none yet, with a place for the carrier."""
+        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        for p, group in trained:
+            adamw = group["method"] == "adamw" or "exp_avg" in self.state[p]
+            state_of(self.state, p, adamw)
+            if self._scale is not None and not adamw:
+                keep_mean_step(self.state, p)
+        self._keep_place_for_carrier()
+
+    def _keep_place_for_carrier(self) -> None:
+        """Let the state of the first trained parameter have an entry for the carrier: others are not read again."""
+        trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        for p in islice(trained, 1):
+            self.state[p].setdefault(_CARRIER, Carrier())
+
+    def _state_by_parameter(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, which all ranks ask for. Tensors of sharded parameters are sharded."""
+        self._pending.settle(self.state)
+        self._fill_state()
+        averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
+        state = super().state_dict()
+        adamw: dict[str, Any] = {}  # states of parameters that were to have curvature, and turned out not to be covered
+        packed = [i for group in state["param_groups"] for i in group["params"]]
+        for i, name in zip(packed, self._params.ordered(self.param_groups), strict=True):
+            mine = dict(state["state"].get(i, {}))
+            if "exp_avg" in mine and self._params.groups[name]["method"] == "kfac":
+                adamw[name] = {key: mine[key] for key in ("exp_avg", "exp_avg_sq", "age")}
+                # What a new optimizer has at this place.
+                mine = {key: value for key, value in mine.items() if key == _CARRIER}
+                names = ("average",) if self._scale is None else ("average", "mean_step")
+                mine |= {"age": 0} | {key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names}
+            if mine:
+                state["state"][i] = mine
+        carried = {"kfac": self._own_state(averages), "adamw": mapped(adamw, whole)}
+        carriers = (one for one in state["state"].values() if _CARRIER in one)
+        for one in islice(carriers, 1):
+            one[_CARRIER] = Carrier(copied_to(torch.device("cpu"), carried))  # A file may be written later.
+        return state
+
+    def _from_checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Undo `_state_by_parameter`; other states are returned as they are."""
+        found = [one[_CARRIER] for one in state.get("state", {}).values() if _CARRIER in one]
+        carried = next((one.carried for one in found if isinstance(one, Carrier) and one.carried), None)
+        if "kfac" in state or carried is None:
+            return dict(state)
+        result: dict[Any, Any] = {}
+        packed = [i for group in state["param_groups"] for i in group["params"]]
+        for i, name in zip(packed, self._params.ordered(self.param_groups), strict=False):
+            mine = carried["adamw"].get(name, state["state"].get(i, {}))
+            result[i] = {key: value for key, value in mine.items() if key != _CARRIER}
+        return {**state, "state": result, "kfac": carried["kfac"]}
+
+    @torch.no_grad()
+    @agreed("consolidate_state_dict()")
+    def consolidate_state_dict(self) -> None:
+        """Add up the state of all processes, so that each of them can call `state_dict()` before the next step.
+
+        All processes have to call it. In one process it does nothing. `torch.distributed.optim.ZeroRedundancyOptimizer`
+        has a method of the same name.
+
+        Example:
+            >>> from kfs.optim import KFAC
+            >>> optimizer = KFAC(torch.nn.Linear(3, 2), torch.nn.CrossEntropyLoss())
+            >>> optimizer.consolidate_state_dict()
+            >>> state = optimizer.state_dict()
+        """
+        self._pending.settle(self.state)
+        averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
+        self._whole = Consolidated(averages, self._whole_tensors())
+
+    def _whole_tensors(self) -> dict[int, Tensor]:
+        """Return all that is sharded in the state of parameters, on the CPU, by identity of what is sharded."""
+        sharded = [t for one in self.state.values() for t in one.values() if is_sharded(t)]
+        return {id(t): whole(t).cpu() for t in sharded}
+
+    def __reduce__(self) -> Any:
+        """Refuse copies: two optimizers would watch one model."""
+        raise ModelError(
+            "An optimizer that watches a model cannot be copied or pickled.",
+            "Copy its state: KFAC(other_model, ...).load_state_dict(optimizer.state_dict()).",
+        )
+
+    def _check_complete(self, mine: Mapping[str, Any]) -> None:
+        """Refuse a state that lacks something, before anything is changed."""
+        own = self._own_state(())
+        missing = (own.keys() - mine.keys()) | (own["curvature"].keys() - mine["curvature"].keys())
+        for average in mine["curvature"]["averages"]:
+            missing |= Average.stored() - average.keys()
+        if missing:
+            raise StorageError(
+                f"The state has no {', '.join(sorted(missing))}: another version of kfs has written it.",
+                "Load it with that version, or train on without it: averages are known again after a few steps.",
+            )
+
+    @torch.no_grad()
+    @agreed("load_state_dict()")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Undo `state_dict`. In several processes, load the same state in all of them.
+
+        Their number need not be that of the processes which have saved it, and the model may be sharded or not. Tensors
+        may be sharded themselves, in any way.
+
+        Raises:
+            StorageError: If the state is that of another optimizer, of another model, or of another version of kfs.
+        """
+        self._params.check_open()
+        state_dict = self._from_checkpoint(state_dict)
+        self._params.check_state(state_dict)
+        mine = state_dict["kfac"]
+        self._check_complete(mine)
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
+        read_state(self.state, self.param_groups, state_dict)
+        device = next(iter(self._params.tensors.values())).device
+        self._curvature.restore(mine["curvature"], device)
+        self._pending.forget()
+        self._exchange.start_again()
+        self._whole = None
+        self.steps = mine["steps"]
+        self.uncovered = dict(mine["uncovered"])
+        self._watch.first_datum = mine["first_datum"]
+        self._unit = mine["unit"]
+        self._gradient_sizes.restore(mine["gradient_sizes"])
+        self._trend = LossTrend.from_state(mine["losses"])
+        if self._scale is not None and mine["step_scale"] is not None:
+            self._scale.restore(mine["step_scale"])
+        self._tracked = frozenset(mine["tracked"])
+        if self._quadratic is not None:
+            self._quadratic.previous = copied_to(device, mine["previous"])
+        self._params.read(self.param_groups)
+        if self.state:
+            self._keep_place_for_carrier()

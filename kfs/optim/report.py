@@ -1,25 +1,15 @@
 """What an optimizer covers and does: a table in a terminal, HTML in a notebook."""
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kfs.display.charts import draw_training
-from kfs.display.describe import Described, DescribedByTables, Description, Table, number, readable_size
-from kfs.factors.audit import Audit
+from kfs.display.describe import DescribedByTables, Description, Table, readable_size
 from kfs.factors.blocks import describe_factor
-from kfs.factors.settings import Settings
-from kfs.losses import Loss
-from kfs.optim.apply import PendingChecks
 from kfs.optim.averages import Average
-from kfs.optim.costs import PARTS, Cost, Part
-from kfs.optim.curvature import Curvature, Events
-from kfs.optim.last_good_step import LossTrend, PastStep
-from kfs.optim.parameters import Parameters
-from kfs.optim.quadratic_model import QuadraticModel
-from kfs.optim.step_scale import StepScale
-from kfs.optim.watch import Watch
+from kfs.optim.costs import Cost, Part
+from kfs.optim.curvature import Events
+from kfs.optim.last_good_step import PastStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,108 +138,8 @@ class Report(DescribedByTables):
         return lines
 
 
-class Reported(Described):
-    """Gives an optimizer its report, and a `repr` of a few lines."""
-
-    steps: int
-    uncovered: dict[str, str]
-    param_groups: list[dict[str, Any]]
-    _model: nn.Module
-    _loss: Loss
-    _settings: Settings
-    _params: Parameters
-    _curvature: Curvature
-    _quadratic: QuadraticModel | None
-    _pending: PendingChecks
-    _trend: LossTrend
-    _scale: StepScale | None
-    _watch: Watch
-    state: Any
-
-    @property
-    def events(self) -> Events:
-        """How often something went wrong and was handled: skipped steps, refused statistics, failed inverses.
-
-        A GPU is waited for.
-        """
-        self._pending.settle(self.state)
-        return self._curvature.events
-
-    @property
-    def audit(self) -> Audit | None:
-        """What was checked for the last watched pass, and how closely; `None` if nothing was."""
-        return self._watch.audit
-
-    @property
-    def damping_scale(self) -> float:
-        """The factor that multiplies all dampings now."""
-        return self._curvature.damping_scale
-
-    @property
-    def step_scale(self) -> float:
-        """The factor that multiplies learning rates now: how much of each step is taken. A GPU is waited for."""
-        return 1.0 if self._scale is None else self._scale.value()
-
-    def report(self) -> Report:
-        """Return what is covered by what, what the last steps cost, and what went wrong; `print` shows it as a table.
-
-        Example:
-            >>> from kfs.optim import KFAC
-            >>> report = KFAC(nn.Linear(3, 2), nn.CrossEntropyLoss()).report()
-            >>> report.waiting  # until the first step
-            ('weight', 'bias')
-            >>> KFAC(nn.Linear(3, 2), nn.CrossEntropyLoss(), lr=0.1)
-            KFAC for Linear (2 parameters, 8 numbers), CrossEntropyLoss
-              lr=0.1, damping=0.003, momentum=0.9, weight_decay=0, trust=0.03
-              fisher='mc', eigen=False, quadratic_model=False
-              steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
-        """
-        self._pending.settle(self.state)
-        curvature = self._curvature
-        place = {name: i for i, name in enumerate(self._params.tensors)}
-        averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
-        blocks = tuple(map(_row, averages))
-        covered = {name for row in blocks for name in row.params}
-        adamw = [n for n, group in self._params.groups.items() if group["method"] == "adamw"]
-        rest = [n for n in self._params.tensors if n not in {*covered, *adamw, *self.uncovered}]
-        return Report(
-            summary=repr(self),
-            blocks=blocks,
-            uncovered=dict(self.uncovered),
-            adamw=tuple(adamw),
-            waiting=tuple(rest),
-            costs={part: curvature.costs.mean(part) for part in PARTS},
-            num_steps=len(curvature.costs.last),
-            on_host=any(p.device.type != "cpu" for p in self._params.tensors.values()),
-            events=Events(**asdict(curvature.events)),
-            lr=tuple(float(group["lr"]) for group in self.param_groups),
-            damping=tuple(float(group["damping"]) * curvature.damping_scale for group in self.param_groups),
-            damping_scale=curvature.damping_scale,
-            step_scale=self.step_scale,
-            history=tuple(self._trend.history),
-        )
-
-    def describe(self) -> Description:
-        """Describe model, loss, settings, and how far training is."""
-        tensors, curvature = self._params.tensors.values(), self._curvature
-        size = sum(p.numel() for p in tensors)
-        names = ("lr", "damping", "momentum", "weight_decay", "trust")
-        groups = "; ".join(", ".join(f"{n}={number(g[n])}" for n in names) for g in self.param_groups)
-        kind = f"fisher={self._settings.fisher!r}, eigen={curvature.inverses.eigen}"
-        kind += f", quadratic_model={self._quadratic is not None}"
-        happened = ", ".join(f"{name} {count}" for name, count in asdict(curvature.events).items() if count)
-        progress = (
-            f"steps={self.steps}, blocks={len(curvature.averages)}, not covered={len(self.uncovered)}, "
-            f"step_scale={self.step_scale:.3g}, damping_scale={curvature.damping_scale:.3g}, "
-            f"events: {happened or 'none'}"
-        )
-        title = (
-            f"KFAC for {type(self._model).__name__} ({len(tensors)} parameters, {size:,} numbers), {self._loss.name}"
-        )
-        return Description(title, (groups, kind, progress))
-
-
-def _row(average: Average) -> BlockRow:
+def block_row(average: Average) -> BlockRow:
+    """Return the row of a block in the report."""
     layout, K = average.layout, average.factors
     nbytes = sum(
         structure.nbytes

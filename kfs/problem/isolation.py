@@ -41,7 +41,7 @@ def check_module(model: Module) -> None:
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise ModelError(
                 f"Module {name!r} ({type(module).__name__}) keeps no running statistics: the prediction for one "
-                "datum depends on the rest of its batch, so curvature is not defined.",
+                "example depends on the rest of its batch, so curvature is not defined.",
                 "Use track_running_stats=True, or another normalization.",
             )
         if parametrize._cache_enabled and parametrize.is_parametrized(module):

@@ -299,7 +299,7 @@ def _group(words: str, data: Sequence[str]) -> str:
 
 def _datum(datum: Datum, shape: Sequence[int] | None, score: str, note: str) -> str:
     image = as_image(datum.x, shape)
-    words = f"datum {datum.index}"
+    words = f"example {datum.index}"
     if image is None:
         shown = f"<code>{escape(_text(datum.x))}</code>"
     else:

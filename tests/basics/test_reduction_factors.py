@@ -102,7 +102,7 @@ def test_unreduced_losses_are_refused(make: Any) -> None:
 
 @pytest.mark.parametrize("target", [torch.zeros(0, 3), torch.tensor(1.0)], ids=["empty", "scalar"])
 def test_missing_data_are_refused(target: torch.Tensor) -> None:
-    with pytest.raises(DataError, match="no datum"):
+    with pytest.raises(DataError, match="no example"):
         reduction_factor(nn.MSELoss(), target)
 
 

@@ -31,7 +31,7 @@ def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 def test_topics_and_the_worst_of_them() -> None:
     names = {conformance.topic(check.name) for check in checks()}
-    assert {"one datum", "one example, no bias", "mean and sum", "Monte Carlo draws", "user state untouched"} <= names
+    assert {"one example", "one example, no bias", "mean and sum", "Monte Carlo draws", "user state untouched"} <= names
     results = [
         Result("exact: one example, mse mean, type-2, expand", (), "passed", outcome="passed"),
         Result("exact: one example, ce sum, empirical, reduce", (), "silently wrong", outcome="silently wrong"),

@@ -292,19 +292,19 @@ def test_scripts_repeat_what_was_found() -> None:
 def test_command(tmp_path: Path) -> None:
     runner = CliRunner()
     files = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
-    good = runner.invoke(app, ["check", "kfs", "--only", "one datum", *files])
+    good = runner.invoke(app, ["check", "kfs", "--only", "one example", *files])
     assert good.exit_code == 0
     assert f"{len(select(['one example']))} passed" in good.output
     content = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert {result["status"] for result in content["results"]} == {"passed"}
-    bad = runner.invoke(app, ["check", "tests.conformance.zoo:sum_for_mean", "--only", "one datum", *files])
+    bad = runner.invoke(app, ["check", "tests.conformance.zoo:sum_for_mean", "--only", "one example", *files])
     assert bad.exit_code == 1
     assert "Repeat the first one" in bad.output
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "too large by C = 3" in page
     assert "repeat it" in page
-    everything = runner.invoke(app, ["check", "kfs", "--only", "one datum", "--verbose"])
-    assert "exact: one datum" in everything.output
+    everything = runner.invoke(app, ["check", "kfs", "--only", "one example", "--verbose"])
+    assert "exact: one example" in everything.output
     for arguments, words in (
         (["nothing"], "cannot be imported"),
         (["kfs", "--only", "nothing"], "Choose from: "),
@@ -355,7 +355,7 @@ def test_pytest_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         code = pytest.main([*common, *arguments], plugins=[recorder])
         return int(code), [r.outcome for r in recorder.reports], "".join(r.longreprtext for r in recorder.reports)
 
-    only = ["--kfs-only", "one datum", "--kfs-only", "mse"]
+    only = ["--kfs-only", "one example", "--kfs-only", "mse"]
     assert outcome("--kfs-adapter=kfs", *only)[:2] == (0, ["passed"] * 4)
     code, outcomes, text = outcome("--kfs-adapter=tests.conformance.zoo:sum_for_mean", *only)
     assert (code, "failed" in outcomes) == (1, True)
@@ -374,7 +374,7 @@ def test_pytest_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pytest_plugin_in_a_process_of_its_own(tmp_path: Path) -> None:
     """The plugin is found without being named, and says what is wrong on the screen."""
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-o", "addopts=", str(tmp_path)]
-    only = ["--kfs-only", "one datum", "--kfs-only", "mse"]
+    only = ["--kfs-only", "one example", "--kfs-only", "mse"]
     done = subprocess.run(
         [*command, "--kfs-adapter=tests.conformance.zoo:sum_for_mean", *only],
         cwd=tmp_path,

@@ -32,7 +32,7 @@ def test_values_come_in_the_order_of_ranks(ranks: Pool, size: int) -> None:
 def failing(bad: list[int]) -> tuple[type, str, list[str], float]:
     everybody = Ranks(dist.group.WORLD)
     start = time.monotonic()
-    error = DataError(f"Datum {everybody.rank} is bad.", "Leave it out.") if everybody.rank in bad else None
+    error = DataError(f"Example {everybody.rank} is bad.", "Leave it out.") if everybody.rank in bad else None
     with pytest.raises(DataError) as caught, everybody.agreed("reading"):
         raise_it(error)
     return type(caught.value), str(caught.value), caught.value.__notes__, time.monotonic() - start
@@ -47,7 +47,7 @@ def raise_it(error: Exception | None) -> None:
 def test_an_error_of_one_rank_is_that_of_all(ranks: Pool, size: int, bad: list[int]) -> None:
     for kind, text, notes, seconds in ranks(size, failing, bad):
         assert kind is DataError
-        assert text == f"Datum {bad[0]} is bad. Leave it out."
+        assert text == f"Example {bad[0]} is bad. Leave it out."
         assert notes == [f"Rank {bad[0]} of {size} has raised this."]
         assert seconds < 5
 

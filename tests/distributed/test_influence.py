@@ -103,7 +103,7 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("NaN", "datum 20 "),
+        ("NaN", "example 20 "),
         ("split queries", "Scores of queries of data that are split over 2 processes"),
         ("only queries split", "Scores of queries of data that are split over 2 processes"),
         ("other queries", "Queries differ between processes"),

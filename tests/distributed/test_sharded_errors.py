@@ -64,7 +64,7 @@ def bad_datum() -> None:
     risk = kfs.EmpiricalRisk(model, loss, kfs.shard((X, y), dist.group.WORLD))
     before = [type(p) for p in model.parameters()]
     for compute in (risk.value, risk.gradient, lambda: kfs.KFAC(risk)):
-        with pytest.raises(DataError, match="datum 20"):
+        with pytest.raises(DataError, match="example 20"):
             compute()
     assert [type(p) for p in model.parameters()] == before
     assert [len(module._forward_pre_hooks) for module in model.modules()] == [1, 1, 0, 1]

@@ -349,7 +349,7 @@ class TestReport:
             assert report is not None
             return report.uses[0].rows
 
-        assert rows(lambda layer, x: layer(x)) == "one row per datum"
+        assert rows(lambda layer, x: layer(x)) == "one row per example"
         assert rows(lambda layer, x: layer(x).mean(1), 6) == "batch first"
         assert rows(lambda layer, x: layer(x.transpose(0, 1)).mean(0), 6) == "batch last"
         assert rows(lambda layer, x: layer(x[x[:, 0].argsort()])[x[:, 0].argsort().argsort()]) == (

@@ -25,7 +25,7 @@ def factors(function: Callable[..., Tensor], X: Tensor, y: Tensor, sharing: Any 
 
 
 NOT_COVERED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
-    "weights of each datum": (
+    "weights of each example": (
         lambda m, x: (m.W[(x[:, 0] > 0).long()] @ x.unsqueeze(2))[..., 0],
         {"W": normal(2, 4, 4)},
     ),

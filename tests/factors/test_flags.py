@@ -117,7 +117,7 @@ class TestDeviceChecks:
     def test_nothing_wrong_any_more(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         """A flag was raised, and the same example has nothing wrong when it is looked at again."""
         monkeypatch.setattr(DeferredChecks, "first_failure", lambda _: 5)
-        with pytest.raises(DataError, match="datum 5 could not be used, and now it can"):
+        with pytest.raises(DataError, match="example 5 could not be used, and now it can"):
             KFAC(make_risk(2), "mc")
         assert behind
 

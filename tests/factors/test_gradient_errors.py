@@ -23,7 +23,7 @@ class Root(nn.Module):
         return self.layer(x).abs().sqrt()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("uncovered", "datum"), [("error", "datum 5"), ("autograd", "an example from 4 to 5")])
+@pytest.mark.parametrize(("uncovered", "datum"), [("error", "example 5"), ("autograd", "an example from 4 to 5")])
 def test_gradients_that_are_not_finite(uncovered: Any, datum: str) -> None:
     X, y = data()
     X[5] = 0

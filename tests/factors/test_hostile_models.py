@@ -272,7 +272,7 @@ def legitimate(name: str) -> tuple[nn.Module, Tensor]:
         return Model(frames, token=parameter(1, 1, 4), **layers()), normal(5, 3, 2, 3)
     if name == "a loop over data":
         return Model(one_by_one, table=parameter(4, 4), **layers()), normal(5, 4, 3)
-    if name == "a kernel for every datum":
+    if name == "a kernel for every example":
         return Model(one_kernel, kernel=parameter(1, 3), outer=nn.Linear(4, 3)), normal(5, 4)
     if name == "a bilinear map of a vector":
         return Model(with_vector, weight=parameter(4, 4, 4), vector=parameter(1, 4), outer=nn.Linear(4, 3)), normal(
@@ -291,7 +291,7 @@ def legitimate(name: str) -> tuple[nn.Module, Tensor]:
         "queries and a norm",
         "a token for every frame",
         "a loop over data",
-        "a kernel for every datum",
+        "a kernel for every example",
         "a bilinear map of a vector",
         "2 rows are chosen",
         "1 rows are chosen",

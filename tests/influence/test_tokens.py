@@ -136,7 +136,7 @@ def test_models_without_tokens() -> None:
             logits: Tensor = self.c(self.b(self.a(x).tanh()).tanh().mean(1))
             return logits
 
-    assert "Block 'c' has 1 rows for each datum" in refused(Pooled(), T, D)
+    assert "Block 'c' has 1 rows for each example" in refused(Pooled(), T, D)
 
     class Twice(Pooled):
         """Sees every position twice in its last layer. Two of three layers say how many positions there are."""
@@ -146,7 +146,7 @@ def test_models_without_tokens() -> None:
             logits: Tensor = self.c(torch.cat([h, h.square()], 1)).mean(1)
             return logits
 
-    assert f"Block 'c' has {2 * T} rows for each datum" in refused(Twice(), T, D)
+    assert f"Block 'c' has {2 * T} rows for each example" in refused(Twice(), T, D)
     assert "no rows, since no rule covers it" in refused(
         Function(
             lambda m, x: (x @ m.W @ torch.linalg.inv(m.V + 3 * torch.eye(D))).mean(1),

@@ -252,7 +252,7 @@ def many(f: Tensor, y: Tensor) -> Tensor:
         (TokenCrossEntropy(), torch.zeros(2, 3), torch.zeros(2).long(), ShapeError, r"logits \[N, S, C\]"),
         (nn.GaussianNLLLoss(), torch.zeros(2, 3), torch.zeros(2), ShapeError, "stacked along axis 1"),
         (nn.GaussianNLLLoss(), -torch.ones(2, 2), torch.zeros(2), LossError, "negative variance"),
-        (many, torch.zeros(2, 3), torch.zeros(2, 3), ShapeError, r"many returned shape \[3\] for one datum"),
+        (many, torch.zeros(2, 3), torch.zeros(2, 3), ShapeError, r"many returned shape \[3\] for one example"),
         (lambda f, y: 1.0, torch.zeros(2, 3), torch.zeros(2, 3), DtypeError, "returned a float"),  # noqa: ARG005
     ],
 )
@@ -296,7 +296,7 @@ def test_functions_of_pytorch_are_their_modules(function: Any, module: nn.Module
 def test_likelihoods_that_cannot_be_summed_or_drawn_are_refused() -> None:
     loss = Custom(log_cosh, likelihood=lambda f: Categorical(logits=f))
     f = torch.zeros(2, 4, 3)  # four labels of three classes per example
-    with pytest.raises(LossError, match=r"\[4\] independent labels per datum"):
+    with pytest.raises(LossError, match=r"\[4\] independent labels per example"):
         loss.fisher_factor(f, f)
     rate = describe(nn.PoissonNLLLoss(log_input=False))
     with pytest.raises(LossError, match="negative or infinite rate"):

@@ -188,7 +188,7 @@ _MUTANTS = [
         "losses/draws.py",
         "first // at_a_time, first + num_data",
         "first // at_a_time, num_data",
-        "off by the first datum",
+        "off by the first example",
     ),
     losses(
         "losses/draws.py",
@@ -292,7 +292,7 @@ _MUTANTS = [
         "operators/curvature.py",
         "u[:, n] = S[start : start + self.chunk_size, n]",
         "u[:, n] = S[start : start + self.chunk_size, 0]",
-        "wrong datum",
+        "wrong example",
     ),
     operators(
         "operators/curvature.py",
@@ -311,7 +311,7 @@ _MUTANTS = [
         "operators/curvature.py",
         "batch.y[some], batch.first + some.start",
         "batch.y[some], batch.first",
-        "draws of the first datum",
+        "draws of the first example",
         ("tests/operators/test_many_columns.py", "tests/operators/test_memory_of_products.py"),
     ),
     operators(

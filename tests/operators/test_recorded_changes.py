@@ -236,7 +236,7 @@ class TestErrors:
         firsts = torch.cat([batch.x[:, 0] for batch in risk.batches()])
         assert isinstance(risk.model, Limited)
         risk.model.most.copy_(firsts.sort().values[-2])
-        with pytest.raises(DataError, match=f"datum {int(firsts.argmax())} is"):
+        with pytest.raises(DataError, match=f"example {int(firsts.argmax())} is"):
             A @ V
 
     def test_a_loader_that_fails(self, tapes: list[Tapes]) -> None:

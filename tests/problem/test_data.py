@@ -192,7 +192,7 @@ def test_only_complete_passes_are_remembered() -> None:
     """Somebody whose first attempt failed may mend the data."""
     X, y = torch.full((4, 3), torch.nan, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     risk = EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), (X, y))
-    with pytest.raises(DataError, match="datum 0 is not finite"):
+    with pytest.raises(DataError, match="example 0 is not finite"):
         risk.value()
     X.zero_()
     assert risk.value() > 0

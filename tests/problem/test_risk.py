@@ -164,7 +164,7 @@ def test_masked_classes_are_finite_enough() -> None:
     (batch,) = risk.batches()
     f = torch.zeros(7, 2)
     for bad in (torch.nan, torch.inf):
-        with pytest.raises(DataError, match="datum 3 is not finite"):
+        with pytest.raises(DataError, match="example 3 is not finite"):
             risk.finite(f.index_fill(0, torch.tensor([3]), bad), batch)
     risk.finite(f.index_fill(0, torch.tensor([3]), -torch.inf), batch)
     risk.finite(torch.full((7, 2), -torch.inf), batch)

@@ -1,11 +1,12 @@
 """Store results of all configurations, or compare with them.
 
     python -m tests.referee store
-    python -m tests.referee compare [--tolerant] [names]
+    python -m tests.referee compare [--tolerant | --cuda] [names]
 
 A name stands for all configurations that begin with it. `compare` exits with 1 if anything differs. On the processor
 and with the version of PyTorch that results were stored with, every bit must agree; elsewhere, or with `--tolerant`,
-numbers may differ by the tolerance of their configuration.
+numbers may differ by the tolerance of their configuration. With `--cuda`, all configurations run on a GPU, and
+float64 results must agree with the stored ones of a CPU in the same way.
 """
 
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.referee.configurations import CONFIGURATIONS
+from tests.referee.models import run_on
 from tests.referee.results import FOLDER, compare, compute, is_same_machine, store, stored, stored_digests
 
 
@@ -41,8 +43,10 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{len(CONFIGURATIONS)} configurations, {size:,} bytes, {time.perf_counter() - start:.0f} s")
             return 0
         case ["compare", *rest]:
-            names = chosen([one for one in rest if one != "--tolerant"])
-            bitwise = is_same_machine() and "--tolerant" not in rest
+            names = chosen([one for one in rest if one not in {"--tolerant", "--cuda"}])
+            bitwise = is_same_machine() and not {"--tolerant", "--cuda"} & set(rest)
+            if "--cuda" in rest:
+                run_on("cuda")
             differences = compare(compute(names), stored(), stored_digests() if bitwise else None)
             for difference in differences:
                 print(difference)

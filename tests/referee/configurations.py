@@ -68,7 +68,7 @@ class Configuration:
 
 def _tensor(value: Tensor | float) -> Tensor:
     """Return a result as a tensor; Python numbers have float64."""
-    return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 CONFIGURATIONS: dict[str, Configuration] = {}
@@ -172,7 +172,7 @@ def quartic(f: Tensor, y: Tensor) -> Tensor:
 
 LOSSES: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module], Callable[[], Tensor], str]] = {
     "weighted cross-entropy": (
-        lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]).double(), label_smoothing=0.1),
+        lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]).to(uniform(1, seed=0)), label_smoothing=0.1),
         mlp,
         lambda: labels(3, 6, seed=2),
         "type-2",

@@ -115,19 +115,28 @@ def cnn() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
 
 
+_device = [torch.device("cpu")]  # of all models and data
+
+
+def run_on(device: str) -> None:
+    """Make all models and data on a device from now on; random numbers are those of the CPU."""
+    _device[0] = torch.device(device)
+
+
 def uniform(*shape: int, seed: int) -> Tensor:
     """Return float64 numbers between -1 and 1."""
-    return 2 * torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 1
+    drawn = torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (2 * drawn - 1).to(_device[0])
 
 
 def labels(classes: int, *shape: int, seed: int) -> Tensor:
     """Return labels from 0 to `classes - 1`."""
-    return torch.randint(classes, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(classes, shape, generator=torch.Generator().manual_seed(seed)).to(_device[0])
 
 
 def filled(model: nn.Module, seed: int = 0) -> nn.Module:
     """Return the model in float64, with all parameters drawn by `uniform`; norm scales stay near one."""
-    model = model.double()
+    model = model.double().to(_device[0])
     with torch.no_grad():
         for place, p in enumerate(model.parameters()):
             width = p[0].numel() if p.ndim > 1 else 9
@@ -186,8 +195,8 @@ def tied_risk(num_data: int = 6) -> kfs.EmpiricalRisk:
 def padded_risk(num_data: int = 5) -> kfs.EmpiricalRisk:
     """Return the cross-entropy of sequences of different lengths, padded and masked."""
     X, y = labels(TOKENS, num_data, 4, seed=1), labels(TOKENS, num_data, 4, seed=2)
-    lengths = torch.tensor([4, 2, 3, 1, 4]).repeat(num_data)[:num_data]
-    mask = (torch.arange(4) < lengths.unsqueeze(1)).long()
+    lengths = torch.tensor([4, 2, 3, 1, 4], device=_device[0]).repeat(num_data)[:num_data]
+    mask = (torch.arange(4, device=_device[0]) < lengths.unsqueeze(1)).long()
     y = torch.where(mask > 0, y, IGNORED)
     names = "input_ids", "attention_mask", "labels"
     batches = [dict(zip(names, some, strict=True)) for some in zip(X.split(3), mask.split(3), y.split(3), strict=True)]

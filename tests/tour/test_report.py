@@ -75,7 +75,7 @@ def test_digits() -> None:
 def test_page_stands_alone(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
-    for words in ("What was verified", "lie failed: False: 1 = 2.", "one datum", "KFAC, one draw", "data:image/png"):
+    for words in ("What was verified", "lie failed: False: 1 = 2.", "one example", "KFAC, one draw", "data:image/png"):
         assert words in text
     calls = re.findall(r"<figcaption>[^<]*, by ([\w.]+)\(", text)
     density_and_solution = ["kfs.operators.spectral_density", "kfs.operators.solve"]

@@ -506,7 +506,7 @@ class _Audit:
             return _MEASURED
         shared = prod(site.leading) // self.num_data
         if inner == shared:
-            return "batch first" if shared > 1 else "one row per datum"
+            return "batch first" if shared > 1 else "one row per example"
         return "batch last" if inner == 1 else f"{inner} of {shared} rows of an example together"
 
 

@@ -405,7 +405,7 @@ def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tenso
         rows_last: Tensor = g.reshape(*g.shape[:2], -1, layout.row_size)
         return rows_last
 
-    plans, key = capture.session.plans, ("per datum", call.func, layout, call.num_data)
+    plans, key = capture.session.plans, ("per example", call.func, layout, call.num_data)
     if key not in plans:
         inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
         plans[key] = Plan(call.name, layout, inputs, read=by_rows)
