@@ -1,4 +1,4 @@
-"""Directives of the pages that lead from the document into this book: its list, its listings, its figures, drawings."""
+"""Directives of the pages that lead from the paper into this book: its list, its listings, its figures, drawings."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ DRAWINGS = ROOT / "docs" / "assets"
 
 
 class Paper(MarkdownDirective):
-    """All that the document names, as tables."""
+    """All that the paper names, as tables."""
 
     def run(self) -> list[nodes.Node]:
         """Return sections."""
@@ -67,10 +67,10 @@ def functions(source: str, path: str) -> str:
 
 
 class Figures(MarkdownDirective):
-    """All figures, with captions that say which figure of the document they are."""
+    """All figures, with captions that say which figure of the paper they are."""
 
     def run(self) -> list[nodes.Node]:
-        """Return them, those of the document first, in its order."""
+        """Return them, those of the paper first, in its order."""
         ordered = sorted(FIGURES, key=lambda figure: figure.document or (len(FIGURES) + 1,))
         return self.markdown("\n\n".join(map(show_figure, ordered)))
 

@@ -1,4 +1,4 @@
-"""The page about the document, listing by listing: what `paper.toml` names becomes tables, with what runs verified.
+"""The page about the paper, listing by listing: what `paper.toml` names becomes tables, with what runs verified.
 
 A claim is shown only if the program makes it. The data name claims; the results of runs say whether they were made.
 """
@@ -22,11 +22,11 @@ Claims = Callable[[str], Sequence[str]]
 
 @dataclass(frozen=True)
 class Entry:
-    """Something that the document names.
+    """Something that the paper names.
 
     Attributes:
         kind: `"listing"`, `"figure"`, `"definition"`, `"test"`, `"example"`, `"setup"` or `"caveat"`.
-        name: What the document calls it; Markdown.
+        name: What the paper calls it; Markdown.
         page: The page of the book that shows it, a path in the repository.
         number: Of a figure; `None` if it has none.
         claims: What running the page's file verifies of it; `None` for all claims that it makes.
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the document.
+    """A section of the paper.
 
     Attributes:
         title: Of the section; empty if it is the start of a chapter.
@@ -81,7 +81,7 @@ class Section:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """Return all sections, in the document's order."""
+    """Return all sections, in the paper's order."""
     data = tomllib.loads((DOCS / "paper.toml").read_text(encoding="utf-8"))
     return tuple(
         Section(
@@ -102,7 +102,7 @@ def _entry(kind: str, name: str, file: str | None = None, page: str | None = Non
 
 
 def entries() -> list[Entry]:
-    """Return all entries, in the document's order."""
+    """Return all entries, in the paper's order."""
     return [entry for section in sections() for entry in section.entries]
 
 
@@ -135,7 +135,7 @@ def _section(section: Section, claims_of: Claims) -> str:
         parts.append(_errata(section.errata))
     if section.entries:
         rows = [_row(entry, claims_of) for entry in section.entries]
-        head = ("| in the document | here | what running it verifies |", "|---|---|---|")
+        head = ("| in the paper | in this book | verified by running it |", "|---|---|---|")
         parts.append("\n".join([":::{div} paper", *head, *rows, ":::"]))
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""The page about the document: nothing that it names is missing, and every file, command, claim and erratum is real."""
+"""The page about the paper: nothing that it names is missing, and every file, command, claim and erratum is real."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from docs.drawings import FIGURES, plots
 from kfs.tour import definitions
 from tests.docs.test_book import ROOT, article
 
-# As counted in the document's source.
+# As counted in the source of the paper.
 NAMED = {"listing": 27, "figure": 11, "definition": 23, "test": 2, "example": 17, "setup": 8, "caveat": 2}
 RUN = {file.relative_to(ROOT).as_posix() for file in definitions()}
 DRAWN = {f"kfs/plots/{name}.py" for name in plots()}
