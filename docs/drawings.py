@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kfs.plots import linearized_rosenbrock, structure_errors, synthetic_fisher, synthetic_hessian, synthetic_kfac
 
-SMALL_NET = "a network 5-4-4-3 with ReLU, square loss and 100 data; lines mark parameters"
+SMALL_NET = "a network 5-4-4-3 with ReLU, square loss and 100 examples; lines mark parameters"
 
 
 class Figure(NamedTuple):
@@ -93,7 +93,7 @@ FIGURES = (
     ),
     Figure(
         "structure_errors",
-        "kfs/plots/structure_errors.py",
+        "kfs/tour/structure_errors.py",
         "kfs/kfac/alternatives",
         "Relative errors of structures against the exact blocks of the GGN, for the layers of a small convolutional "
         "network. kfs.compare(risk) does the same for your model.",
