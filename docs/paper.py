@@ -135,7 +135,7 @@ def _section(section: Section, claims_of: Claims) -> str:
         parts.append(_errata(section.errata))
     if section.entries:
         rows = [_row(entry, claims_of) for entry in section.entries]
-        head = ("| in the paper | here | what running it verifies |", "|---|---|---|")
+        head = ("| in the paper | in this book | verified by running it |", "|---|---|---|")
         parts.append("\n".join([":::{div} paper", *head, *rows, ":::"]))
     return "\n\n".join(parts)
 

@@ -79,7 +79,7 @@ def test_names_become_links(site: Path) -> None:
 
     assert leads("kfs/kfac/scaffold", "backpropagated_vectors") == "backpropagated_vectors.html"
     assert leads("kfs/kfac/expand_Linear", "reduce_Linear") == "reduce_Linear.html"
-    assert leads("docs/errata", "ggns.py") == "../kfs/basics/ggns.html"
+    assert leads("docs/errata", "kfs/basics/ggns.py") == "../kfs/basics/ggns.html"
     assert leads("docs/howto_compare", "kfs.compare") == "api/kfs.compare.html#kfs.compare"
     assert leads("docs/howto_train", "kfs.optim.KFAC") == "api/kfs.optim.KFAC.html#kfs.optim.KFAC"
     assert leads("docs/api/kfs.KFAC", "EKFAC") == "kfs.EKFAC.html#kfs.EKFAC"

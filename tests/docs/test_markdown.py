@@ -37,6 +37,7 @@ def test_code_of_other_libraries_runs(page: str, library: str, tmp_path: Path) -
 
 def test_pages_with_code_are_found() -> None:
     guides = {
+        "first_steps",
         "howto_natural_gradient",
         "howto_train",
         "howto_compare",
@@ -86,6 +87,12 @@ def test_a_page_chooses_its_dtype(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         run(page)
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_first_steps_end_in_an_error_with_a_way_out() -> None:
+    last = run_of("first_steps").executed.outputs[-1]
+    assert last is not None
+    assert "Pass the very tensor that entered the computation" in last
 
 
 def test_exercises_have_solutions() -> None:

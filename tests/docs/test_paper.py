@@ -11,7 +11,7 @@ from docs.drawings import FIGURES, plots
 from kfs.tour.run import definitions
 from tests.docs.test_book import ROOT, article
 
-# As counted in the paper's source.
+# As counted in the source of the paper.
 NAMED = {"listing": 27, "figure": 11, "definition": 23, "test": 2, "example": 17, "setup": 8, "caveat": 2}
 RUN = {file.relative_to(ROOT).as_posix() for file in definitions()}
 DRAWN = {f"kfs/plots/{name}.py" for name in plots()}
