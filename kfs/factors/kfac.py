@@ -17,7 +17,7 @@ from kfs.display.suggestions import ByName, suggest
 from kfs.distributed import Ranks, Same, check_same
 from kfs.distributed.collectives import fetched, joined
 from kfs.errors import DistributedError, ModelError
-from kfs.factors.accumulate.block_sums import BlockSums, Placement
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums
 from kfs.factors.audit import merge_audits
 from kfs.factors.block import Block
 from kfs.factors.blocks import chosen
@@ -365,7 +365,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         others = {block.layout.name: block for block in blocks}
         others |= {n: others[n].turned_to(b.layout) for n, b in self.blocks.items() if n in others}
         mine = [block.layout for block in self.blocks.values()]
-        placement = Placement(mine)
+        placement = BlockMap(mine)
         fit = all(placement.admit(block.layout) for block in others.values())
         if not fit or named != set(self.domain.shapes):
             raise ModelError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kfs.distributed import Ranks
 from kfs.errors import KfsError
-from kfs.factors.accumulate import BlockSums, Placement
+from kfs.factors.accumulate import BlockMap, BlockSums
 from kfs.factors.block import Block
 from kfs.factors.blocks import BlockError
 from kfs.factors.layout import Key
@@ -128,7 +128,7 @@ class Curvature:
     def knows(self, sums: StepSums) -> bool:
         """Whether the sums of a step change numbers alone: their blocks are known, and all blocks have inverses."""
         blocks = {key: block for key, block in sums.blocks.items() if block.terms}
-        placement = Placement(block.layout for block in blocks.values())
+        placement = BlockMap(block.layout for block in blocks.values())
         return blocks.keys() <= self.averages.keys() and all(
             average.inverse is not None and placement.fits(average.layout) for average in self.averages.values()
         )
@@ -156,7 +156,7 @@ class Curvature:
             self._note_refusal()
             return False
         # A weight that is used in another way than before, such as by rows, has other blocks now.
-        placement = Placement(block.layout for block in blocks.values())
+        placement = BlockMap(block.layout for block in blocks.values())
         self._remove([key for key, average in self.averages.items() if not placement.fits(average.layout)])
         pairs = []
         for key, block_sums in blocks.items():

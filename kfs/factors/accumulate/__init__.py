@@ -1,7 +1,7 @@
 """Running sums over data: outer products, and statistics of the gradients of every example."""
 
 from kfs.factors.accumulate.across_ranks import add_up_totals, agreed_blocks
-from kfs.factors.accumulate.block_sums import BlockSums, Placement, settle_counts
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, settle_counts
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.gram import add_gram, mirror
 from kfs.factors.accumulate.inputs import Use
@@ -23,12 +23,12 @@ from kfs.factors.accumulate.row_products import (
 
 __all__ = [
     "Adder",
+    "BlockMap",
     "BlockSums",
     "Captured",
     "FactorSums",
     "KeptGradients",
     "PerDatumSums",
-    "Placement",
     "PlainVectors",
     "PlannedUse",
     "Receiver",

@@ -10,7 +10,7 @@ from torch import Tensor
 from kfs.distributed import Ranks, add_up, add_up_at
 from kfs.distributed.assignment import parts_of, place
 from kfs.distributed.collectives import fill_lower_triangle, upper_triangle
-from kfs.factors.accumulate.block_sums import BlockSums, Placement, RoleSums, roles_for
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, roles_for
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.layout import Key, Layout, Side
 from kfs.factors.settings import Products
@@ -183,7 +183,7 @@ def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
 
 def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]]]:
     """Return one description of every block, and the uses that do not fit together with those of ranks before."""
-    placement = Placement()
+    placement = BlockMap()
     agreed: dict[Key, _Block] = {}
     conflicts: set[tuple[str, str]] = set()
     for block in found:

@@ -1,6 +1,6 @@
 """The sums of one block, before any scaling: of inputs and of gradients, for each role of its parameter.
 
-`Placement` decides which blocks there are, and to which one a use belongs.
+`BlockMap` decides which blocks there are, and to which one a use belongs.
 """
 
 from collections.abc import Iterable
@@ -329,7 +329,7 @@ def _trace(s: OuterProductSum) -> Tensor:
     return s.entries.sum(dtype=torch.float64)
 
 
-class Placement:
+class BlockMap:
     """The layouts of all blocks.
 
     Args:

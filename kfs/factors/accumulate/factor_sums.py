@@ -15,7 +15,7 @@ from torch import Tensor
 from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.factors.accumulate.across_ranks import add_up_at_owners, add_up_blocks, agreed_blocks, choose_owners
-from kfs.factors.accumulate.block_sums import BlockSums, Placement, RoleSums, settle_counts
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, settle_counts
 from kfs.factors.accumulate.gram import check_products
 from kfs.factors.accumulate.inputs import Vectors
 from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
@@ -92,7 +92,7 @@ class FactorSums(Sums):
     def restart(self) -> None:
         """Forget all data, and all blocks."""
         self.adders.clear()
-        self.placement = Placement()
+        self.placement = BlockMap()
         self.blocks.clear()
         self.left_out.clear()
         self.conflicts.clear()
@@ -191,7 +191,7 @@ class FactorSums(Sums):
         self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
         blocks = [BlockSums.from_state(block, self.settings.products) for block in state["blocks"]]
         self.blocks = {block.layout.key: block for block in blocks}
-        self.placement = Placement(block.layout for block in self.blocks.values())
+        self.placement = BlockMap(block.layout for block in self.blocks.values())
 
     def add(self, state: Any) -> None:
         """Add sums over other data. Uses that do not fit together with them are conflicts."""

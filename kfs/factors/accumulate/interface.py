@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfs.distributed import Ranks
-from kfs.factors.accumulate.block_sums import Placement
+from kfs.factors.accumulate.block_sums import BlockMap
 from kfs.factors.accumulate.inputs import Inputs
 from kfs.factors.layout import Layout, Side
 from kfs.factors.rows.row_map import RowMap
@@ -64,7 +64,7 @@ class Sums(ABC):
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
         self.adders: dict[Any, Adder] = {}  # what adds the uses of each plan that is known
-        self.placement = Placement(layouts)
+        self.placement = BlockMap(layouts)
 
     @abstractmethod
     def adder_of(self, plan: PlannedUse) -> Adder:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kfs.errors import ModelError
-from kfs.factors.accumulate.block_sums import Placement
+from kfs.factors.accumulate.block_sums import BlockMap
 from kfs.factors.trace.plan import Call, Plan, Planned
 from kfs.factors.trace.tracking import Tracker
 
@@ -61,7 +61,7 @@ class Session:
         # operations of a pass.
         self.hidden_uses: dict[Any, tuple[set[tuple[str, str]], set[str]]] = {}
         self.joint_bias = joint_bias
-        self.both_ways: set[str] = set()  # weights that their biases do not join: see `Placement`
+        self.both_ways: set[str] = set()  # weights that their biases do not join: see `BlockMap`
         self.mixing = mixing
 
     def renewed(self) -> "Session":
@@ -82,7 +82,7 @@ class Session:
         self.settled.clear()
         self.hidden_uses.clear()
 
-    def settle(self, plan: Plan, call: Call, like: Tensor, placement: Placement) -> tuple[Plan, ...]:
+    def settle(self, plan: Plan, call: Call, like: Tensor, placement: BlockMap) -> tuple[Plan, ...]:
         """Decide to which block a use belongs: that of the weight joint with its bias, or one for each of them.
 
         Args:
