@@ -9,7 +9,6 @@ from typing import Any
 # of the library: `make test` runs these, and `make test-all` runs everything.
 TIERS = {
     "tests/docs/": "book",
-    "tests/test_contributing.py": "book",
     "tests/test_readme.py": "book",
     "tests/benchmarks/": "tools",
     "tests/display/test_charts.py": "tools",
