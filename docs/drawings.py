@@ -113,6 +113,11 @@ def plots() -> list[str]:
     return [*PLOTS, "structure_errors"]
 
 
+def file_of(plot: str) -> str:
+    """Return the path of the module that draws a figure."""
+    return f"kfs/{'plots' if plot in PLOTS else 'tour'}/{plot}.py"
+
+
 def draw(plot: str, folder: Path) -> None:
     """Draw the figures of one module into a folder."""
     if plot == "structure_errors":

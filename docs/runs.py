@@ -49,7 +49,7 @@ class Job(NamedTuple):
         if self.kind == "page":
             names = blocks.pictures(page_file(self.name))
         if self.kind == "plot":
-            names = [f"{f.name}.svg" for f in drawings.FIGURES if f.plot == f"kfs/plots/{self.name}.py"]
+            names = [f"{f.name}.svg" for f in drawings.FIGURES if f.plot == drawings.file_of(self.name)]
         if self.kind == "benchmark":
             names = [results.picture_name(self.name)]
         return [PICTURES / name for name in names]

@@ -35,4 +35,4 @@ def test_every_figure_is_drawn_by_a_plot(tmp_path: Path, monkeypatch: pytest.Mon
     for name in drawings.plots():
         drawings.draw(name, tmp_path)
     assert len(drawn) == len(drawings.PLOTS) + 1
-    assert {figure.plot for figure in drawings.FIGURES} == {f"kfs/plots/{name}.py" for name in drawings.plots()}
+    assert {figure.plot for figure in drawings.FIGURES} == {drawings.file_of(name) for name in drawings.plots()}
