@@ -18,7 +18,7 @@ def test_a_module_becomes_a_page() -> None:
     assert {"kfs.problem.risk", "kfs.problem.risk.EmpiricalRisk"} == module.imports
     page = module_page(module, None)
     assert "# A title: with more\n" in page
-    assert "Uses: [risk](/kfs/problem/risk.py)" in page
+    assert "Uses: [problem.risk](/kfs/problem/risk.py)" in page
     assert "What running it verified" not in page
 
 
@@ -39,7 +39,7 @@ def test_signs_in_cells_mean_nothing() -> None:
 def test_a_package_lists_what_lies_in_it() -> None:
     package = next(module for module in all_modules() if module.path == "kfs/factors/__init__.py")
     page = module_page(package, None, elsewhere={"kfs/kfac/scaffold.py"})
-    assert "\n/kfs/kfac/settings\n" in page
+    assert "\n/kfs/factors/settings\n" in page
     assert "\n/kfs/factors/rules/__init__\n" in page
     assert "/kfs/factors/rules/linear" not in page
     assert "\n/kfs/kfac/scaffold\n" not in page
@@ -63,7 +63,7 @@ def test_names_of_modules_in_other_rooms() -> None:
     def module(name: str) -> Module:
         return Module(f"kfs/{name}.py", "", "", "", 1, frozenset())
 
-    names = ("kfac/structures/damping", "kfac/sums/gram", "kfac/rules/gram", "kfac/sums/patches", "optim/rule")
+    names = ("factors/blocks/damping", "factors/rows/gram", "factors/rules/gram", "factors/rows/patches", "optim/rule")
     known = links.Modules(map(module, names), ["kfs/factors/blocks/damping.py"])
 
     def found(text: str, here: str = "") -> str | None:
@@ -72,9 +72,9 @@ def test_names_of_modules_in_other_rooms() -> None:
 
     here = "kfs/factors/rules/convolution.py"
     assert found("gram", here) == "kfs/factors/rules/gram"
-    assert found("patches", here) == found("patches.py", here) == "kfs/factors/accumulate/patches"
+    assert found("patches", here) == found("patches.py", here) == "kfs/factors/rows/patches"
     assert found("damping", "kfs/optim/kfac.py") == found("damping.py") == "kfs/factors/blocks/damping"
-    assert found("kfs/optim/update_rule.py") == found("kfs.optim.update_rule") == "kfs/optim/rule"
+    assert found("kfs/optim/rule.py") == found("kfs.optim.rule") == "kfs/optim/rule"
     assert found("rule", here) is None
     assert found("patches") is None
     assert found("gram", "kfs/factors/rules/gram.py") is None  # a page does not link to itself

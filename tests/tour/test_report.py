@@ -118,7 +118,7 @@ def test_layout_and_errors(report: Path, tab: Page, width: int) -> None:
     assert tab.evaluate("document.querySelectorAll('.play canvas').length") == 3
     assert tab.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 7)")
     assert tab.evaluate("[...document.querySelectorAll('.example img')].every((image) => image.naturalWidth == 8)")
-    figures = "[...document.querySelectorAll('figure:not(.example) img')]"
+    figures = "[...document.querySelectorAll('figure:not(.datum) img')]"
     assert tab.evaluate(f"{figures}.every((image) => image.naturalWidth > 100)")
     assert tab.evaluate(OVERLAPS) == []
 

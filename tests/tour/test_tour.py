@@ -68,7 +68,7 @@ def test_table_and_verdict() -> None:
 
 def test_the_hint_is_a_command_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names this interpreter and an installed file, as short as the current folder allows."""
-    package = Path(tour.__file__).parent
+    package = Path(tour.__file__).parent.parent
     monkeypatch.setattr("sys.executable", str(package.parent / "some bin" / "python"))
     monkeypatch.chdir(package.parent)
     assert tour._command() == "'some bin/python' kfs/basics/ggns.py"
