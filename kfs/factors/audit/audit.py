@@ -78,8 +78,8 @@ def mixing_error(cause: str) -> ModelError:
     return ModelError(
         f"{cause} The prediction for one example depends on the rest of its batch, so curvature per example is not "
         "defined.",
-        "Change the model such that it treats examples one by one, or let an example be all that interacts (a graph, "
-        "a group). If you know better, pass audit=False.",
+        "Change the model so that it treats examples independently, or define an example as everything that "
+        "interacts (a graph, a group). If you know better, pass audit=False.",
     )
 
 
@@ -402,7 +402,8 @@ class _Audit:
         if plain is None:
             return difference
         raise mixing_error(
-            f"The predictions for {len(chosen)} examples change in a batch with {self.num_data - len(chosen)} others."
+            f"The predictions for {len(chosen)} examples are not the same in a batch with "
+            f"{self.num_data - len(chosen)} others."
         )
 
     def _half(self) -> list[int]:

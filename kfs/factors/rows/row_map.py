@@ -230,8 +230,8 @@ def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) ->
         found = matches[0] if 0 in matches or len(matches) == 1 else 0 if folded and not matches else None
     if found is None:
         raise DataError(
-            f"A parameter is used with an input of leading axes {list(leading)}, where the batch of {num_data} "
-            "examples is not found.",
+            f"A parameter is used with an input of leading axes {list(leading)}, in which the batch of "
+            f"{num_data} examples is not found.",
             "Say where it is with batch_axis=, or put it first. KFAC with sharing='expand' needs no batch axis.",
         )
     return StridedRows(num_data, leading[found] // num_data * prod(leading[found + 1 :]))
