@@ -43,7 +43,7 @@ class ModuleParser(MystParser):
 
 
 class ModuleCode(SphinxDirective):
-    """The code of a module, with an anchor for each of its lines."""
+    """The code of a module, with a place to link to for each of its lines."""
 
     required_arguments = 1
 
@@ -52,7 +52,8 @@ class ModuleCode(SphinxDirective):
         path = self.arguments[0]
         module = read_module((ROOT / path).read_text(encoding="utf-8"), path)
         block = nodes.literal_block(module.code, module.code, language="python")
-        block["highlight_args"] = {"linenostart": module.first_line, "lineanchors": "line"}
+        # An element around each line: a long one is wrapped, with an indent (see book.css), and can be linked to.
+        block["highlight_args"] = {"linenostart": module.first_line, "linespans": "line"}
         return [block]
 
 

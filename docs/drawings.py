@@ -27,11 +27,11 @@ class Figure(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """Say which figure of the document it is."""
+        """Say which figure of the paper it is."""
         if not self.document:
-            return "This figure is not in the document."
+            return "This figure is not in the paper."
         numbers = " and ".join(map(str, self.document))
-        return f"Figure{'s' if len(self.document) > 1 else ''} {numbers} of the document."
+        return f"Figure{'s' if len(self.document) > 1 else ''} {numbers} of the paper."
 
 
 FIGURES = (

@@ -11,12 +11,14 @@ import pytest
 
 from docs.site_checks import read
 from tests.browser import CHROMIUM, Page, browser
-from tests.docs.test_book import written
+from tests.docs.test_book import DEFINED, written
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 # One page of each kind, and those with the widest formulas, tables and pictures.
 LOOKED_AT = (
     "docs/index",
+    "docs/kfac_overview",
+    "docs/kfac_layers",
     "docs/api/kfs.KFAC",
     "docs/api/index",
     "docs/benchmarks",
@@ -64,12 +66,28 @@ def test_search(site: Path, tab: Page, word: str) -> None:
     assert tab.problems() == []
 
 
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("width", [1400, 1280, 390])
 def test_layout(site: Path, tab: Page, width: int) -> None:
     for name in LOOKED_AT:
         tab.open(site / f"{name}.html", width)
         assert tab.problems() == [], name
         assert tab.evaluate("document.documentElement.scrollWidth") <= width, name
+
+
+# Of all listings, how far the widest line reaches beyond what is shown.
+CLIPPED = """Math.max(...[...document.querySelectorAll("div.code, div.code pre")].map(
+  (block) => block.scrollWidth - block.clientWidth))"""
+
+
+@pytest.mark.parametrize("width", [1800, 1400, 1280, 390])
+def test_code_is_not_clipped(site: Path, tab: Page, width: int) -> None:
+    """Beside prose, lines that are too long are wrapped; on a wide screen, prose is left of code."""
+    for name in (*(path.removesuffix(".py") for path in DEFINED), "docs/kfac_overview", "docs/kfac_layers"):
+        tab.open(site / f"{name}.html", width)
+        assert tab.evaluate(CLIPPED) <= 0, name
+    tab.open(site / "kfs" / "basics" / "ggns.html", width)
+    prose, code = (tab.evaluate(f"document.querySelector('div.{kind}').offsetLeft") for kind in ("prose", "code"))
+    assert (prose < code) == (width > 1200)
 
 
 def test_all_formulas_are_drawn(site: Path, tab: Page) -> None:
