@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 from sphinx.util.docutils import SphinxDirective
 
-from docs import api, blocks, links, notebooks, results, runs
+from docs import api, blocks, links, notebooks, results, runs, search
 from docs.modules import module_page, read_module, toctree
 from docs.sidebar import use_sidebar
 from kfs.report import play
@@ -172,6 +172,7 @@ def add_play(app: Sphinx, pagename: str, *_: Any) -> None:
 def prepare(app: Sphinx, *_: Any) -> None:
     """Write pages of the reference, and run what pages are made from."""
     api.write_pages(runs.DOCS / "api")
+    app.config.html_search_scorer = str(search.write_scorer(runs.RESULTS))
     runs.run_all(runs.all_jobs())
     app.kfs_modules = links.library()  # type: ignore[attr-defined]
 
