@@ -193,6 +193,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", prepare)
     app.connect("doctree-read", show_outputs)
     app.connect("doctree-read", offer_notebook)
+    app.connect("autodoc-process-bases", api.show_public_bases)
     app.connect("autodoc-process-docstring", api.translate, priority=100)  # before napoleon
     app.connect("missing-reference", links.resolve_ours, priority=100)  # before intersphinx
     app.connect("missing-reference", links.resolve_pytorch, priority=100)

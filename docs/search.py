@@ -1,7 +1,7 @@
 """The order of search results: pages that say how to do something come before pages about files of the library.
 
-Sphinx's own scores know whether a word is in a title, and not how often a page uses it. Words are counted here, when the
-book is built, and `search_scorer.js` adds what they are worth, in the browser.
+Sphinx's own scores know whether a word is in a title, and not how often a page uses it. Words are counted here, when
+the book is built, and `search_scorer.js` adds what they are worth, in the browser.
 """
 
 import json
@@ -36,10 +36,10 @@ def stem(word: str) -> str:
 
 
 def counts(text: str) -> Counter[str]:
-    """Count the words of a page of Markdown, by stem. Titles count more often than other text.
+    r"""Count the words of a page of Markdown, by stem. Titles count more often than other text.
 
     Example:
-        >>> counts("# Merge models\\nMerging takes a model.")["merg"]
+        >>> counts("# Merge models\nMerging takes a model.")["merg"]
         7
     """
     found: Counter[str] = Counter()
