@@ -139,7 +139,9 @@ def draw(rows: list[Row], title: str, file: Path) -> None:
             chosen = [row for row in inside if row.library == library]
             places = [programs.index(row.program) + (i - (len(libraries) - 1) / 2) * width for row in chosen]
             if chosen:
-                axes.bar(places, [row.ratio for row in chosen], 0.9 * width, label=library, color=f"C{i}")
+                bars = axes.bar(places, [row.ratio for row in chosen], 0.9 * width, label=library, color=f"C{i}")
+                # Small bars can be read by their numbers alone.
+                axes.bar_label(bars, [f"{row.ratio:.2f}" for row in chosen], fontsize=6.5)
             counted = [(place, row.flop_ratio) for place, row in zip(places, chosen, strict=True) if row.flop_ratio]
             for place, flops in counted:
                 # One entry of the legend for all lines of a panel.
@@ -151,5 +153,5 @@ def draw(rows: list[Row], title: str, file: Path) -> None:
         )
         axes.set_ylabel("ratio to forward and\nbackward pass")
         axes.set_title(f"{title}: {problem}" if title else problem)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, title="bars: time")
     figure.savefig(file, dpi=150)

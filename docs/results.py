@@ -13,6 +13,13 @@ from docs.results_summary import PARTS, heading, part_of, summary
 RESULTS = ROOT / "benchmarks" / "results"
 # Bars of more programs, or of more problems, would not be legible: these are tables.
 MOST_PROBLEMS, MOST_PROGRAMS = 4, 10
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "soap": "SOAP",
+    "prodigy": "Prodigy",
+    "kfs-fixed": "kfs, noise=None",
+}
 MISSING = "There are no numbers yet. Run `make bench`, then `make docs`."
 Cells = Sequence[str | float | None]
 
@@ -134,8 +141,12 @@ def draw_histories(rows: list[dict[str, Any]], file: Path) -> None:
     for optimizer in dict.fromkeys(row["optimizer"] for row in finished):
         best = min((row for row in finished if row["optimizer"] == optimizer), key=lambda row: row["end"])
         _, seconds, losses = zip(*best["history"], strict=True)
-        axes.plot(seconds, losses, linewidth=1.4, label=f"{optimizer}, learning rate {best['lr']:g}")
-    axes.set_yscale("log")
+        label = f"{OPTIMIZERS.get(optimizer, optimizer)}, learning rate {best['lr']:g}"
+        axes.plot(seconds, losses, linewidth=1.4, label=label)
+    low, high = axes.get_ylim()
+    # Within a decade, a log axis would have two numbers.
+    if high > 10 * low:
+        axes.set_yscale("log")
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("loss")
     axes.grid(which="both", linewidth=0.3)
@@ -157,14 +168,7 @@ def _default_settings(contents: dict[str, Any]) -> str:
         times = ours["seconds"] / base["seconds"] if base and ours else None
         lines.append(["" if task == before else task, schedule, *ends, times])
         before = task
-    titles = {
-        "adamw": "AdamW",
-        "muon": "Muon",
-        "soap": "SOAP",
-        "prodigy": "Prodigy",
-        "kfs-fixed": "kfs, noise=None",
-    }
-    numbers = [*(titles.get(name, name) for name in optimizers), "time, kfs / AdamW"]
+    numbers = [*(OPTIMIZERS.get(name, name) for name in optimizers), "time, kfs / AdamW"]
     sources = "\n".join(f"- {heading(name)}: {_provenance(c.get('environment', {}))}" for name, c in contents.items())
     return (
         "The loss at the end, in the mean over seeds. AdamW, Muon, SOAP and `noise=None` have the best of several "
