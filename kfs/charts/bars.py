@@ -49,6 +49,7 @@ def draw_bars(
         open_frame(axes)
         axes.spines["bottom"].set_visible(False)
     all_axes[0].set_yticks(range(len(labels)), labels)
+    all_axes[0].set_ylabel("layer")
     all_axes[0].set_ylim(len(labels) - 0.4, -0.6)
     return all_axes
 

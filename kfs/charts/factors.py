@@ -19,6 +19,7 @@ _PIXELS = 200  # of a heat map, in each direction
 _ACROSS = 3  # pairs of factors beside each other
 _INCHES = 1.6  # of a heat map
 _QUANTILE = 0.98  # of absolute entries, which colors distinguish
+_COLORS = "red: positive, blue: negative, up to the number in the title"
 _LABELED = 0.03  # least share of an axis for which a label has room
 
 
@@ -52,7 +53,7 @@ def draw_factors(panels: Sequence[Panel], left_out: int = 0) -> "list[Axes]":
     """
     across = min(_ACROSS, len(panels))
     rows = -(-len(panels) // across)
-    figure = new_figure(2 * across * _INCHES, rows * (_INCHES + 0.33) + (0.3 if left_out else 0))
+    figure = new_figure(2 * across * _INCHES, rows * (_INCHES + 0.33) + 0.3)
     axes = grid(figure, rows, 2 * across)
     for place, panel in enumerate(panels):
         for side, factor, target in zip("AB", (panel.A, panel.B), axes[2 * place :], strict=False):
@@ -61,8 +62,8 @@ def draw_factors(panels: Sequence[Panel], left_out: int = 0) -> "list[Axes]":
             _draw(target, f"{name}\n{side}: {how}", one)
     for target in axes[2 * len(panels) :]:
         target.remove()
-    if left_out:
-        figure.supxlabel(f"{left_out} more blocks: name those to draw", fontsize=8, color=INK)
+    more = f"\n{left_out} more blocks: name those to draw" if left_out else ""
+    figure.supxlabel(f"{_COLORS}{more}", fontsize=7, color=INK)
     return axes[: 2 * len(panels)]
 
 
@@ -91,6 +92,7 @@ def draw_matrix(title: str, matrix: Tensor, rows: Mapping[str, int], columns: Ma
             if end - start >= _LABELED * ends[-1]
         }
         set_ticks(list(labels), list(labels.values()))
+    axes.set_xlabel(_COLORS, fontsize=7, color=INK)
     axes.tick_params(axis="x", rotation=90)
     axes.tick_params(length=0)
     return axes

@@ -45,8 +45,9 @@ def draw_spectra(spectra: Mapping[str, Tensor], damping: Mapping[str, float], ax
         if damping[name]:
             damped = values.clamp(min=0) + damping[name]
             axes.plot(places, damped, color=color, linewidth=0.8, linestyle="--", alpha=0.7)
-    for level in sorted({value for value in damping.values() if value}):
-        axes.axhline(level, color=LINE, linewidth=0.8, linestyle=":", zorder=0)
+    for place, level in enumerate(sorted({value for value in damping.values() if value})):
+        label = None if place else "damping"
+        axes.axhline(level, color=LINE, linewidth=0.8, linestyle=":", zorder=0, label=label)
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)
     axes.set_xlabel("eigenvalues of a block, largest first (%)")
@@ -55,7 +56,8 @@ def draw_spectra(spectra: Mapping[str, Tensor], damping: Mapping[str, float], ax
     if many:
         _bar_of_blocks(axes, list(spectra))
     else:
-        axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        legend = axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="block")
+        legend.get_title().set_fontsize(7)
     return axes
 
 
@@ -79,6 +81,7 @@ def _bar_of_blocks(axes: "Axes", names: list[str]) -> None:
     chosen = sorted({round(last * part / 5) for part in range(6)})
     bar.set_ticks(chosen, labels=[short(names[place]) for place in chosen])
     bar.outline.set_visible(False)
+    bar.set_label("block", fontsize=8, color=INK)
     bar.ax.invert_yaxis()
     bar.ax.tick_params(labelsize=6.5, labelcolor=INK, length=2, pad=2)
 
@@ -99,11 +102,13 @@ def draw_density(
     top = float(density.max())
     bottom = top * 10**-_DECADES
     axes.fill_between(grid, density.clamp(min=bottom), bottom, color="C0", alpha=0.25, linewidth=0)
-    axes.plot(grid, density.clamp(min=bottom), color="C0", linewidth=1.2)
-    axes.plot(nodes, torch.full_like(nodes, bottom), "|", color=LINE, markersize=6, markeredgewidth=0.5, clip_on=False)
+    axes.plot(grid, density.clamp(min=bottom), color="C0", linewidth=1.2, label="density, smoothed")
+    marks = {"color": LINE, "markersize": 6, "markeredgewidth": 0.5, "clip_on": False}
+    axes.plot(nodes, torch.full_like(nodes, bottom), "|", label="point masses", **marks)
     axes.set_yscale("log")
     axes.set_ylim(bottom, 3 * top)
     axes.set_xlabel(axis)
     axes.set_ylabel("spectral density")
     open_frame(axes)
+    axes.legend(fontsize=7, frameon=False)
     return axes
