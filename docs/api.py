@@ -216,6 +216,8 @@ def _page(name: Name) -> str:
     members = members_of(name.value) if name.kind == "class" else {}
     overview = [_overview(name, members)] if members else []
     bases = "   :show-inheritance:\n" if name.kind == "exception" or _public_bases(name.value) else ""
+    if name.kind == "class" and issubclass(name.value, LinearOperator):
+        overview.append("Multiply with `@`, and combine operators with `+`, `-`, `*` and `@`.")
     parts = [title, *overview, _directive(f".. auto{name.kind}:: {name.home}\n{bases}")]
     for use, found in members.items():
         directives = "\n".join(f".. auto{kind}:: {name.home}.{member}\n" for member, kind in found.items())
