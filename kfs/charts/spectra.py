@@ -46,8 +46,8 @@ def draw_spectra(spectra: Mapping[str, Tensor], damping: Mapping[str, float], ax
             damped = values.clamp(min=0) + damping[name]
             axes.plot(places, damped, color=color, linewidth=0.8, linestyle="--", alpha=0.7)
     for place, level in enumerate(sorted({value for value in damping.values() if value})):
-        label = None if place else "damping"
-        axes.axhline(level, color=LINE, linewidth=0.8, linestyle=":", zorder=0, label=label)
+        name = "" if place else "damping"  # one entry of the legend for all levels
+        axes.axhline(level, color=LINE, linewidth=0.8, linestyle=":", zorder=0, label=name)
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)
     axes.set_xlabel("eigenvalues of a block, largest first (%)")
@@ -103,8 +103,8 @@ def draw_density(
     bottom = top * 10**-_DECADES
     axes.fill_between(grid, density.clamp(min=bottom), bottom, color="C0", alpha=0.25, linewidth=0)
     axes.plot(grid, density.clamp(min=bottom), color="C0", linewidth=1.2, label="density, smoothed")
-    marks = {"color": LINE, "markersize": 6, "markeredgewidth": 0.5, "clip_on": False}
-    axes.plot(nodes, torch.full_like(nodes, bottom), "|", label="point masses", **marks)
+    (marks,) = axes.plot(nodes, torch.full_like(nodes, bottom), "|", color=LINE, label="point masses")
+    marks.set(markersize=6, markeredgewidth=0.5, clip_on=False)
     axes.set_yscale("log")
     axes.set_ylim(bottom, 3 * top)
     axes.set_xlabel(axis)
