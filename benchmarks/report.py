@@ -164,7 +164,7 @@ def write(rows: list[Row], name: str, settings: dict[str, object], results: Path
 
 
 def draw(rows: list[Row], title: str, file: Path) -> None:
-    """Draw one panel per problem: ratios as bars, FLOP ratios as lines across them."""
+    """Draw one panel per problem: ratios as bars, FLOP ratios as black lines across them."""
     problems = list(dict.fromkeys(row.problem for row in rows))
     libraries = list(dict.fromkeys(row.library for row in rows))
     figure = Figure(figsize=(7, 3.2 * len(problems)), layout="constrained")
@@ -177,15 +177,19 @@ def draw(rows: list[Row], title: str, file: Path) -> None:
             chosen = [row for row in inside if row.library == library]
             places = [programs.index(row.program) + (i - (len(libraries) - 1) / 2) * width for row in chosen]
             if chosen:
-                axes.bar(places, [row.ratio for row in chosen], 0.9 * width, label=library, color=f"C{i}")
+                bars = axes.bar(places, [row.ratio for row in chosen], 0.9 * width, label=library, color=f"C{i}")
+                # Small bars can be read by their numbers alone.
+                axes.bar_label(bars, [f"{row.ratio:.2f}" for row in chosen], fontsize=6.5)
             counted = [(place, row.flop_ratio) for place, row in zip(places, chosen, strict=True) if row.flop_ratio]
             for place, flops in counted:
-                axes.hlines(flops, place - width / 2, place + width / 2, colors="black")
+                # One entry of the legend for all lines of a panel.
+                label = None if "FLOPs" in axes.get_legend_handles_labels()[1] else "FLOPs"
+                axes.hlines(flops, place - width / 2, place + width / 2, colors="black", label=label)
         crowded = sum(map(len, programs)) > 60  # characters that fit beside each other
         axes.set_xticks(
             range(len(programs)), programs, rotation=20 if crowded else 0, ha="right" if crowded else "center"
         )
-        axes.set_ylabel("time / (forward+backward)")
-        axes.set_title(f"{title}: {problem}")
-        axes.legend(frameon=False)
+        axes.set_ylabel("ratio to forward and\nbackward pass")
+        axes.set_title(f"{title}: {problem}" if title else problem)
+        axes.legend(frameon=False, title="bars: time")
     figure.savefig(file, dpi=150)

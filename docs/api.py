@@ -5,13 +5,15 @@ Docstrings are Markdown and Google style; autodoc reads reStructuredText, so tha
 
 import inspect
 import re
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from kfs.errors import ModelError
+from kfs.losses import Loss
+from kfs.operators import LinearOperator
 
 # Packages whose `__all__` is public.
 PACKAGES = (
@@ -27,6 +29,107 @@ PACKAGES = (
     "kfs.conformance",
     "kfs.errors",
 )
+# What packages are for, by the last part of their name.
+TITLES = {
+    "kfs": "Model, loss and data",
+    "operators": "Exact matrices, and linear algebra with them",
+    "factors": "KFAC and EKFAC",
+    "kfac": "KFAC and EKFAC",
+    "optim": "Train with natural gradients",
+    "influence": "Influence of training data",
+    "laplace": "Uncertainty",
+    "merging": "Merge models",
+    "compress": "Make models smaller",
+    "losses": "Losses",
+    "conformance": "Test an implementation of KFAC",
+    "errors": "Errors",
+}
+# Members of classes by what they are for. Others follow, in the order of their source.
+USES = {
+    "Solve, invert and sample": ("inverse", "solve", "sample", "power"),
+    "Eigenvalues, trace and norms": (
+        "eigenvalues",
+        "eigh",
+        "mean_eigenvalue",
+        "trace",
+        "logdet",
+        "det",
+        "frobenius_norm",
+        "squared_frobenius_norm",
+    ),
+    "The matrix and its parts": (
+        "to_dense",
+        "diagonal",
+        "submatrix",
+        "T",
+        "shift",
+        "to_scipy",
+        "structures",
+        "blocks",
+        "fetch",
+    ),
+    "Evaluate the model": ("value", "gradient", "predict"),
+    "Train": ("step", "zero_grad", "targets", "add_param_group", "close"),
+    "More data": ("update", "merge", "from_kfac"),
+    "Look": ("describe", "report", "plot", "plot_spectrum", "events", "damping_scale", "step_scale", "audit"),
+    "Save, load and move": (
+        "save",
+        "state_dict",
+        "load_state_dict",
+        "consolidate_state_dict",
+        "to",
+        "gathered",
+    ),
+    "Size and type": (
+        "shape",
+        "dtype",
+        "device",
+        "nbytes",
+        "num_data",
+        "num_batches",
+        "reduction_factor",
+        "settings",
+        "computed_at",
+    ),
+}
+DEFINE, METHODS, VALUES = "What a subclass defines", "Methods", "Attributes"
+# Classes that users write subclasses of.
+INTERFACES = (Loss, LinearOperator)
+# Members without an underscore that other modules of kfs call, and users do not.
+INTERNAL = frozenset({
+    "about",
+    "about_data",
+    "batches",
+    "block",
+    "called",
+    "check",
+    "check_derivatives",
+    "check_model",
+    "check_ranks",
+    "check_same",
+    "check_values",
+    "checking_later",
+    "columns_at_once",
+    "count",
+    "evaluate",
+    "factor",
+    "finite",
+    "formula",
+    "leaves",
+    "made_of",
+    "middle",
+    "of",
+    "own_stacks",
+    "product",
+    "products",
+    "running",
+    "shared",
+    "stacks",
+    "sum_dtype",
+    "symmetric",
+    "together",
+    "untouched",
+})  # fmt: skip
 ROOT = Path(__file__).parent.parent
 _CODE = re.compile(r"(?<![`\\:])`([^`\n]+(?:\n\s*[^`\n]+)?)`(?![`_])")
 _MATH = re.compile(r"(?<![\\$\w])\$([^$\n]+)\$(?![\w$])")
@@ -108,27 +211,120 @@ def write_pages(folder: Path) -> None:
 
 
 def _page(name: Name) -> str:
-    options = {"class": "   :members:\n   :show-inheritance:\n", "exception": "   :show-inheritance:\n"}
-    directive = f".. auto{name.kind}:: {name.home}\n{options.get(name.kind, '')}"
-    title = name.home.replace("_", r"\_")
-    return f"# {title}\n\n```{{eval-rst}}\n{directive}```\n"
+    """Return the page of a name: of a class, an overview of its members by use, then each of them."""
+    title = "# " + name.home.replace("_", r"\_")
+    members = members_of(name.value) if name.kind == "class" else {}
+    overview = [_overview(name, members)] if members else []
+    bases = "   :show-inheritance:\n" if name.kind == "exception" or _public_bases(name.value) else ""
+    if name.kind == "class" and issubclass(name.value, LinearOperator):
+        overview.append("Multiply with `@`, and combine operators with `+`, `-`, `*` and `@`.")
+    parts = [title, *overview, _directive(f".. auto{name.kind}:: {name.home}\n{bases}")]
+    for use, found in members.items():
+        directives = "\n".join(f".. auto{kind}:: {name.home}.{member}\n" for member, kind in found.items())
+        parts += [f"## {use}", _directive(directives)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _directive(text: str) -> str:
+    return f"```{{eval-rst}}\n{text}```"
+
+
+def _overview(name: Name, members: dict[str, dict[str, str]]) -> str:
+    """Return the table at the top of a class's page."""
+    rows = [
+        f"   * - {use}\n     - {', '.join(f':py:obj:`{member} <{name.home}.{member}>`' for member in found)}\n"
+        for use, found in members.items()
+    ]
+    return _directive(".. list-table::\n   :class: overview\n   :widths: 30 70\n\n" + "".join(rows))
+
+
+def members_of(kind: type) -> dict[str, dict[str, str]]:
+    """Return the members of a class that its page explains: by use, each with what autodoc calls it.
+
+    Inherited ones are among them, if a class of kfs has them: for who uses an object, it does not matter where its
+    methods are defined.
+    """
+    known = {member: use for use, members in USES.items() for member in members}
+    found: dict[str, dict[str, str]] = {}
+    for member in sorted(dir(kind), key=_places(kind).__getitem__):
+        owner = next(base for base in kind.__mro__ if member in vars(base))
+        autodoc = _autodoc_kind(vars(owner)[member])
+        if member.startswith("_") or autodoc is None or _internal(kind, owner, member):
+            continue
+        use = known.get(member, METHODS if autodoc == "method" else VALUES)
+        found.setdefault(DEFINE if _abstract(kind, member) else use, {})[member] = autodoc
+    return {use: found[use] for use in (DEFINE, METHODS, *USES, VALUES) if use in found}
+
+
+def _places(kind: type) -> dict[str, tuple[int, int]]:
+    """Return where members come on a page: in the order of `USES`, and those of no use as in their source."""
+    listed = [member for members in USES.values() for member in members]
+    defined = {member: place for base in reversed(kind.__mro__) for place, member in enumerate(vars(base))}
+    return {m: (listed.index(m), 0) if m in listed else (len(listed), defined.get(m, 0)) for m in dir(kind)}
+
+
+def _autodoc_kind(value: Any) -> str | None:
+    """Return what autodoc calls a member; `None` for numbers and the like, which the class's docstring explains."""
+    if isinstance(value, property | cached_property):
+        return "property"
+    return "method" if inspect.isfunction(value) or isinstance(value, classmethod | staticmethod) else None
+
+
+def _internal(kind: type, owner: type, member: str) -> bool:
+    """Return whether a member is of no use for readers of a class's page."""
+    if not owner.__module__.startswith("kfs"):
+        return True
+    # Whoever writes a loss or an operator defines its methods; the pages of others do not repeat them.
+    if kind in INTERFACES:
+        return member in INTERNAL and not _abstract(kind, member)
+    if issubclass(kind, Loss):
+        return True
+    return member in INTERNAL or (issubclass(kind, LinearOperator) and _abstract(LinearOperator, member))
+
+
+def _abstract(kind: type, member: str) -> bool:
+    return member in getattr(kind, "__abstractmethods__", ())
+
+
+def _public_bases(value: Any) -> list[type]:
+    """Return bases of a class that have a page themselves."""
+    known = {id(name.value) for name in public_names() if name.kind == "class"}
+    return [base for base in getattr(value, "__bases__", ()) if id(base) in known]
+
+
+def show_public_bases(app: Any, name: str, value: Any, options: Any, bases: list[Any]) -> None:  # noqa: ARG001
+    """Leave out bases that are internal, in place."""
+    if not issubclass(value, BaseException):
+        bases[:] = _public_bases(value)
 
 
 def _index() -> str:
-    parts = ["# Reference\n\nAll public names, with a page each. What is exported twice is explained once."]
+    """Return the list of all names, by what they are for."""
+    parts = ["# Reference\n\nAll public names by what they are for, with a page each."]
     for package in map(import_module, PACKAGES):
-        names = [name for name in public_names() if name.full.rpartition(".")[0] == package.__name__]
-        summary = (inspect.getdoc(package) or "").partition("\n")[0]
-        own = [name.home for name in names if name.home == name.full and name.kind != "module"]
-        others = [f"`{name.home}`" for name in names if name.home != name.full]
-        parts.append(f"## {package.__name__}\n\n{summary}")
-        if own:
-            table = "\n".join(f"   {name}" for name in own)
-            parts.append(f"```{{eval-rst}}\n.. autosummary::\n   :nosignatures:\n\n{table}\n```")
-            parts.append("```{toctree}\n:hidden:\n\n" + "\n".join(own) + "\n```")
-        if others:
-            parts.append(f"Also: {', '.join(others)}")
+        # What a package exports again is listed where it is defined: kfs.KFAC is with other names of its package.
+        own = [name for name in public_names() if name.home == name.full and _package_of(name) == package.__name__]
+        # What most readers look for comes first: names of kfs itself, then functions.
+        own.sort(key=lambda name: (name.full.count(".") > 1, name.kind != "function"))
+        listed = [name.home for name in own if name.kind not in {"module", "data"}]
+        hidden = [name.home for name in own if name.kind == "data"]
+        if not listed:
+            continue
+        title = TITLES.get(package.__name__.rpartition(".")[2], package.__name__)
+        table = "\n".join(f"   {name}" for name in listed)
+        parts.append(f"## {title}")
+        parts.append(f"```{{eval-rst}}\n.. autosummary::\n   :nosignatures:\n\n{table}\n```")
+        parts.append("```{toctree}\n:hidden:\n\n" + "\n".join(listed + hidden) + "\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def _package_of(name: Name) -> str:
+    """Return the package under which a name is listed: the one that exports it, or, instead of kfs, its own one."""
+    exporter = name.full.rpartition(".")[0]
+    if exporter != "kfs":
+        return exporter
+    defined = getattr(name.value, "__module__", "")
+    return next((package for package in PACKAGES[1:] if f"{defined}.".startswith(f"{package}.")), exporter)
 
 
 def translate(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:  # noqa: ARG001

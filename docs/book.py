@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 from sphinx.util.docutils import SphinxDirective
 
-from docs import api, blocks, links, notebooks, results, runs
+from docs import api, blocks, links, notebooks, results, runs, search
 from docs.modules import module_page, read_module, toctree
 from docs.sidebar import use_sidebar
 from kfs.tour import play
@@ -43,7 +43,7 @@ class ModuleParser(MystParser):
 
 
 class ModuleCode(SphinxDirective):
-    """The code of a module, with an anchor for each of its lines."""
+    """The code of a module, with a place to link to for each of its lines."""
 
     required_arguments = 1
 
@@ -52,7 +52,8 @@ class ModuleCode(SphinxDirective):
         path = self.arguments[0]
         module = read_module((ROOT / path).read_text(encoding="utf-8"), path)
         block = nodes.literal_block(module.code, module.code, language="python")
-        block["highlight_args"] = {"linenostart": module.first_line, "lineanchors": "line"}
+        # An element around each line: a long one is wrapped, with an indent (see book.css), and can be linked to.
+        block["highlight_args"] = {"linenostart": module.first_line, "linespans": "line"}
         return [block]
 
 
@@ -171,6 +172,7 @@ def add_play(app: Sphinx, pagename: str, *_: Any) -> None:
 def prepare(app: Sphinx, *_: Any) -> None:
     """Write pages of the reference, and run what pages are made from."""
     api.write_pages(runs.DOCS / "api")
+    app.config.html_search_scorer = str(search.write_scorer(runs.RESULTS))
     runs.run_all(runs.all_jobs())
     app.kfs_modules = links.library()  # type: ignore[attr-defined]
 
@@ -191,6 +193,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", prepare)
     app.connect("doctree-read", show_outputs)
     app.connect("doctree-read", offer_notebook)
+    app.connect("autodoc-process-bases", api.show_public_bases)
     app.connect("autodoc-process-docstring", api.translate, priority=100)  # before napoleon
     app.connect("missing-reference", links.resolve_ours, priority=100)  # before intersphinx
     app.connect("missing-reference", links.resolve_pytorch, priority=100)

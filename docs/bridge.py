@@ -44,6 +44,8 @@ class Listing(MarkdownDirective):
         self.env.note_dependency(job.file)
         code = functions((ROOT / path).read_text(encoding="utf-8"), path)
         block = nodes.literal_block(code, code, language="python")
+        # As on the page of a module, so that long lines are wrapped; a page may have several listings.
+        block["highlight_args"] = {"linespans": f"listing-{Path(path).stem}"}
         where = self.markdown(f"`{path}`")  # becomes a link by itself
         return [
             nodes.container("", *where, block, classes=["code", "listing"]),

@@ -8,8 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from docs.modules import ROOT, cell
+from docs.results_summary import PARTS, heading, part_of, summary
 
 RESULTS = ROOT / "benchmarks" / "results"
+# Bars of more programs, or of more problems, would not be legible: these are tables.
+MOST_PROBLEMS, MOST_PROGRAMS = 4, 10
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "soap": "SOAP",
+    "prodigy": "Prodigy",
+    "kfs-fixed": "kfs, noise=None",
+}
 MISSING = "There are no numbers yet. Run `make bench`, then `make docs`."
 Cells = Sequence[str | float | None]
 
@@ -20,13 +30,27 @@ def files(results: Path = RESULTS) -> list[Path]:
 
 
 def markdown(results: Path = RESULTS) -> str:
-    """Return a section with a table for each benchmark, or a sentence that says how to get them."""
-    sections = []
-    for file in files(results):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content.get("rows"):
-            sections.append(_section(file.stem, content["rows"], content.get("environment", {})))
-    return "\n\n".join(sections) or MISSING
+    """Return the main ratios and a section for each part of the page, or a sentence that says how to get them."""
+    contents = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files(results)}
+    found = {name: content for name, content in contents.items() if content.get("rows")}
+    parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for name, content in found.items():
+        parts.setdefault(part_of(name), {})[name] = content
+    sections = [_part(part, inside) for part, inside in parts.items() if inside]
+    return "\n\n".join(filter(None, [summary(results), *sections])) or MISSING
+
+
+def _part(part: str, contents: dict[str, Any]) -> str:
+    """Return a section with the results of its files; each has a heading, if there are several."""
+    title = f"## {PARTS.get(part, heading(part))}"
+    if part == "train_defaults":
+        return f"{title}\n\n{_default_settings(contents)}"
+    bodies = [
+        ([f"### {heading(name)}"] if len(contents) > 1 else [])
+        + [_section(name, content["rows"], content.get("environment", {}))]
+        for name, content in contents.items()
+    ]
+    return "\n\n".join([title, *(text for body in bodies for text in body)])
 
 
 def _provenance(environment: dict[str, Any]) -> str:
@@ -41,7 +65,7 @@ def _provenance(environment: dict[str, Any]) -> str:
 
 
 def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
-    """Return one benchmark: its environment, a picture where there is one, and a table."""
+    """Return one benchmark: where it comes from, and a picture or a table."""
     # By a field that only they have; the benchmark of influence functions has units of its own.
     kinds = {
         "runs": _trainings,
@@ -62,14 +86,26 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
         "placement": _placements,
     }
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
-    title = name.replace("long_runs", "long runs").capitalize().replace("_", ": ")
-    picture = f"\n\n![{title}: ratios of times as bars](figures/{picture_name(name)})" if drawable(rows) else ""
-    return f"## {title}\n\n:::{{div}} about\n{_provenance(environment)}\n:::{picture}\n\n{kind(rows)}"
+    about = f":::{{div}} about\n{_provenance(environment)}\n:::"
+    picture = f"![{_what_is_drawn(name, rows)}](figures/{picture_name(name)})"
+    return f"{about}\n\n{picture if drawable(rows) else kind(rows)}"
+
+
+def _what_is_drawn(name: str, rows: list[dict[str, Any]]) -> str:
+    if "history" in rows[0]:
+        return f"{heading(name)}: loss over seconds of training, one line for each optimizer"
+    return f"{heading(name)}: times of programs as bars, in units of a forward and backward pass"
 
 
 def drawable(rows: list[dict[str, Any]]) -> bool:
-    """Return whether there is a picture of these rows: of ratios, by problem, program and library."""
-    return {"problem", "program", "library", "ratio", "flop_ratio"} <= rows[0].keys()
+    """Return whether rows are shown as a picture: bars of few programs, or losses over time. Others are tables."""
+    if "history" in rows[0]:
+        return "schedule" not in rows[0]
+    if not {"problem", "program", "library", "ratio", "flop_ratio"} <= rows[0].keys():
+        return False
+    programs = {(row["problem"], row["program"]) for row in rows}
+    inside = [len([1 for problem, _ in programs if problem == other]) for other in {row["problem"] for row in rows}]
+    return len(inside) <= MOST_PROBLEMS and max(inside) <= MOST_PROGRAMS
 
 
 def drawn(results: Path = RESULTS) -> list[str]:
@@ -88,12 +124,66 @@ def draw(name: str, folder: Path, results: Path = RESULTS) -> None:
     from benchmarks.report import Row  # noqa: PLC0415 (imports PyTorch)
     from benchmarks.report import draw as draw_rows  # noqa: PLC0415
 
-    content = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-    draw_rows([Row(**row) for row in content["rows"]], name, folder / picture_name(name))
+    rows = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    if "history" in rows[0]:
+        draw_histories(rows, folder / picture_name(name))
+    else:
+        draw_rows([Row(**row) for row in rows], "", folder / picture_name(name))
+
+
+def draw_histories(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draw the loss of each optimizer over seconds, with the learning rate that ends with the lowest one."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
+
+    finished = [row for row in rows if row["end"] is not None and row["history"]]
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for optimizer in dict.fromkeys(row["optimizer"] for row in finished):
+        best = min((row for row in finished if row["optimizer"] == optimizer), key=lambda row: row["end"])
+        _, seconds, losses = zip(*best["history"], strict=True)
+        label = f"{OPTIMIZERS.get(optimizer, optimizer)}, learning rate {best['lr']:g}"
+        axes.plot(seconds, losses, linewidth=1.4, label=label)
+    low, high = axes.get_ylim()
+    # Within a decade, a log axis would have two numbers.
+    if high > 10 * low:
+        axes.set_yscale("log")
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("loss")
+    axes.grid(which="both", linewidth=0.3)
+    axes.legend(frameon=False, title="best learning rate of each")
+    figure.savefig(file)
+
+
+def _default_settings(contents: dict[str, Any]) -> str:
+    """Return one table of all tasks: the loss at the end, by optimizer, and where all of it comes from."""
+    rows = [(heading(name), row) for name, content in contents.items() for row in content["rows"]]
+    optimizers = list(dict.fromkeys(row["optimizer"] for _, row in rows))
+    found = {(task, row["schedule"], row["optimizer"]): row for task, row in rows}
+    lines: list[Cells] = []
+    before = ""
+    for task, schedule in dict.fromkeys((task, row["schedule"]) for task, row in rows):
+        own = {name: found.get((task, schedule, name)) for name in optimizers}
+        ends = ["" if row is None or row["end"] is None else f"{row['end']:.3g}" for row in own.values()]
+        base, ours = own.get("adamw"), own.get("kfs")
+        times = ours["seconds"] / base["seconds"] if base and ours else None
+        lines.append(["" if task == before else task, schedule, *ends, times])
+        before = task
+    numbers = [*(OPTIMIZERS.get(name, name) for name in optimizers), "time, kfs / AdamW"]
+    sources = "\n".join(f"- {heading(name)}: {_provenance(c.get('environment', {}))}" for name, c in contents.items())
+    return (
+        "The loss at the end, in the mean over seeds. AdamW, Muon, SOAP and `noise=None` have the best of several "
+        "learning rates; Prodigy and kfs have their default settings. `benchmarks/default_settings.py` says which "
+        "losses are those of held-out data.\n\n"
+        f"{_table(['task', 'schedule'], numbers, lines)}\n\n"
+        f":::{{dropdown}} Commands and machines\n{sources}\n:::"
+    )
 
 
 def _programs(rows: list[dict[str, Any]]) -> str:
     """Return a row per program and library; names are said once."""
+    wide = _programs_as_columns(rows)
+    if wide is not None:
+        return wide
     counted = any(row.get("flop_ratio") is not None for row in rows)
     ratios = {"ratio": "time ratio"} | ({"flop_ratio": "FLOP ratio"} if counted else {})
     lines: list[Cells] = []
@@ -104,6 +194,18 @@ def _programs(rows: list[dict[str, Any]]) -> str:
         before = problem, program
         lines.append([*shown, str(row["library"]), *(row.get(key) for key in ratios)])
     return _table(["problem", "program", "library"], list(ratios.values()), lines)
+
+
+def _programs_as_columns(rows: list[dict[str, Any]]) -> str | None:
+    """Return a row per problem, if there are many that have the same few programs; `None` otherwise."""
+    problems: dict[str, dict[str, float]] = {}
+    for row in rows:
+        problems.setdefault(row["problem"], {})[row["program"]] = row["ratio"]
+    programs = next(iter(problems.values()))
+    same = all(found.keys() == programs.keys() for found in problems.values())
+    if not same or len(problems) <= MOST_PROBLEMS or len(rows) != len(problems) * len(programs):
+        return None
+    return _table(["time ratio"], list(programs), [[problem, *found.values()] for problem, found in problems.items()])
 
 
 def _trainings(rows: list[dict[str, Any]]) -> str:

@@ -80,7 +80,10 @@ def all_jobs() -> list[Job]:
 def digest(job: Job) -> str:
     """Return a fingerprint of everything that the result of a job depends on."""
     own = {"page": page_file(job.name), "benchmark": results.RESULTS / f"{job.name}.json"}.get(job.kind)
-    return hashlib.sha256(_library() + (own.read_bytes() if own else b"")).hexdigest()
+    # Bars and curves are drawn by these two.
+    drawn_by = [Path(results.__file__), ROOT / "benchmarks" / "report.py"] if job.kind == "benchmark" else []
+    files = [*([own] if own else []), *drawn_by]
+    return hashlib.sha256(_library() + b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @cache

@@ -132,6 +132,7 @@ def draw_bars(
         open_frame(axes)
         axes.spines["bottom"].set_visible(False)
     all_axes[0].set_yticks(range(len(labels)), labels)
+    all_axes[0].set_ylabel("layer")
     all_axes[0].set_ylim(len(labels) - 0.4, -0.6)
     return all_axes
 
@@ -223,6 +224,7 @@ _PIXELS = 200  # of a heat map, in each direction
 _ACROSS = 3  # pairs of factors beside each other
 _INCHES = 1.6  # of a heat map
 _QUANTILE = 0.98  # of absolute entries, which colors distinguish
+_COLORS = "red: positive, blue: negative, up to the number in the title"
 _LABELED = 0.03  # least share of an axis for which a label has room
 
 
@@ -256,7 +258,7 @@ def draw_factors(panels: Sequence[Panel], left_out: int = 0) -> "list[Axes]":
     """
     across = min(_ACROSS, len(panels))
     rows = -(-len(panels) // across)
-    figure = new_figure(2 * across * _INCHES, rows * (_INCHES + 0.33) + (0.3 if left_out else 0))
+    figure = new_figure(2 * across * _INCHES, rows * (_INCHES + 0.33) + 0.3)
     axes = grid(figure, rows, 2 * across)
     for place, panel in enumerate(panels):
         for side, factor, target in zip("AB", (panel.A, panel.B), axes[2 * place :], strict=False):
@@ -265,8 +267,8 @@ def draw_factors(panels: Sequence[Panel], left_out: int = 0) -> "list[Axes]":
             _draw(target, f"{name}\n{side}: {how}", one)
     for target in axes[2 * len(panels) :]:
         target.remove()
-    if left_out:
-        figure.supxlabel(f"{left_out} more blocks: name those to draw", fontsize=8, color=INK)
+    more = f"\n{left_out} more blocks: name those to draw" if left_out else ""
+    figure.supxlabel(f"{_COLORS}{more}", fontsize=7, color=INK)
     return axes[: 2 * len(panels)]
 
 
@@ -295,6 +297,7 @@ def draw_matrix(title: str, matrix: Tensor, rows: Mapping[str, int], columns: Ma
             if end - start >= _LABELED * ends[-1]
         }
         set_ticks(list(labels), list(labels.values()))
+    axes.set_xlabel(_COLORS, fontsize=7, color=INK)
     axes.tick_params(axis="x", rotation=90)
     axes.tick_params(length=0)
     return axes
@@ -374,8 +377,9 @@ def draw_spectra(spectra: Mapping[str, Tensor], damping: Mapping[str, float], ax
         if damping[name]:
             damped = values.clamp(min=0) + damping[name]
             axes.plot(places, damped, color=color, linewidth=0.8, linestyle="--", alpha=0.7)
-    for level in sorted({value for value in damping.values() if value}):
-        axes.axhline(level, color=LINE, linewidth=0.8, linestyle=":", zorder=0)
+    for place, level in enumerate(sorted({value for value in damping.values() if value})):
+        name = "" if place else "damping"  # one entry of the legend for all levels
+        axes.axhline(level, color=LINE, linewidth=0.8, linestyle=":", zorder=0, label=name)
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)
     axes.set_xlabel("eigenvalues of a block, largest first (%)")
@@ -384,7 +388,8 @@ def draw_spectra(spectra: Mapping[str, Tensor], damping: Mapping[str, float], ax
     if many:
         _bar_of_blocks(axes, list(spectra))
     else:
-        axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        legend = axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="block")
+        legend.get_title().set_fontsize(7)
     return axes
 
 
@@ -408,6 +413,7 @@ def _bar_of_blocks(axes: "Axes", names: list[str]) -> None:
     chosen = sorted({round(last * part / 5) for part in range(6)})
     bar.set_ticks(chosen, labels=[short(names[place]) for place in chosen])
     bar.outline.set_visible(False)
+    bar.set_label("block", fontsize=8, color=INK)
     bar.ax.invert_yaxis()
     bar.ax.tick_params(labelsize=6.5, labelcolor=INK, length=2, pad=2)
 
@@ -428,13 +434,15 @@ def draw_density(
     top = float(density.max())
     bottom = top * 10**-_DECADES
     axes.fill_between(grid, density.clamp(min=bottom), bottom, color="C0", alpha=0.25, linewidth=0)
-    axes.plot(grid, density.clamp(min=bottom), color="C0", linewidth=1.2)
-    axes.plot(nodes, torch.full_like(nodes, bottom), "|", color=LINE, markersize=6, markeredgewidth=0.5, clip_on=False)
+    axes.plot(grid, density.clamp(min=bottom), color="C0", linewidth=1.2, label="density, smoothed")
+    (marks,) = axes.plot(nodes, torch.full_like(nodes, bottom), "|", color=LINE, label="point masses")
+    marks.set(markersize=6, markeredgewidth=0.5, clip_on=False)
     axes.set_yscale("log")
     axes.set_ylim(bottom, 3 * top)
     axes.set_xlabel(axis)
     axes.set_ylabel("spectral density")
     open_frame(axes)
+    axes.legend(fontsize=7, frameon=False)
     return axes
 
 

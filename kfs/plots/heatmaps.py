@@ -125,6 +125,7 @@ def draw_panels(matrices: Mapping[str, Tensor], risk: EmpiricalRisk, columns: in
     beyond = max(M.abs().max().item() for M in matrices.values()) > limit
     bar = figure.colorbar(image, ax=grid, shrink=0.6, aspect=30, pad=0.02, extend="both" if beyond else "neither")
     bar.outline.set_visible(False)
+    bar.set_label("entry of the matrix")
     quiet(bar.ax)
     bar.solids.set_edgecolor("face")  # type: ignore[union-attr]  # no gaps in vector graphics
     return figure

@@ -3,6 +3,7 @@
 import ast
 import base64
 import io
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from html import escape
@@ -19,17 +20,63 @@ from kfs.version import __version__
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# What a figure is, and what to see in it.
 CAPTIONS = {
-    "linearized_rosenbrock": "The Rosenbrock function and its partially linearized, convex version around an anchor.",
-    "synthetic_hessian_cvec": "Hessian and GGN of a small net, flattened by columns; lines mark parameters.",
-    "synthetic_hessian_rvec": "The same, flattened by rows: entries change places within blocks.",
-    "synthetic_fisher_cvec": "GGN, Monte Carlo Fisher with one and a hundred samples, exact and empirical Fisher.",
-    "synthetic_fisher_rvec": "The same, flattened by rows.",
-    "synthetic_fisher_convergence": "The Monte Carlo Fisher converges to the GGN with the root of the samples.",
-    "synthetic_kfac_cvec": "Exact blocks and KFAC, for the GGN, the Monte Carlo and the empirical Fisher.",
-    "synthetic_kfac_rvec": "The same, flattened by rows.",
-    "structure_errors": "Errors of structures against exact blocks of a small convolutional network.",
+    "linearized_rosenbrock": (
+        "The Rosenbrock function and its partially linearized version around an anchor. "
+        "Both touch at the star; the dashed one is convex, and a Gauss-Newton step leads to its minimum."
+    ),
+    "synthetic_hessian_cvec": (
+        "Hessian and GGN of a small net, flattened by columns; lines mark parameters. "
+        "The blocks on the diagonal are equal: the two matrices differ only beside them."
+    ),
+    "synthetic_hessian_rvec": (
+        "The same matrices, flattened by rows. Entries change places within blocks, and their values stay the same."
+    ),
+    "synthetic_fisher_cvec": (
+        "GGN, Monte Carlo Fisher with one and a hundred samples, exact and empirical Fisher. "
+        "The exact Fisher equals the GGN, more samples come closer to it, and the empirical Fisher is another matrix."
+    ),
+    "synthetic_fisher_rvec": (
+        "The same matrices, flattened by rows. The exact Fisher equals the GGN in this order, too."
+    ),
+    "synthetic_fisher_convergence": (
+        "Error of the Monte Carlo Fisher, by the number of samples. "
+        "It falls along the dashed line: four times as many samples halve it."
+    ),
+    "synthetic_kfac_cvec": (
+        "Exact matrices (left), their layer blocks (middle) and KFAC (right). "
+        "KFAC drops what is between layers, and replaces each block of the middle column by one Kronecker product."
+    ),
+    "synthetic_kfac_rvec": (
+        "The same matrices, flattened by rows. "
+        "Entries change places in all three columns alike, so KFAC is as far off as before."
+    ),
+    "structure_errors": (
+        "Errors of structures against exact blocks of a small convolutional network; lower is better. "
+        "For the linear layers, Kronecker products are much closer than the diagonal, and less so after training."
+    ),
 }
+# Headings before the first one of some figures.
+_HEADINGS = {
+    "linearized_rosenbrock": "Partial linearization",
+    "synthetic_hessian_cvec": "Hessian and GGN",
+    "synthetic_fisher_cvec": "Fisher matrices",
+    "synthetic_kfac_cvec": "KFAC",
+    "structure_errors": "Structures",
+}
+# Marks the link to the section that is read.
+_MARK_CURRENT = """
+const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+const headings = [...document.querySelectorAll("section[id], h3[id]")].filter((place) => links.has(place.id));
+const mark = () => {
+  const above = headings.filter((place) => place.getBoundingClientRect().top < 150);
+  links.forEach((link) => link.removeAttribute("aria-current"));
+  if (above.length) links.get(above[above.length - 1].id).setAttribute("aria-current", "true");
+};
+addEventListener("scroll", mark, { passive: true });
+mark();
+"""
 _MISSING = {
     "matplotlib": "Left out: figures. They need matplotlib: pip install matplotlib",
     "sklearn": "Left out: digits. They need scikit-learn: pip install scikit-learn",
@@ -78,23 +125,38 @@ def left_out() -> list[str]:
 
 def _page(sections: dict[str, str]) -> str:
     places = {title: title.split(",", maxsplit=1)[0].lower().replace(" ", "-") for title in sections}
-    links = "".join(f'<a href="#{place}">{escape(title)}</a>' for title, place in places.items())
-    body = "\n".join(
-        f'<section id="{places[title]}"><h2>{escape(title)}</h2>\n{text}\n</section>'
-        for title, text in sections.items()
-    )
+    links, body = "", ""
+    for title, text in sections.items():
+        place = places[title]
+        parts = _H3.findall(text)
+        below = "".join(f'<li><a href="#{place}-{number}">{part}</a></li>' for number, part in enumerate(parts))
+        links += f'<li><a href="#{place}">{escape(title)}</a>{f"<ul>{below}</ul>" if parts else ""}</li>\n'
+        body += f'<section id="{place}"><h2>{escape(title)}</h2>\n{_with_places(text, place)}\n</section>\n'
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
 <title>The curvature of a neural network</title><style>{play.asset("report.css")}{play.asset("play.css")}</style></head>
-<body>
+<body class="report">
+<nav aria-label="Contents"><a class="title" href="#top">Contents</a><ul>
+{links}</ul></nav>
+<main id="top">
 <h1>The curvature of a neural network</h1>
 <p>Everything here was computed, verified and drawn by <code>kfs tour</code>, version {__version__}.</p>
-<nav>{links}</nav>
-{body}
+{body}</main>
 <script>{play.asset("play.js")}</script>
+<script>{_MARK_CURRENT}</script>
 </body></html>
 """
+
+
+_H3 = re.compile(r"<h3>(.*?)</h3>")
+
+
+def _with_places(text: str, place: str) -> str:
+    """Number the headings of a section, so that the contents can link to them."""
+    numbers = iter(range(len(_H3.findall(text))))
+    return _H3.sub(lambda found: f'<h3 id="{place}-{next(numbers)}">{found[1]}</h3>', text)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
@@ -145,7 +207,8 @@ def _figures(quick: bool) -> str:
             structure_errors.draw(Path(folder) / "structure_errors.png")
             paths.append(Path(folder) / "structure_errors.png")
         for path in paths:
-            parts.append(_figure(path.read_bytes(), CAPTIONS.get(path.stem, path.stem)))
+            heading = f"<h3>{escape(_HEADINGS[path.stem])}</h3>" if path.stem in _HEADINGS else ""
+            parts.append(heading + _figure(path.read_bytes(), CAPTIONS.get(path.stem, path.stem)))
     return "\n".join(parts)
 
 
@@ -161,12 +224,22 @@ def _plots(found: digits.Digits) -> str:
     from matplotlib import pyplot  # noqa: PLC0415 (optional)
 
     plots = {
-        "What its factors take, by kfs.inspect(model, X).plot().": found.inspection.plot()[0],
-        "Its Kronecker factors, by K.plot().": found.factors.plot()[0],
-        "Eigenvalues of its blocks, and what damping adds, by K.plot_spectrum().": found.factors.plot_spectrum(),
-        "Eigenvalues of its Hessian, by kfs.operators.spectral_density(Hessian).plot().": found.density.plot(),
-        "Conjugate gradients with its damped GGN, by kfs.operators.solve(A, b).plot().": found.solution.plot(),
-        "Errors of structures, by kfs.compare(risk).plot().": found.comparison.plot(),
+        "What its factors take, by kfs.inspect(model, X).plot(). "
+        "The first layer has most of the inputs, and takes most of the memory and of the operations.": (
+            found.inspection.plot()[0]
+        ),
+        "Its Kronecker factors, by K.plot(). "
+        "Each pair is a layer: A has a row for every input, B one for every output.": found.factors.plot()[0],
+        "Eigenvalues of its blocks, and what damping adds, by K.plot_spectrum(). "
+        "Below the dotted line, damping is larger than the curvature.": found.factors.plot_spectrum(),
+        "Eigenvalues of its Hessian, by kfs.operators.spectral_density(Hessian).plot(). "
+        "The peak at zero is flat directions; those far to the right are few; left of zero, curvature is negative.": (
+            found.density.plot()
+        ),
+        "Conjugate gradients with its damped GGN, by kfs.operators.solve(A, b).plot(). "
+        "The solver stops as soon as the residual is below the dotted line.": found.solution.plot(),
+        "Errors of structures, by kfs.compare(risk).plot(). "
+        "Lower is better: 0 is the exact block, and 1 is as far off as zeros are.": found.comparison.plot(),
     }
     parts = []
     for caption, axes in plots.items():
@@ -185,9 +258,10 @@ def _digits(found: digits.Digits) -> str:
         [(n, f"{r:.2f}") for n, r in found.ratios.items()],
         (1,),
     )
+    table = f'<div class="scroll">{found.comparison.describe().html()}</div>'
     return (
         f"<p>A net with two hidden layers, trained on half of scikit-learn's digits; it gets {found.accuracy:.1%} of "
         "the other half right. Errors are relative, against the exact block of the GGN.</p>"
-        f"{'' if find_spec('matplotlib') is None else _plots(found)}"
-        f'<div class="scroll">{found.comparison.describe().html()}</div><h3>What it costs</h3>{ratios}'
+        f"{'' if find_spec('matplotlib') is None else '<h3>Plots of results</h3>' + _plots(found)}"
+        f"<h3>Errors, layer by layer</h3>{table}<h3>What it costs</h3>{ratios}"
     )

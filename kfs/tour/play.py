@@ -20,6 +20,12 @@ TITLES = {
     "samples": "Monte Carlo samples: how the Fisher matrix converges to the GGN",
     "structures": "Structures and flattenings of one matrix",
 }
+# What to see in them.
+HINTS = {
+    "rosenbrock": "The GGN is positive definite wherever the anchor is; the Hessian is not.",
+    "samples": "More samples bring the matrix closer to the GGN: the error falls with the root of their number.",
+    "structures": "All structures drop what is between layers; KFAC and EKFAC are also off within layers.",
+}
 
 
 def play_data(quick: bool = False) -> dict[str, dict[str, Any]]:
@@ -40,8 +46,8 @@ def play_data(quick: bool = False) -> dict[str, dict[str, Any]]:
 
 
 def fragment(name: str, data: dict[str, Any], title: bool = True) -> str:
-    """Return the HTML of one piece: its title unless somebody else writes it, its place, and its data."""
-    heading = f"<h3>{escape(TITLES[name])}</h3>\n" if title else ""
+    """Return the HTML of one piece: title and hint unless somebody else writes them, its place, and its data."""
+    heading = f"<h3>{escape(TITLES[name])}</h3>\n<p>{escape(HINTS[name])}</p>\n" if title else ""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'{heading}<div class="play" id="play-{name}" data-widget="{name}"></div>\n'

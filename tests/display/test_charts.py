@@ -109,7 +109,7 @@ def test_of_many_blocks_matrices_come_first() -> None:
     assert [target.get_title("left").partition("\n")[0] for target in axes[::2]] == ["0", "2", "4", "6"]
     figure = axes[0].get_figure()
     assert figure is not None
-    assert figure.get_supxlabel() == "8 more blocks: name those to draw"
+    assert figure.get_supxlabel().endswith("in the title\n8 more blocks: name those to draw")
     assert len(figure.axes) == 8  # places without a block are empty
     vectors = kfs.KFAC(kfs.EmpiricalRisk(nn.Sequential(*layers[1::2]), nn.MSELoss(), data))
     assert len(vectors.plot(most=2)) == 4  # there is nothing else
@@ -152,7 +152,7 @@ def test_spectra(make: type[kfs.KFAC]) -> None:
     legend = axes.get_legend()
     assert legend is not None
     share = float((exact[0] < 0.1).double().mean())
-    assert [text.get_text() for text in legend.get_texts()] == [f"0 ({share:.0%} below damping)", "2"]
+    assert [text.get_text() for text in legend.get_texts()] == [f"0 ({share:.0%} below damping)", "2", "damping"]
 
 
 def test_spectra_with_relative_damping() -> None:
@@ -317,3 +317,30 @@ def test_layers_of_one_kind_have_different_labels() -> None:
     labels = [short(name) for name in names]
     assert len(set(labels)) == len(names)
     assert max(map(len, labels)) <= 32
+
+
+def test_every_plot_says_what_its_axes_and_lines_are() -> None:
+    """Axes of numbers have labels, and several lines or bars a legend; matrices say what colors mean."""
+    risk = small_risk()
+    K = kfs.KFAC(risk)
+    plots = {
+        "spectra": K.plot_spectrum(damping=0.1),
+        "density": spectral_density(kfs.Hessian(risk), num_vectors=1).plot(),
+        "residuals": solve(kfs.GGN(risk).shift(0.1), risk.gradient()).plot(),
+        "errors": kfs.compare(risk).plot(),
+    }
+    for name, axes in plots.items():
+        assert axes.get_xlabel(), name
+        assert axes.get_ylabel(), name
+        legend = axes.get_legend()
+        assert legend is not None, name
+        # Dashed lines have the color of a solid one; the axis says what they are.
+        assert len(legend.get_texts()) >= sum(line.get_linestyle() != "--" for line in axes.lines), name
+    layers, operations = kfs.inspect(risk.model, torch.zeros(1, 4, dtype=torch.float64)).plot()
+    assert layers.get_ylabel() == "layer"
+    assert "operations" in operations.get_title()
+    (matrix,) = kfs.GGN(risk).plot()
+    assert "positive" in matrix.get_xlabel()
+    figure = K.plot()[0].get_figure()
+    assert figure is not None
+    assert "positive" in figure.get_supxlabel()

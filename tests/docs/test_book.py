@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import nbformat
 import pytest
 
+import kfs
 from docs import api, blocks, modules, notebooks, site_checks
 from docs.drawings import FIGURES
 from kfs.tour.run import definitions
@@ -107,6 +108,48 @@ def test_reference(site: Path) -> None:
     assert "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module" in article(
         site, "docs/api/kfs.EmpiricalRisk"
     )
+
+
+def test_members_are_listed_by_use(site: Path) -> None:
+    """Inherited methods are among them, first those that most readers look for; internal ones are not."""
+    members = api.members_of(kfs.KFAC)
+    first = next(iter(members.values()))
+    assert {"inverse", "sample"} <= first.keys()
+    text = article(site, "docs/api/kfs.KFAC")
+    overview = text.partition('class="sig')[0]  # above the signature
+    for name in ("inverse", "sample", "eigenvalues", "save", "plot_spectrum"):
+        assert f'href="#kfs.KFAC.{name}"' in overview, name
+        assert f'id="kfs.KFAC.{name}"' in text, name
+    assert "ShowsFactors" not in text  # an internal base
+    assert next(iter(api.members_of(kfs.operators.LinearOperator))) == api.DEFINE
+    assert api.members_of(kfs.losses.Custom) == {}
+
+
+def test_no_internal_members(site: Path) -> None:
+    """Lists of the reference name members that there are, and no page shows one that is internal."""
+    classes = [name for name in api.public_names() if name.kind == "class"]
+    everything = {member for name in classes for member in dir(name.value)}
+    assert everything >= api.INTERNAL
+    assert {member for members in api.USES.values() for member in members} <= everything
+    for name in classes:
+        shown = set(re.findall(rf'id="{re.escape(name.home)}\.(\w+)"', read(site, f"docs/api/{name.home}")))
+        listed = {member for members in api.members_of(name.value).values() for member in members}
+        assert listed <= shown, name.home
+        assert not any(member.startswith("_") for member in shown), name.home
+        if name.value not in api.INTERFACES:
+            assert not shown & api.INTERNAL, name.home
+
+
+def test_the_reference_is_grouped_by_use(site: Path) -> None:
+    """Headings are words, and names of kfs stand where they belong."""
+    text = article(site, "docs/api/index")
+    headings = re.findall(r"<h2>([^<]*)<", text)
+    assert headings == [title for title in dict.fromkeys(api.TITLES.values()) if title in headings]
+    assert len(headings) == len(api.PACKAGES)
+    factors = text.partition("KFAC and EKFAC<")[2].partition("<h2>")[0]
+    assert "kfs.KFAC.html" in factors
+    assert "kfs.load.html" in factors
+    assert "__version__" not in text
 
 
 def test_a_source_is_at_its_line() -> None:

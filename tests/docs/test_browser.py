@@ -6,17 +6,20 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote_plus
 
 import pytest
 
 from docs.site_checks import read
 from tests.browser import CHROMIUM, Page, browser
-from tests.docs.test_book import written
+from tests.docs.test_book import DEFINED, written
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 # One page of each kind, and those with the widest formulas, tables and pictures.
 LOOKED_AT = (
     "docs/index",
+    "docs/kfac_overview",
+    "docs/kfac_layers",
     "docs/api/kfs.KFAC",
     "docs/api/index",
     "docs/benchmarks",
@@ -48,28 +51,79 @@ def eventually(value: Callable[[], Any], seconds: float = 60.0) -> Any:
     return found
 
 
-@pytest.mark.parametrize("word", ["install", "shuffle", "synthetic_fisher_convergence", "EKFAC"])
-def test_search(site: Path, tab: Page, word: str) -> None:
-    """It works without a server."""
+LINKS = "[...document.querySelectorAll('#search-results li a')].map((link) => link.getAttribute('href')).join(' ')"
+
+
+def found(site: Path, tab: Page, words: str, expected: str) -> list[str]:
+    """Search, wait until a page is among the results, and return their addresses, best first."""
     tab.open(site / "search.html", 1400)
-    tab.call("Page.navigate", url=f"{(site / 'search.html').as_uri()}?q={word}")
-    links = "[...document.querySelectorAll('#search-results li a')].map((link) => link.getAttribute('href')).join(' ')"
-    expected = {
-        "install": "README.html",
-        "shuffle": "docs/",
-        "synthetic_fisher_convergence": "kfs/basics/mc_fisher_convergence.html",
-        "EKFAC": "docs/api/kfs.EKFAC.html",
-    }[word]
-    assert eventually(lambda: expected in (tab.evaluate(links) or "")), tab.evaluate(links)
+    tab.call("Page.navigate", url=f"{(site / 'search.html').as_uri()}?q={quote_plus(words)}")
+    assert eventually(lambda: expected in (tab.evaluate(LINKS) or "")), tab.evaluate(LINKS)
     assert tab.problems() == []
+    return str(tab.evaluate(LINKS)).split()
 
 
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("install", "README.html"),
+        ("shuffle", "docs/"),
+        ("synthetic_fisher_convergence", "kfs/basics/mc_fisher_convergence.html"),
+        ("EKFAC", "docs/api/kfs.EKFAC.html"),
+    ],
+)
+def test_search(site: Path, tab: Page, word: str, expected: str) -> None:
+    """It works without a server."""
+    found(site, tab, word, expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("eigenvalues", "docs/howto_spectra"),
+        ("checkpoint", "docs/howto_checkpoints"),
+        ("influence", "docs/howto_influence"),
+        ("language model", "docs/howto_language_model"),
+        ("GPU", "docs/gpu"),
+        ("merge", "docs/howto_merge"),
+        ("uncertainty", "docs/howto_laplace"),
+        ("benchmarks", "docs/benchmarks"),
+        # Names that are written as in code are looked up.
+        ("KFAC", "docs/api/kfs.KFAC"),
+        ("EmpiricalRisk", "docs/api/kfs.EmpiricalRisk"),
+        ("kfs.load", "docs/api/kfs.load"),
+    ],
+)
+def test_search_finds_instructions_first(site: Path, tab: Page, words: str, page: str) -> None:
+    """Pages that say how to do something come before the reference, and that before files of the library."""
+    links = found(site, tab, words, f"{page}.html")
+    assert links[0].startswith(f"{page}.html"), links[:3]
+    first = next((place for place, link in enumerate(links) if link.startswith("kfs/")), len(links))
+    assert not any(link.startswith("docs/") for link in links[first:]), links
+
+
+@pytest.mark.parametrize("width", [1400, 1280, 390])
 def test_layout(site: Path, tab: Page, width: int) -> None:
     for name in LOOKED_AT:
         tab.open(site / f"{name}.html", width)
         assert tab.problems() == [], name
         assert tab.evaluate("document.documentElement.scrollWidth") <= width, name
+
+
+# Of all listings, how far the widest line reaches beyond what is shown.
+CLIPPED = """Math.max(...[...document.querySelectorAll("div.code, div.code pre")].map(
+  (block) => block.scrollWidth - block.clientWidth))"""
+
+
+@pytest.mark.parametrize("width", [1800, 1400, 1280, 390])
+def test_code_is_not_clipped(site: Path, tab: Page, width: int) -> None:
+    """Beside prose, lines that are too long are wrapped; on a wide screen, prose is left of code."""
+    for name in (*(path.removesuffix(".py") for path in DEFINED), "docs/kfac_overview", "docs/kfac_layers"):
+        tab.open(site / f"{name}.html", width)
+        assert tab.evaluate(CLIPPED) <= 0, name
+    tab.open(site / "kfs" / "basics" / "ggns.html", width)
+    prose, code = (tab.evaluate(f"document.querySelector('div.{kind}').offsetLeft") for kind in ("prose", "code"))
+    assert (prose < code) == (width > 1200)
 
 
 def test_all_formulas_are_drawn(site: Path, tab: Page) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import links, modules, runs, site_checks
+from docs import links, modules, runs, search, site_checks
 from docs.modules import Module, all_modules, cell, module_page, read_module
 from kfs.tour import run as tour
 
@@ -74,10 +74,23 @@ def test_names_of_modules_in_other_rooms() -> None:
     assert found("gram", here) == "kfs/factors/rules/gram"
     assert found("patches", here) == found("patches.py", here) == "kfs/factors/rows/patches"
     assert found("damping", "kfs/optim/kfac.py") == found("damping.py") == "kfs/factors/blocks/damping"
-    assert found("kfs/optim/rule.py") == found("kfs.optim.rule") == "kfs/optim/rule"
+    assert found("kfs/optim/update_rule.py") == found("kfs.optim.update_rule") == "kfs/optim/rule"
     assert found("rule", here) is None
     assert found("patches") is None
     assert found("gram", "kfs/factors/rules/gram.py") is None  # a page does not link to itself
+
+
+def test_points_of_words(tmp_path: Path) -> None:
+    """A page about a word has more points than one that mentions it; the script has them all."""
+    points = search.points()
+    eigenvalue, checkpoint = points[search.stem("eigenvalues")], points[search.stem("checkpoint")]
+    assert max(eigenvalue, key=eigenvalue.__getitem__) == "docs/howto_spectra"
+    assert max(checkpoint, key=checkpoint.__getitem__) == "docs/howto_checkpoints"
+    assert search.counts("# Plot\n\n## Plots\n\nplot_spectrum, the")["plot"] == 10
+    assert "the" not in search.counts("the")
+    code = search.write_scorer(tmp_path).read_text(encoding="utf-8")
+    assert '"docs/howto_spectra":' in code
+    assert "/* points */" not in code
 
 
 @pytest.fixture

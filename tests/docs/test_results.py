@@ -1,4 +1,4 @@
-"""The page of benchmarks: a table for each file, with where its numbers come from, and a picture of its rows."""
+"""The page of benchmarks: the main ratios, and a table or a picture for each file, with where its numbers come from."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs import results
+from docs.results_summary import PARTS, heading, part_of
 
 # Others have no table, such as that of the conformance kit.
 COMMITTED = [file for file in results.files() if json.loads(file.read_text(encoding="utf-8")).get("rows")]
@@ -33,6 +34,7 @@ def test_a_picture(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "benchmark_factors.svg").read_text(encoding="utf-8")
     shown = results.markdown(tmp_path)
     assert "(figures/benchmark_factors.svg)" in shown
+    assert "| MLP | KFAC |" not in shown  # a picture or a table, not both
     assert "`python -m x`, 2025-01-02, torch 2" in shown
     assert "Note" not in shown
     content["environment"] = {"torch": "2", "note": "a guess"}
@@ -43,11 +45,13 @@ def test_a_picture(tmp_path: Path) -> None:
 def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:
     assert "make bench" in results.markdown(tmp_path).partition("no numbers yet")[2]
     row = {"problem": "MLP", "program": "KFAC", "library": "kfs", "seconds": 1.0, "ratio": 1.234, "flop_ratio": None}
-    content = {"environment": {"torch": "2"}, "rows": [row]}
+    others = [{**row, "program": f"program {number}"} for number in range(results.MOST_PROGRAMS)]
+    content = {"environment": {"torch": "2"}, "rows": [row, *others]}
     (tmp_path / "factors.json").write_text(json.dumps(content), encoding="utf-8")
     (tmp_path / "conformance.json").write_text(json.dumps({"results": {}}), encoding="utf-8")
     body = results.markdown(tmp_path)
-    assert "| MLP | KFAC | kfs | 1.23 |" in body
+    assert "| MLP | KFAC | kfs | 1.23 |" in body  # too many programs for a picture
+    assert "![" not in body
     assert "no numbers yet" not in body
 
 
@@ -73,15 +77,78 @@ def test_benchmarks_of_training(tmp_path: Path) -> None:
     assert "| sgd | at the edge, not reached | 0.1 |  |  |" in body
     assert "| peer | at the edge |  |" in body
     assert "| MLP | kfs | 2.00 |\n|  | sgd |" in body
-    assert "Train: cost" in body
+    assert "## Cost of a training step" in body
     assert "quick" not in body
 
 
 def test_runs_on_a_gpu(tmp_path: Path) -> None:
     history = [[step, step / 10, 1 / step] for step in range(1, 9)]
     row = {"task": "gpt", "optimizer": "kfs", "lr": 1.0, "seconds": 0.8, "end": 0.125, "history": history}
-    (tmp_path / "train_cuda_gpt.json").write_text(json.dumps({"rows": [row]}), encoding="utf-8")
-    assert "| kfs | 1 | 0.5 | 0.25 | 0.125 | 0.80 |" in results.markdown(tmp_path)
+    worse = {**row, "lr": 0.3, "end": 0.25}
+    (tmp_path / "train_cuda_gpt.json").write_text(json.dumps({"rows": [worse, row]}), encoding="utf-8")
+    assert "## Training on a GPU" in results.markdown(tmp_path)
+    assert "(figures/benchmark_train_cuda_gpt.svg)" in results.markdown(tmp_path)
+    results.draw("train_cuda_gpt", tmp_path, tmp_path)
+    picture = (tmp_path / "benchmark_train_cuda_gpt.svg").read_text(encoding="utf-8")
+    for words in ("kfs, learning rate 1 ", "seconds of training", "loss"):
+        assert f"<!-- {words}" in picture
+    assert "learning rate 0.3" not in picture
+
+
+def test_default_settings_are_one_table(tmp_path: Path) -> None:
+    row = {"schedule": "constant", "lr": 1.0, "half": 1.0, "end": 0.5, "seconds": 4.0, "history": [[1, 0.1, 1.0]]}
+    other = {"optimizer": "adamw", "end": 0.75, "seconds": 2.0}
+    for task in ("cpu_cnn", "cuda_gpt"):
+        rows = [row | other, row | {"optimizer": "kfs"}, row | {"optimizer": "kfs", "schedule": "cosine"}]
+        content = {"environment": {"command": f"python -m {task}"}, "rows": rows}
+        (tmp_path / f"train_defaults_{task}.json").write_text(json.dumps(content), encoding="utf-8")
+    body = results.markdown(tmp_path)
+    assert "| CPU, CNN on digits | constant | 0.75 | 0.5 | 2.00 |\n|  | cosine |  | 0.5 |  |" in body
+    assert "| GPU, GPT | constant |" in body
+    assert "`python -m cuda_gpt`" in body
+    assert "| 2.00 | median of 2 tasks; kfs ends with the lower loss in 2 of 2 runs |" in body
+
+
+def test_the_summary_is_first_and_its_numbers_are_those_of_the_files(tmp_path: Path) -> None:
+    rows = [
+        {"problem": problem, "program": "KFAC", "library": library, "seconds": seconds, "ratio": 1.0}
+        for problem, library, seconds in (
+            ("MLP", "kfs", 1.0),
+            ("MLP", "curvlinops", 4.0),
+            ("CNN", "kfs", 1.0),
+            ("CNN", "curvlinops", 2.0),
+            ("GPT", "kfs", 9.0),
+        )
+    ]
+    (tmp_path / "algebra.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    link = "[Products, inverses and EKFAC](#products-inverses-and-ekfac)"
+    assert f"| KFAC / curvlinops | 0.25 to 0.50 | MLP, CNN; one CPU thread | {link} |" in results.markdown(tmp_path)
+    shown = results.markdown()
+    assert shown.startswith("## The main ratios")
+    ratios = json.loads((results.RESULTS / "factors.json").read_text(encoding="utf-8"))["rows"]
+    least = min(row["ratio"] for row in ratios if row["program"] == "mc expand" and row["library"] == "kfs")
+    assert f"| factors of KFAC / forward and backward pass | {least:.2f} to" in shown
+
+
+@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
+def test_headings_are_words(file: Path) -> None:
+    """No heading is the name of a file, and each result has one picture or one table."""
+    assert "_" not in heading(file.stem)
+    assert part_of(file.stem) in PARTS
+    content = json.loads(file.read_text(encoding="utf-8"))
+    section = results._section(file.stem, content["rows"], {})
+    assert ("![" in section) + ("\n| --- |" in section) == 1
+
+
+def test_many_problems_with_the_same_programs_have_a_row_each(tmp_path: Path) -> None:
+    rows = [
+        {"problem": f"LSTM {n}", "program": program, "library": "kfs", "seconds": 1.0, "ratio": n, "flop_ratio": None}
+        for n in range(results.MOST_PROBLEMS + 1)
+        for program in ("SGD", "KFAC")
+    ]
+    (tmp_path / "recurrent_cpu.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    assert "| time ratio | SGD | KFAC |" in results.markdown(tmp_path)
+    assert "| LSTM 3 | 3.00 | 3.00 |" in results.markdown(tmp_path)
 
 
 def test_traffic_of_several_processes(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from docs.drawings import FIGURES
 from kfs.factors import EKFAC, KFAC
 from kfs.operators import GGN, Fisher
 from kfs.plots.heatmaps import problem
@@ -80,9 +81,23 @@ def test_page_stands_alone(report: Path) -> None:
     calls = re.findall(r"<figcaption>[^<]*, by ([\w.]+)\(", text)
     density_and_solution = ["kfs.operators.spectral_density", "kfs.operators.solve"]
     assert calls == ["kfs.inspect", "K.plot", "K.plot_spectrum", *density_and_solution, "kfs.compare"]
-    assert ">structure</th>" in text.partition("What it costs")[0]  # the comparison shows itself
+    assert ">structure</th>" in text.partition(">What it costs</h3>")[0]  # the comparison shows itself
+    places = re.findall(r'id="([^"]+)"', text)
+    assert len(places) == len(set(places))
     for link in re.findall(r'href="#([^"]+)"', text):
-        assert f'id="{link}"' in text
+        assert link in places
+
+
+def test_each_figure_says_what_to_see(report: Path) -> None:
+    """A caption has a sentence that says what it is, and one that says what to see in it."""
+    captions = re.findall(r"<figcaption>([^<]+)</figcaption>", report.read_text(encoding="utf-8"))
+    assert len(captions) >= 7
+    for caption in (*captions, *page.CAPTIONS.values()):
+        if not re.match(r"\d", caption):  # digits of the last section have their index
+            assert len(re.findall(r"[.;:](?: |$)", caption)) >= 2, caption
+    drawn = {figure.name for figure in FIGURES}
+    assert drawn == page.CAPTIONS.keys()
+    assert play.HINTS.keys() == play.TITLES.keys()
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +155,37 @@ OVERLAPS = """(() => {
 
 def state(tab: Page, name: str) -> str:
     return str(tab.evaluate(f"document.getElementById('play-{name}').dataset.state"))
+
+
+@needs_chromium
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_themes(report: Path, tab: Page, theme: str) -> None:
+    """Pages follow the system's theme, with text that differs enough from the ground, and figures on white."""
+    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+    tab.open(report, 1400)
+    ground, ink = (tab.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+    red = [int(re.findall(r"\d+", color)[0]) for color in (ground, ink)]
+    assert (red[0] > red[1]) == (theme == "light")
+    assert abs(red[0] - red[1]) > 180
+    card = tab.evaluate("getComputedStyle(document.querySelector('figure:not(.datum) > img')).backgroundColor")
+    assert card == "rgb(255, 255, 255)"
+
+
+@needs_chromium
+def test_the_contents_follow(report: Path, tab: Page) -> None:
+    """They stay in view, and mark the section that is read."""
+    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
+    tab.open(report, 1400)
+    current = "document.querySelector('nav [aria-current]')?.textContent"
+    tab.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+    assert tab.evaluate(current) is None
+    tab.box("#digits h2")
+    tab.evaluate("document.getElementById('digits').scrollIntoView(true); mark()")
+    assert tab.evaluate(current) == "Digits"
+    box = "document.querySelector('nav').getBoundingClientRect()"
+    assert tab.evaluate(f"{box}.top") == 0
+    assert tab.evaluate(f"{box}.left") >= 0
+    assert tab.evaluate(f"{box}.height") > 300
 
 
 @needs_chromium
