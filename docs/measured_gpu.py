@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.measured_numbers import rows, table
+from docs.measured_numbers import rows, table, value
 
 
 def operators(results: Path, problem: str = "GPT") -> str:
@@ -19,16 +19,42 @@ def operators(results: Path, problem: str = "GPT") -> str:
     return table(["product with", "columns", "kfs", "without `replay`", "curvlinops"], lines)
 
 
-def factors_cuda(results: Path) -> str:
-    """Return what one more batch costs on a GPU, Monte Carlo Fisher."""
+COLUMNS = {
+    "ratio": "one more batch",
+    "graphed_ratio": "/ graphed forward+backward",
+    "no_replay": "`replay=False`",
+    "first": "first batch",
+    "recording": "recording",
+    "allocated": "peak memory",
+}
+
+
+def factors_cuda(results: Path, *fields: str) -> str:
+    """Return what one more batch costs on a GPU, Monte Carlo Fisher: all columns, or `factors_cuda ratio no_replay`."""
+    fields = fields or tuple(COLUMNS)
     lines = []
     for row in rows(results, "factors_cuda", library="kfs"):
         if row["program"].startswith("mc expand"):
             name = row["problem"] + (', `products="bf16"`' if "bf16 products" in row["program"] else "")
-            fields = ("ratio", "graphed_ratio", "no_replay", "first", "recording", "allocated")
             lines.append([name, *("" if row[field] is None else f"{row[field]:.2f}" for field in fields)])
-    head = ["model", "one more batch", "/ graphed forward+backward", "`replay=False`", "first batch", "recording"]
-    return table([*head, "peak memory"], lines)
+    return table(["model", *(COLUMNS[field] for field in fields)], lines)
+
+
+def recurrent(results: Path) -> str:
+    """Return what passes and steps of recurrent networks cost, in units of a step of SGD: the least and the most."""
+    titles = {
+        "watched pass": "a pass that is watched",
+        "KFAC, watched step": "a step with new factors",
+        "KFAC, step": "a step with default settings",
+    }
+    lines = [
+        [
+            title,
+            *(value(results, f"recurrent_{device}", "ratio", "1", f"program={program}") for device in ("cpu", "cuda")),
+        ]
+        for program, title in titles.items()
+    ]
+    return table(["", "one CPU thread", "GPU"], lines)
 
 
 def factors_cuda_peers(results: Path) -> str:
@@ -61,5 +87,5 @@ def precision(results: Path) -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    made.__name__: made for made in (operators, factors_cuda, factors_cuda_peers, precision)
+    made.__name__: made for made in (operators, factors_cuda, factors_cuda_peers, precision, recurrent)
 }

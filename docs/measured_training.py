@@ -35,6 +35,12 @@ FITTED = {
     "cancer": "breast cancer",
     "diabetes": "diabetes",
 }
+RUNS = {
+    "gpt": "byte-level GPT, 5M parameters",
+    "deep": "tanh network, 20 layers, 5M",
+    "lstm": "LSTM, 4M",
+    "large": "GPT, 86M",
+}
 STEPS = {
     "byte GPT": "byte-level GPT, 6 layers of width 256, batch 64 x 128",
     "ViT float32": "ViT-B/16, batch 64, float32",
@@ -119,6 +125,32 @@ def long_runs(results: Path, *tasks: str) -> str:
     return table(["", *(OPTIMIZERS[name] for name in names)], lines)
 
 
+def whole_runs(results: Path, *tasks: str) -> str:
+    """Return the best run of each optimizer on a GPU, to the end of a schedule: `whole_runs gpt deep lstm large`."""
+    from benchmarks.gpu_training import GpuRun  # noqa: PLC0415 (imports PyTorch)
+
+    head = ["at a quarter", "at half", "at the end", "seconds", "ms per step", "seconds to the best of the others"]
+    lines = []
+    for task in tasks:
+        found = rows(results, f"train_cuda_{task}")
+        names = [name for name in ("kfs", "muon", "soap", "adamw") if any(row["optimizer"] == name for row in found)]
+        ended = [row for row in found if row["end"] is not None]
+        runs = {
+            name: min((r for r in ended if r["optimizer"] == name), key=lambda row: float(row["end"])) for name in names
+        }
+        target = least((run for name, run in runs.items() if name != "kfs"), "end")
+        for name, run in runs.items():
+            history = run["history"]
+            losses = [history[len(history) // 4 - 1][2], history[len(history) // 2 - 1][2], run["end"]]
+            step = 1e3 * run["seconds"] / history[-1][0]
+            reached = GpuRun(**run).seconds_to(target)
+            took = [run["seconds"], step, reached]
+            times = ["not reached" if math.isinf(one) else f"{one:.1f}" for one in took]
+            shown = [f"{run['lr']:g}", *map(short, losses), *times]
+            lines.append([RUNS[task], OPTIMIZERS[name], *shown])
+    return table(["task", "optimizer", "learning rate", *head], lines)
+
+
 def overhead(results: Path) -> str:
     """Return what a batch of a deep, narrow network takes, in units of its forward and backward pass."""
     programs = {
@@ -135,4 +167,6 @@ def overhead(results: Path) -> str:
     return table(["", "kfs", "curvlinops"], lines)
 
 
-TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in (train, defaults, costs, long_runs, overhead)}
+TABLES: dict[str, Callable[..., str]] = {
+    made.__name__: made for made in (train, defaults, costs, long_runs, whole_runs, overhead)
+}

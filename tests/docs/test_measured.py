@@ -111,6 +111,7 @@ def test_tables_of_a_gpu(tmp_path: Path) -> None:
     row = {"problem": "MLP", "program": "mc expand", "library": "kfs", "ratio": 0.5, **replayed}
     save(tmp_path, "factors_cuda", [row, row | {"library": "curvlinops", "ratio": 4, "recording": None}])
     assert "| MLP | 0.50 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |" in generated("factors_cuda", tmp_path)
+    assert generated("factors_cuda ratio no_replay", tmp_path).endswith("|\n| MLP | 0.50 | 2.00 |")
     assert "| | kfs | curvlinops |\n|---|---|---|\n| MLP, mc expand | 0.50 | 4.00 |" in generated(
         "factors_cuda_peers", tmp_path
     )
@@ -133,7 +134,9 @@ def test_defaults_and_what_diverged(tmp_path: Path) -> None:
         "costs train_cost_cuda",
         "costs train_cost",
         "long_runs lstm gpt tanh classifier",
+        "whole_runs gpt deep lstm large",
         "overhead",
+        "recurrent",
         "precision",
         "value factors audit_ratio 1 library=kfs",
     ],
