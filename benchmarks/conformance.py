@@ -1,27 +1,20 @@
 """The conformance matrix: what each installed library gets right, from its answers to all checks.
 
-`python -m benchmarks.conformance` prints it and writes it to benchmarks/results; with `--write`, it also replaces the
-table in docs/test_your_kfac.md, which the README counts. A library that cannot be imported is left out, and said so.
+`python -m benchmarks.conformance` prints it, and writes the answers to benchmarks/results, from where `python -m
+docs.measured --write` puts it on a page. A library that cannot be imported is left out, and said so.
 """
 
 import json
 import re
-import sys
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from rich.progress import track
 
-from benchmarks.report import RESULTS
-from kfs import __version__
+from benchmarks.report import RESULTS, environment
 from kfs.conformance import Adapter, Result, built_in, checks, find, run_one
 from kfs.errors import KfsError
 
-ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "docs" / "test_your_kfac.md",)
-BEGIN, END = "<!-- conformance matrix: begin -->", "<!-- conformance matrix: end -->"
 WORDS = {
     "silently wrong": "**wrong**",
     "unreadable": "unreadable",
@@ -63,14 +56,8 @@ def matrix(results: dict[str, list[Result]]) -> str:
     return "\n".join(lines)
 
 
-def replaced(text: str, table: str) -> str:
-    """Put a table between the marks of a page."""
-    start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
-    return f"{text[:start]}\n{table}\n{text[stop:]}"
-
-
-def main(arguments: list[str], results: Path = RESULTS, pages: Iterable[Path] = PAGES) -> None:
-    """Ask all libraries, print the matrix and write it."""
+def main(results: Path = RESULTS) -> None:
+    """Ask all libraries, print the matrix and write answers."""
     adapters, everything = installed(built_in()), checks()
     answers = {
         f"{adapter.name} {adapter.version}": [
@@ -78,19 +65,14 @@ def main(arguments: list[str], results: Path = RESULTS, pages: Iterable[Path] = 
         ]
         for adapter in adapters
     }
-    table = matrix(answers)
-    print(table)
+    print(matrix(answers))
     results.mkdir(parents=True, exist_ok=True)
     content = {
-        "environment": {"kfs": __version__, "torch": torch.__version__},
-        "results": {library: [asdict(result) for result in found] for library, found in answers.items()},
+        "environment": environment(),
+        "results": {library: {result.check: result.outcome for result in found} for library, found in answers.items()},
     }
-    (results / "conformance.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (results / "conformance.md").write_text(table + "\n", encoding="utf-8")
-    if "--write" in arguments:
-        for page in pages:
-            page.write_text(replaced(page.read_text(encoding="utf-8"), table), encoding="utf-8")
+    (results / "conformance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

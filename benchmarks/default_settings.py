@@ -19,7 +19,6 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby, pairwise, product
@@ -35,7 +34,7 @@ from benchmarks import gpu_training
 from benchmarks.baseline_optimizers import Factory, Prodigy, factories
 from benchmarks.gpu_training import GpuRun, GpuTask, source_text, text_task, train
 from benchmarks.long_runs import RecurrentModel
-from benchmarks.report import RESULTS, in_processes, option, save
+from benchmarks.report import RESULTS, option, processes, save
 from benchmarks.training_tasks import (
     Batch,
     CharacterGPT,
@@ -272,23 +271,28 @@ def trained(device: str, quick: bool, name: str, schedule: str, optimizer: str, 
     return train(task, optimizer, makers(task)[optimizer], lr, device, seed, schedule == "constant")
 
 
+def best(tried: dict[float, GpuRun]) -> float:
+    """Return the learning rate with the lowest loss at the end."""
+    return min(tried, key=lambda lr: tried[lr].end)
+
+
 def result(schedule: str, tried: dict[float, GpuRun], others: list[GpuRun]) -> Result:
     """Return what is reported of the runs with the first seed, by learning rate, and of the best one's other seeds."""
-    lr = min(tried, key=lambda lr: tried[lr].end)
-    best = [tried[lr], *others]
-    halves = [run.history[len(run.history) // 2 - 1][2] for run in best]
-    ends = [run.end for run in best]
+    lr = best(tried)
+    runs = [tried[lr], *others]
+    halves = [run.history[len(run.history) // 2 - 1][2] for run in runs]
+    ends = [run.end for run in runs]
     found = Result(
-        best[0].task,
+        runs[0].task,
         schedule,
-        best[0].optimizer,
+        runs[0].optimizer,
         lr,
         statistics.fmean(halves),
         statistics.fmean(ends),
         ends,
         {f"{rate:g}": run.end for rate, run in tried.items()},
-        best[0].seconds,
-        best[0].history,
+        runs[0].seconds,
+        runs[0].history,
     )
     shown = f"{lr:g} | {found.half:.4g} | {found.end:.4g} | {found.seconds:.1f}"
     print(f"| {found.task} | {schedule} | {found.optimizer} | {shown} |", flush=True)
@@ -308,23 +312,21 @@ def compare(
         pretrained(device, SIZES["quick" if quick else device])
     tried: dict[tuple[str, str, str], dict[float, GpuRun]] = {}
     others: dict[tuple[str, str, str], list[GpuRun]] = {}
-    for seed in range(seeds):
-        plan = [
-            (*group, name, lr, seed)
-            for group in groups
-            for name, grid in grids.items()
-            for lr in (grid if seed == 0 else [min(tried[*group, name].items(), key=lambda pair: pair[1].end)[0]])
-        ]
-        with closing(
-            in_processes(partial(trained, device, quick), plan, jobs, PRETRAINED.update, (PRETRAINED,))
-        ) as done:
-            runs = zip(plan, done, strict=True)
-            for group, inside in groupby(runs, key=lambda pair: pair[0][:2]):
-                for (*_, name, lr, _), run in inside:
+    with processes(jobs, PRETRAINED.update, (PRETRAINED,)) as run:
+        for seed in range(seeds):
+            plan = [
+                (*group, name, lr, seed)
+                for group in groups
+                for name, grid in grids.items()
+                for lr in (grid if seed == 0 else [best(tried[*group, name])])
+            ]
+            done = zip(plan, run(partial(trained, device, quick), plan), strict=True)
+            for group, inside in groupby(done, key=lambda pair: pair[0][:2]):
+                for (*_, name, lr, _), one in inside:
                     if seed == 0:
-                        tried.setdefault((*group, name), {})[lr] = run
+                        tried.setdefault((*group, name), {})[lr] = one
                     else:
-                        others.setdefault((*group, name), []).append(run)
+                        others.setdefault((*group, name), []).append(one)
                 keys = [(*group, name) for name in grids]
                 yield [result(group[1], tried[key], others.get(key, [])) for key in keys]
 
@@ -369,7 +371,7 @@ def chosen_of(names: list[str], all_names: Iterable[str]) -> list[str]:
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:
     """Run what is named, everything by default."""
-    arguments, seeds = option(arguments, "--seeds", SEEDS)
+    arguments, seeds = option(arguments, "--seeds", 1 if "--quick" in arguments else SEEDS)
     arguments, jobs = option(arguments, "--jobs")
     quick, device = "--quick" in arguments, "cuda" if "cuda" in arguments else "cpu"
     names = [argument for argument in arguments if argument not in {"--quick", "cuda"}]
@@ -380,7 +382,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
     start = f"train_defaults_{device}{'_quick' if quick else ''}"
     print("| task | schedule | optimizer | learning rate | at half | at the end | seconds |")
     print("|---|---|---|---|---|---|---|")
-    for new in compare(tasks, schedules, optimizers, device, quick, 1 if quick else seeds, jobs):
+    for new in compare(tasks, schedules, optimizers, device, quick, seeds, jobs):
         measured = {(one.schedule, one.optimizer) for one in new}
         file = results / f"{start}_{new[0].task}.json"
         old = [one for one in known(file) if (one.schedule, one.optimizer) not in measured]

@@ -25,7 +25,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +52,7 @@ def run(study: str, sizes: Sizes, results: Path, suffix: str) -> None:
     for row in measure(sizes, results):
         print(row.line(), flush=True)
         rows.append(row)
-    print(f"Written: {save(rows, f'influence_{study}{suffix}', vars(sizes) | peer_versions(), results)}")
-
-
-def peer_versions() -> dict[str, object]:
-    """Return the versions of other libraries; `None` for those that are not installed."""
-    found: dict[str, object] = {}
-    for name in ("kronfluence", "dattri", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    print(f"Written: {save(rows, f'influence_{study}{suffix}', vars(sizes), results)}")
 
 
 def main(words: Sequence[str] | None = None, results: Path = RESULTS) -> None:

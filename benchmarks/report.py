@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import starmap
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,6 +25,18 @@ from rich.progress import track
 from kfs import __version__
 
 RESULTS = Path(__file__).parent / "results"
+LIBRARIES = (
+    *(
+        "backpack-for-pytorch",
+        "curvlinops-for-pytorch",
+        "dattri",
+        "kronfluence",
+        "laplace-torch",
+        "nngeometry",
+        "singd",
+    ),
+    "transformers",
+)
 
 
 @dataclass(frozen=True)
@@ -75,23 +89,20 @@ def option(arguments: list[str], name: str, default: int = 1) -> tuple[list[str]
     return [*arguments[:place], *arguments[place + 2 :]], int(arguments[place + 1])
 
 
-def in_processes(
-    function: Callable[..., Any],
-    arguments: Iterable[tuple[Any, ...]],
-    jobs: int,
-    start: Callable[..., None] | None = None,
-    given: tuple[Any, ...] = (),
-) -> Generator[Any]:
-    """Call a function again and again, in up to so many processes with one thread each, and give results in order.
+@contextmanager
+def processes(
+    jobs: int, start: Callable[..., None] | None = None, given: tuple[Any, ...] = ()
+) -> Generator[Callable[..., Iterable[Any]]]:
+    """Give what calls a function with many arguments in so many processes of one thread each; results keep the order.
 
     With one job, this process does it as it is. Otherwise `start(*given)` runs in each process first.
     """
     if jobs == 1:
-        yield from starmap(function, arguments)
+        yield starmap
         return
     with ProcessPoolExecutor(jobs, get_context("spawn"), _one_thread, (start, given)) as pool:
         try:
-            yield from pool.map(function, *zip(*arguments, strict=True))
+            yield lambda function, arguments: pool.map(function, *zip(*arguments, strict=True))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -120,7 +131,17 @@ def environment() -> dict[str, object]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
+        **peers(),
     }
+
+
+def peers() -> dict[str, str]:
+    """Return the versions of those libraries for comparison that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def processor() -> str:
@@ -143,7 +164,8 @@ def finite(content: Any) -> Any:
 def save(rows: Iterable[Any], name: str, settings: dict[str, object], results: Path) -> Path:
     """Write JSON: the environment with settings, and rows, which are instances of dataclasses. Return the file."""
     results.mkdir(parents=True, exist_ok=True)
-    content = finite({"environment": environment() | settings, "rows": [asdict(row) for row in rows]})
+    known = {key: setting for key, setting in settings.items() if (key, setting) != ("device", "cuda")}  # it has a name
+    content = finite({"environment": environment() | known, "rows": [asdict(row) for row in rows]})
     file = results / f"{name}.json"
     file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return file

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from benchmarks import default_settings, gpu_training, step_costs
 from benchmarks.baseline_optimizers import GRIDS, PEERS, Factory, factories, left_out
 from benchmarks.factor_problems import factor_problems
-from benchmarks.report import RESULTS, in_processes, option, save
+from benchmarks.report import RESULTS, option, processes, save
 from benchmarks.step_costs import training_step
 from benchmarks.training_tasks import TASKS, Task
 
@@ -117,7 +117,8 @@ def compare(task: Task, quick: bool = False, jobs: int = 1) -> Iterator[Result]:
     if jobs == 1:
         yield from (compared(task, name, quick) for name in names)
     else:
-        yield from in_processes(compared_by_name, [(task.name, name, quick) for name in names], jobs)
+        with processes(jobs) as run:
+            yield from run(compared_by_name, [(task.name, name, quick) for name in names])
     for name, note in left_out().items():
         yield Result(task.name, name, None, [], [], note)
 

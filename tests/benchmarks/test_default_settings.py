@@ -32,6 +32,19 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         main(["other"], tmp_path)
 
 
+def test_several_processes_and_seeds(tmp_path: Path) -> None:
+    """Fine-tuning begins with the same model in all processes, so that losses are those of one process."""
+    words = ["--quick", "full", "constant", "adamw", "muon", "--seeds", "2"]
+    ends = []
+    for jobs in ("1", "2"):
+        main([*words, "--jobs", jobs], tmp_path / jobs)
+        content = json.loads((tmp_path / jobs / "train_defaults_cpu_quick_full.json").read_text())
+        assert content["environment"]["jobs"] == int(jobs)
+        ends.append([row["ends"] for row in content["rows"]])
+        assert [len(losses) for losses in ends[-1]] == [2, 2]
+    torch.testing.assert_close(torch.tensor(ends[0]), torch.tensor(ends[1]), rtol=1e-3, atol=0)
+
+
 def test_adapters_change_nothing_at_first() -> None:
     """Their product is zero, and they alone are trained."""
     torch.manual_seed(0)

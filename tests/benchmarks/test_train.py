@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,16 @@ def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "| MLP | sgd |" in out
     with pytest.raises(SystemExit, match="Unknown: rnn"):
         train.main(["rnn"], tmp_path)
+
+
+def test_optimizers_in_several_processes() -> None:
+    """Each has a process with one thread, and results come in order."""
+    with report.processes(1) as run:
+        assert list(run(os.getpid, [()])) == [os.getpid()]
+    assert report.option(["a", "--jobs", "3", "b"], "--jobs") == (["a", "b"], 3)
+    alone, other = (list(train.compare(cnn(), quick=True, jobs=jobs)) for jobs in (1, 2))
+    assert [result.optimizer for result in alone] == [result.optimizer for result in other]
+    assert [run.steps for result in alone for run in result.runs] == [run.steps for one in other for run in one.runs]
 
 
 def test_the_learning_rate_that_needs_fewest_steps_is_chosen() -> None:

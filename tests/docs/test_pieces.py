@@ -74,7 +74,7 @@ def test_names_of_modules_in_other_rooms() -> None:
     assert found("gram", here) == "kfs/factors/rules/gram"
     assert found("patches", here) == found("patches.py", here) == "kfs/factors/rows/patches"
     assert found("damping", "kfs/optim/kfac.py") == found("damping.py") == "kfs/factors/blocks/damping"
-    assert found("kfs/optim/update_rule.py") == found("kfs.optim.update_rule") == "kfs/optim/rule"
+    assert found("kfs/optim/rule.py") == found("kfs.optim.rule") == "kfs/optim/rule"
     assert found("rule", here) is None
     assert found("patches") is None
     assert found("gram", "kfs/factors/rules/gram.py") is None  # a page does not link to itself

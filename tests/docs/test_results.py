@@ -1,21 +1,33 @@
 """The page of benchmarks: the main ratios, and a table or a picture for each file, with where its numbers come from."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from docs import results
 from docs.results_summary import PARTS, heading, part_of
+from docs.measured import exceptions
+from kfs import __version__
 
 # Others have no table, such as that of the conformance kit.
 COMMITTED = [file for file in results.files() if json.loads(file.read_text(encoding="utf-8")).get("rows")]
+KNOWN = exceptions().results
 
 
-@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", results.files(), ids=lambda file: file.stem)
 def test_committed_numbers_say_where_they_come_from(file: Path) -> None:
+    """One command of this version made them in one run, unless docs/numbers.toml says why not."""
     environment = json.loads(file.read_text(encoding="utf-8"))["environment"]
     assert {"command", "date", "device", "kfs", "machine", "python", "torch"} <= environment.keys()
+    one_command = re.fullmatch(r"python (-W ignore )?-m benchmarks\.\w+( [\w.-]+)*", environment["command"])
+    right = environment["kfs"] == __version__ and one_command is not None and "processor" in environment
+    assert right != (file.stem in KNOWN), environment | {"listed": KNOWN.get(file.stem)}
+
+
+def test_files_that_are_listed_exist() -> None:
+    assert KNOWN.keys() <= {file.stem for file in results.files()}
 
 
 def test_a_fresh_clone_has_numbers() -> None:

@@ -90,22 +90,22 @@ def _numbered(mutants: Sequence[Mutant]) -> Iterator[Mutant]:
 basics = _Room("basics", ("tests/basics",)).mutant
 losses = _Room("losses", ("tests/losses",)).mutant
 data = _Room(
-    "risk and data", ("tests/problem/test_risk.py", "tests/problem/test_data.py", "tests/test_outputs.py")
+    "risk and data", ("tests/problem/test_risk.py", "tests/problem/test_data.py", "tests/problem/test_outputs.py")
 ).mutant
 operators = _Room("operators", ("tests/operators/test_operators.py", "tests/operators/test_algorithms.py")).mutant
-rules = _Room("kfac rules", ("tests/factors/test_rules.py", "tests/factors/test_operations.py")).mutant
-capture = _Room("kfac capture", ("tests/factors/test_ownership.py", "tests/factors/test_audit.py")).mutant
-sums = _Room("kfac sums", ("tests/factors/test_definition.py", "tests/factors/test_kfac.py")).mutant
-structures = _Room("kfac structures", ("tests/factors/test_kronecker.py", "tests/factors/test_kronecker_sum.py")).mutant
-kfac = _Room("kfac", ("tests/factors/test_kfac.py", "tests/factors/test_ekfac.py")).mutant
-recording = _Room("recording", ("tests/operators/test_recorded_changes.py",)).mutant
+rules = _Room("factors rules", ("tests/factors/test_rules.py", "tests/factors/test_operations.py")).mutant
+capture = _Room("factors capture", ("tests/factors/test_ownership.py", "tests/factors/test_audit.py")).mutant
+sums = _Room("factors accumulate", ("tests/factors/test_definition.py", "tests/factors/test_kfac.py")).mutant
+structures = _Room("factors blocks", ("tests/factors/test_kronecker.py", "tests/factors/test_kronecker_sum.py")).mutant
+kfac = _Room("factors", ("tests/factors/test_kfac.py", "tests/factors/test_ekfac.py")).mutant
+recording = _Room("runtime", ("tests/operators/test_recorded_changes.py",)).mutant
 optim = _Room("optim", ("tests/optim/test_update_rule.py", "tests/optim/test_trajectory.py")).mutant
 influence = _Room("influence", ("tests/influence",)).mutant
 laplace = _Room("laplace", ("tests/laplace",)).mutant
 merging = _Room("merging", ("tests/merging",)).mutant
 compress = _Room("compress", ("tests/compress",)).mutant
 distributed = _Room("distributed", ("tests/distributed/test_placement.py", "tests/distributed/test_summing.py")).mutant
-storage = _Room("storage", ("tests/test_files.py", "tests/factors/test_files.py")).mutant
+storage = _Room("files", ("tests/test_files.py", "tests/factors/test_files.py")).mutant
 conformance = _Room("conformance", ("tests/conformance",)).mutant
 
 _MUTANTS = [
@@ -243,7 +243,7 @@ _MUTANTS = [
         "first += len(y)",
         "first += 1",
         "wrong index of the first example of a batch",
-        ("tests/problem/test_risk.py", "tests/test_draws.py"),
+        ("tests/problem/test_risk.py", "tests/problem/test_random_models.py"),
     ),
     data(
         "problem/data.py",
@@ -264,7 +264,7 @@ _MUTANTS = [
         'rest = {key: value for key, value in batch.items() if key != "labels"}',
         "rest = dict(batch)",
         "labels passed to the model",
-        ("tests/problem/test_data.py", "tests/test_inputs.py"),
+        ("tests/problem/test_data.py", "tests/problem/test_inputs.py"),
     ),
     data(
         "problem/data.py",
@@ -278,14 +278,14 @@ _MUTANTS = [
         "torch.arange(_SAMPLE, device=device) * shape.numel() // _SAMPLE",
         "torch.arange(_SAMPLE, device=device)",
         "a sample of the first numbers only",
-        ("tests/problem/test_data.py", "tests/test_num_data.py", "tests/test_inputs.py"),
+        ("tests/problem/test_data.py", "tests/problem/test_num_data.py", "tests/problem/test_inputs.py"),
     ),
     data(
         "problem/outputs.py",
         "found = [t for t in parts_of(output) if t.ndim > 0]",
         "found = parts_of(output)",
         "a loss taken for predictions",
-        ("tests/test_outputs.py",),
+        ("tests/problem/test_outputs.py",),
     ),
     # Operators.
     operators(
@@ -299,7 +299,7 @@ _MUTANTS = [
         "return gradients.div(self.mc_samples**0.5)",
         "return gradients.div(self.mc_samples)",
         "wrong scale of draws",
-        ("tests/operators/test_operators.py", "tests/test_draws.py"),
+        ("tests/operators/test_operators.py", "tests/problem/test_random_models.py"),
     ),
     operators(
         "operators/curvature.py",
@@ -477,13 +477,13 @@ _MUTANTS = [
     ),
     capture(
         "factors/rows/measure.py",
-        "torch.equal(voters // inner % num_data, owners[voters])",
-        "torch.equal(voters // inner, owners[voters])",
+        "torch.equal(voters // inner % num_data, row_map[voters])",
+        "torch.equal(voters // inner, row_map[voters])",
         "missing modulus",
     ),
     capture(
         "factors/rows/measure.py",
-        "misfit[owners >= num_data] = torch.inf",
+        "misfit[row_map >= num_data] = torch.inf",
         "misfit[owners > num_data] = torch.inf",
         "off by one",
     ),
@@ -608,8 +608,8 @@ _MUTANTS = [
     ),
     sums(
         "factors/accumulate/patches.py",
-        "owners.counts(len(x), sums) * prod(self.out)",
-        "owners.counts(len(x), sums)",
+        "row_map.counts(len(x), sums) * prod(self.out)",
+        "row_map.counts(len(x), sums)",
         "positions of images not counted",
     ),
     sums(

@@ -11,7 +11,7 @@ from tests.mutants.mutants import MUTANTS, ROOT, Mutant
 
 ROOMS = {
     *("basics", "compress", "conformance", "distributed", "influence", "laplace", "losses", "merging", "operators"),
-    *("kfac", "optim", "recording"),
+    *("factors", "optim", "problem", "runtime"),
 }
 
 
@@ -64,8 +64,8 @@ def test_the_first_one_after_a_text(tmp_path: Path) -> None:
 
 def test_choice() -> None:
     assert chosen([]) == list(MUTANTS)
-    assert [mutant.name for mutant in chosen(["2", "kfac-structures-1"])] == [MUTANTS[1].name, "kfac-structures-1"]
-    assert {mutant.room for mutant in chosen(["losses", "kfac-sums"])} == {"losses", "kfac sums"}
+    assert [mutant.name for mutant in chosen(["2", "factors-blocks-1"])] == [MUTANTS[1].name, "factors-blocks-1"]
+    assert {mutant.room for mutant in chosen(["losses", "factors-accumulate"])} == {"losses", "factors accumulate"}
     with pytest.raises(SystemExit, match=r"no mutant 'nothing-7'\. Choose a number from 1 to"):
         chosen(["nothing-7"])
 
