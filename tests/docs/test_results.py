@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from docs import results
-from docs.results_summary import PARTS, heading, part_of
 from docs.measured import exceptions
+from docs.results_summary import PARTS, heading, part_of
 from kfs import __version__
 
 # Others have no table, such as that of the conformance kit.
