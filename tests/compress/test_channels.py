@@ -313,7 +313,7 @@ def test_what_cannot_be_reached() -> None:
     K = kfs.KFAC(mlp_risk(model))
     with pytest.raises(ModelError, match=r"Without all channels.* 21 numbers are left, more than the 7 .*Keep more"):
         prune(model, K, 0.1, structured=True)
-    with pytest.raises(ModelError, match=r"Layer '0' does not read exactly the channels of one other layer.*Leave it out"):
+    with pytest.raises(ModelError, match=r"Layer '0' does not read exactly the channels of one other.*Leave it out"):
         prune(model, K, {"0": 0.5}, structured=True)
     small, report = prune(model, K, {"0": 1.0, "2": 0.5}, structured=True)
     assert [row.form for row in report.rows] == ["smaller", "smaller"]

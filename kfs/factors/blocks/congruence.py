@@ -113,10 +113,10 @@ def small_dense(structure: Structure) -> Dense:
     size = structure.rows * structure.columns
     if not can_be_dense(structure):
         raise SolverError(
-            f"A block of {size} rows is a sum of Kronecker products, or an inverse of one, for which this has no "
-            f"closed form, and dense matrices are formed up to {_LARGEST_DENSE} rows only.",
-            "Use products and inverses, which need none; for determinants, spectra and samples, the sum of two terms "
-            "without damping, or kfs.operators.spectral_density.",
+            f"A block of {size} rows is a sum of Kronecker products, or an inverse of one. This operation has no closed "
+            f"form for it, and dense matrices are formed only up to {_LARGEST_DENSE} rows.",
+            "Use products and inverses, which do not need dense matrices; for determinants, spectra and samples, use a "
+            "sum of two terms without damping, or kfs.operators.spectral_density.",
         )
     return Dense(structure.to_dense(), structure.rows, structure.columns, structure.symmetric)
 
