@@ -38,7 +38,7 @@ def check_node(name: str, t: Tensor) -> None:
     if t._backward_hooks:
         raise GraphError(
             f"{name} has hooks, which may change the derivatives that pass through it.",
-            "Remove them: call remove() on what register_hook returned.",
+            "Remove them: call remove() on the handle that register_hook returned.",
         )
 
 

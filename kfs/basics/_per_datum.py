@@ -101,7 +101,7 @@ def _parameter(model: Module, param: Param) -> Tensor:
     if tensor._backward_hooks:
         raise GraphError(
             f"Parameter {name!r} has hooks, which may change its gradients.",
-            "Remove them: call remove() on what register_hook returned.",
+            "Remove them: call remove() on the handle that register_hook returned.",
         )
     return tensor
 
@@ -115,6 +115,7 @@ def _check_model(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) ->
                 "the rest of the batch, so per-example derivatives are not defined.",
                 "Call model.eval() first.",
             )
+    # Compare predictions for the whole batch with predictions for single examples.
     with restored(model, pair[0].device), no_randomness(pair[0].device):
         together = model(X)
         alone = [model(x_n.unsqueeze(0)) for x_n in X]

@@ -12,7 +12,7 @@ fits its targets, $g_n = 0$ and the empirical Fisher vanishes; with the square l
 there, since they do not depend on targets at all (Kunstner et al., 2019 discuss the consequences).
 
 As everywhere in this package, $R$ is the loss's reduction factor, and $g_n$ is the gradient of the *criterion* of
-one example; the gradient of the averaged loss is not what is multiplied here.
+one example, not the gradient of the averaged loss.
 
 Implements: empirical Fisher (chapter 2, "The Empirical Fisher").
 """

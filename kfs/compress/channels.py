@@ -296,6 +296,7 @@ def _removed(
     for name in {*inputs, *outputs}:
         module = _layer_with(result.get_submodule(name), inputs.get(name), outputs.get(name))
         result = replace_module(result, name, module)
+    # Report the new size of each layer.
     rows = []
     for layer in layers:
         shape = list(layer.matrix.shape)

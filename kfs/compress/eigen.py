@@ -126,7 +126,8 @@ def prune_rows_and_columns(
 ) -> tuple[nn.Module, list[LayerRow]]:
     """Remove the cheapest rows and columns of all layers together, and replace the layers by smaller ones.
 
-    The last layer of an attention cannot be replaced. It is unchanged, but counts for the budget.
+    The last layer of an attention cannot be replaced. It is unchanged, but counts for the budget; if it is the only
+    layer, an error is raised.
     """
     staying = [layer for layer in layers if len(layers) > 1 and layer.is_read_by_attention(model)]
     replaced = [layer for layer in layers if len(layers) == 1 or not layer.is_read_by_attention(model)]

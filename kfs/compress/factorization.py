@@ -120,8 +120,8 @@ def low_rank(
     for members, share in groups(layers, keep):
         parts: dict[str, Decomposition] = {}
         for layer in members:
-            # Decompose only layers that can become smaller. The last layer of an attention cannot, unless it is named,
-            # which raises an error.
+            # Decompose only layers that can become smaller. The last layer of an attention cannot: it is skipped, or
+            # raises an error if `keep` names it.
             if share < 1 and (isinstance(keep, Mapping) or not layer.is_read_by_attention(model)):
                 layer.check_replaceable(model, "two layers")
                 parts[layer.name] = decomposed(layer)

@@ -198,6 +198,7 @@ def _prune_weights(
                 for layer, matrix, mask in zip(layers, matrices, kept, strict=True)
             ]
         )
+        # Keep the most expensive weights. Removed weights have a score of -1, so they stay removed.
         last = left == share
         many = number if last else allowed(left, len(costs))
         flat = torch.ones(len(costs), dtype=torch.bool, device=costs.device)

@@ -104,6 +104,7 @@ def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, r
     num_removed = kept.numel() - num_kept
     if 0 in {num_kept, num_removed}:
         return result
+    # Solve the smaller one of both systems; see the formulas above.
     dense = min(_DENSE_ROUGHLY, _DENSE) if roughly else _DENSE
     if num_removed <= min(num_kept, dense):
         system = _submatrix(inverse, ~kept)

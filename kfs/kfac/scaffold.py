@@ -1,6 +1,6 @@
 r"""KFAC in five steps: the scaffold that all curvature matrices, layers and losses share.
 
-Every curvature matrix here is a sum over data of outer products of what is sent back through the net, and KFAC
+Every curvature matrix here is a sum over data of outer products of vectors that are sent back through the net. KFAC
 replaces each layer's block of it by one Kronecker product, of an input-based and a gradient-based factor:
 
 $$

@@ -115,6 +115,7 @@ def recomputed(
     Raises:
         DataError: If there are no data, or a statistic is not finite.
     """
+    # Only modules with statistics are in training mode.
     copied = deepcopy(model)
     copied.load_state_dict(state)
     places = _normalizations(copied)
@@ -125,6 +126,7 @@ def recomputed(
     device = next(copied.parameters()).device
     seen = 0
     batches = tracked(_inputs(data), "statistics of BatchNorm", None, progress, "batch")
+    # The forward passes must not change the global random state.
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for x in batches:
             args, kwargs = arguments(mapped(x, lambda t: t.to(device)), copied)

@@ -421,6 +421,7 @@ def merge(
         statistics, names = recomputed(given[0], state, data, progress)
         state.update(statistics)
         done |= dict.fromkeys(names, "recomputed")
+    # Warn about entries that the merge cannot determine.
     if averaged:
         warn(
             f"No curvature covers the parameters {few(averaged)}, which differ between models. They are averaged.",

@@ -302,6 +302,8 @@ def solve_system(
     # Residuals below the root of the precision are often unreachable, and do not change predictions.
     tolerance = options.tolerance or max(1e-6, torch.finfo(space.dtype).eps ** 0.5)
 
+    # A closed form suffices unless round-off is too large. Then, it is the start and the preconditioner of an
+    # iteration.
     inverse = _closed_form(total)
     first = None
     if inverse is not None:

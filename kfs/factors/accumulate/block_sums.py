@@ -297,7 +297,7 @@ class BlockSums:
 
     @classmethod
     def from_state(cls, state: Any, products: Products = "auto") -> "BlockSums":
-        """Load what `state` has returned. Further vectors are multiplied in the precision `products`."""
+        """Load the result of `state`. Further vectors are multiplied in the precision `products`."""
         layout = Layout.from_state(state["layout"])
         block = cls(layout, str(state["sharing"]), bool(state["forward_only"]), operations=set(state["operations"]))
         rows, columns = layout.row_size, layout.column_size

@@ -68,6 +68,7 @@ class FactorSums(Sums):
         layout = plan.layout
         is_chosen = self.chosen is None or layout.name in self.chosen
         blocks = self.blocks if is_chosen else self.left_out
+        # Create block and role at their first use. Sums of blocks that were not chosen are on the meta device.
         if layout.key not in blocks:
             forward_only = self.settings.fisher == "forward-only"
             sharing = self.settings.sharing_of(layout.weight)
@@ -187,7 +188,7 @@ class FactorSums(Sums):
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
     def restore(self, state: Any) -> None:
-        """Load what `state` has returned."""
+        """Load the result of `state`."""
         self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
         blocks = [BlockSums.from_state(block, self.settings.products) for block in state["blocks"]]
         self.blocks = {block.layout.key: block for block in blocks}
@@ -318,6 +319,7 @@ class _Reduce(Adder):
                 "order of the others does not say to which example they belong.",
                 "Use sharing='expand' for it, which does not need to know: sharing={name: 'expand', ...}.",
             )
+        # Sum inputs over positions; the bias coordinate of the sum is the number of positions.
         inputs, counts = self.plan.inputs.sums(x, row_map)  # type: ignore[arg-type]
         self.role.add_summed(self._number(x, row_map.counted))
         if self.role.input.bias:
@@ -327,6 +329,7 @@ class _Reduce(Adder):
         # If rows are in a regular order and all count, all examples have the same number of positions.
         all_count = row_map.counted is None and self.plan.inputs.not_padding(x) is None
         all_used = isinstance(row_map, StridedRows) and all_count and prod(self.plan.inputs.leading(x)) > 0
+        # A parameter may have several uses in a batch; their sums are added.
         before = self.collected.get(self.key)
         if before is None:
             self.collected[self.key] = _Collected(self.role, inputs, counts, all_used)

@@ -111,7 +111,7 @@ class Sums(ABC):
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Load what `state` has returned."""
+        """Load the result of `state`."""
 
     def add(self, state: Any) -> None:  # noqa: B027 (most are not kept in files)
         """Add sums over other data, as returned by `state`, after the last batch."""

@@ -227,7 +227,7 @@ class OuterProductSum:
 
     @classmethod
     def from_state(cls, state: Any, size: int, groups: int, products: Products = "auto") -> "OuterProductSum":
-        """Load what `state` has returned, for vectors of a given size (without the bias).
+        """Load the result of `state`, for vectors of a given size (without the bias).
 
         Further vectors are multiplied in the precision `products`.
         """

@@ -348,6 +348,7 @@ class Patches(Inputs):
         image.copy_(x.transpose(0, 1))
         flat, strides = frame.flatten(1), image.stride()[2:]
 
+        # In the flattened frame, every shift is an offset. Gaps of zeros absorb pixels that are shifted beyond an axis.
         @cache
         def autocorrelation(shift: tuple[int, ...]) -> Tensor:
             offset = min(sum(map(prod, zip(shift, strides, strict=True))), flat.shape[1])
@@ -365,6 +366,7 @@ class Patches(Inputs):
                 far.append(slice(low + by, high + by))
             return image[tuple(near)].flatten(1) @ image[tuple(far)].flatten(1).T
 
+        # Each pair of kernel offsets is one block: an autocorrelation, minus products of pixels outside of the patches.
         offsets = list(product(*map(range, self.kernel)))
         blocks = total.unflatten(1, (self.channels, -1)).unflatten(0, (self.channels, -1))
         for i, a in enumerate(offsets):

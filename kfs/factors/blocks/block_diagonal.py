@@ -471,7 +471,7 @@ class OwnedBlocks(VisibleBlocks):
 
     @classmethod
     def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
-        """Load what `_state` has returned for all blocks. If there are ranks, each keeps only its own blocks."""
+        """Load the result of `_state` for all blocks. If there are ranks, each keeps only its own blocks."""
         # In files, stacks are called groups.
         stacks = [Stack.from_state(part) for part in state["groups"]]
         check_coverage([layout for stack in stacks for layout in stack.layouts], space)

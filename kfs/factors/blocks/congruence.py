@@ -113,8 +113,8 @@ def small_dense(structure: Structure) -> Dense:
     size = structure.rows * structure.columns
     if not can_be_dense(structure):
         raise SolverError(
-            f"A block of {size} rows is a sum of Kronecker products, or an inverse of one. This operation has no closed "
-            f"form for it, and dense matrices are formed only up to {_LARGEST_DENSE} rows.",
+            f"A block of {size} rows is a sum of Kronecker products, or an inverse of one. This operation has no "
+            f"closed form for it, and dense matrices are formed only up to {_LARGEST_DENSE} rows.",
             "Use products and inverses, which do not need dense matrices; for determinants, spectra and samples, use a "
             "sum of two terms without damping, or kfs.operators.spectral_density.",
         )

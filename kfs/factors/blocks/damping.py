@@ -317,6 +317,6 @@ if __name__ == "__main__":
         damped_inverse(bias, damping, "factored").to_dense()[0],
         expected,
     )
-    verify("exact damping does not care how a scale is split between factors", others["exact"], inverses["exact"])
+    verify("exact damping does not depend on how a scale is split between factors", others["exact"], inverses["exact"])
     verify("nor does factored damping", others["factored"], inverses["factored"])
     verify_differs("per-factor damping does", others["per-factor"], inverses["per-factor"])

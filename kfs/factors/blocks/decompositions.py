@@ -115,7 +115,7 @@ def round_off(values: Tensor, eps: float | None = None) -> Tensor:
 
 
 def unexplained_noise(size: int, eps: float) -> float:
-    """Return the relative size of Cholesky pivots that can be round-off, for a feature that depends on others."""
+    """Return the share of a feature's square that can be round-off if it is a linear combination of other features."""
     return _ROUND_OFF * size * eps
 
 

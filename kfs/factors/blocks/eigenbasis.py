@@ -45,7 +45,7 @@ class Eigenbasis(InBasis):
 
     @classmethod
     def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
-        """Load what `state` has returned. The noise has one of two shapes."""
+        """Load the result of `state`. The noise has one of two shapes."""
         noise = state["noise"]
         basis = super().from_state(state | {"noise": noise.new_zeros(count)}, count, rows, columns)
         shape = (count,) if noise.ndim == 1 else (count, rows, columns)

@@ -175,7 +175,7 @@ class Factor(Stackable):
 
     @classmethod
     def from_state(cls, state: Any, count: int, size: int) -> Self:
-        """Load what `state` has returned, for `count` matrices of the given size."""
+        """Load the result of `state`, for `count` matrices of the given size."""
         kind = state["kind"]
         scale = check_shape(state["scale"], count)
         values = scale.new_ones(count, int(state["values"])) if kind == "identity" else state["values"]

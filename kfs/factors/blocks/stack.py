@@ -97,7 +97,7 @@ class Stack:
 
     @classmethod
     def from_state(cls, state: Any) -> "Stack":
-        """Load what `state` has returned."""
+        """Load the result of `state`."""
         layouts = tuple(map(Layout.from_state, state["layouts"]))
         sizes = {layout.matrix_shape[1:] for layout in layouts}
         if len(sizes) != 1:

@@ -46,7 +46,7 @@ class Structure(Stackable, ABC):
 
     @classmethod
     def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
-        """Load what `state` has returned, for `count` blocks that act on matrices `[rows, columns]`.
+        """Load the result of `state`, for `count` blocks that act on matrices `[rows, columns]`.
 
         Raises:
             UnfitError: If a tensor does not have the expected shape.
