@@ -37,7 +37,7 @@ class Windows(NamedTuple):
 
 
 def rows_pay(windows: Windows, height: int) -> bool:
-    """Whether shifts along the first axis need fewer operations than patches, of which strips save up to 40 %."""
+    """Whether shifts along the first axis need fewer operations than patches, for which strips save up to 40 %."""
     (kernel, *_), (stride, *_), (out, *_) = windows.kernel, windows.stride, windows.out
     return stride == 1 and kernel * height < 0.6 * kernel**2 * out
 

@@ -137,8 +137,8 @@ def inverse_in_common_basis(terms: Sequence[Kronecker]) -> Congruence:
         # Check this first: in directions that are in no factor's range, values are quotients of rounding errors.
         decompositions.check_each(~singular, _SINGULAR)
     else:
-        # A small term, such as damping, may be the only one in a direction, and is not noise. If the sum is singular,
-        # conjugate gradients will not converge.
+        # A small term, such as damping, may be the only one in a direction, and is not noise. Conjugate gradients
+        # report if the sum is too close to singular.
         noise = torch.zeros_like(noise)
     decompositions.check_definite(values, noise)
     decompositions.check_each((values > noise.unsqueeze(1)).all(1), _SINGULAR)
