@@ -1,7 +1,7 @@
-"""The definitions of the paper's chapter 2, one file each: dense, per example, obvious.
+"""The definitions of the paper's chapter 2, one file each: dense, per example, and literal.
 
 Every file runs (`python kfs/basics/ggns.py`), checks itself, and is the oracle of the tests of everything else.
-Read them in the order of `CONTENTS`. Files that start with an underscore define nothing; they hold what several
+Read them in the order of `CONTENTS`. Files that start with an underscore contain no definitions, but code that several
 definitions share.
 """
 

@@ -1,6 +1,6 @@
-"""What the definitions ask of the tensors they are given. Each failed check says what came and what to do.
+"""Checks of tensors that are passed to the definitions. An error says what was passed and how to fix it.
 
-Checks of losses live with the losses (`reduction_factors`), those of models and data in `_per_datum`.
+Checks of losses are in `reduction_factors`, checks of models and data in `_per_datum`.
 """
 
 from torch import Tensor
@@ -10,14 +10,14 @@ from kfs.problem.isolation import check_no_inference_mode
 
 
 def check_tensor(name: str, t: Tensor) -> None:
-    """Refuse anything but a tensor."""
+    """Raise an error if a value is not a tensor."""
     if not isinstance(t, Tensor):
         way_out = "A flattening is passed as vec=cvec or vec=rvec." if callable(t) else "Convert it to a tensor."
         raise DtypeError(f"{name} is a {type(t).__name__}, expected a torch.Tensor.", way_out)
 
 
 def check_floating(name: str, t: Tensor) -> None:
-    """Refuse anything but a tensor of real floating-point numbers."""
+    """Raise an error if a value is not a tensor of real floating-point numbers."""
     check_tensor(name, t)
     if not t.is_floating_point():
         raise DtypeError(
@@ -27,7 +27,7 @@ def check_floating(name: str, t: Tensor) -> None:
 
 
 def check_node(name: str, t: Tensor) -> None:
-    """Refuse what cannot be differentiated: no floating-point tensor, outside any graph, or with altered gradients."""
+    """Raise an error if a tensor cannot be differentiated: wrong dtype, not part of a graph, or with hooks."""
     check_floating(name, t)
     check_no_inference_mode()
     if not t.requires_grad:
@@ -38,12 +38,12 @@ def check_node(name: str, t: Tensor) -> None:
     if t._backward_hooks:
         raise GraphError(
             f"{name} has hooks, which may change the derivatives that pass through it.",
-            "Remove them: call remove() on what register_hook returned.",
+            "Remove them: call remove() on the handle that register_hook returned.",
         )
 
 
 def check_scalar(name: str, t: Tensor) -> None:
-    """Refuse a tensor that has axes: a Hessian is that of a scalar."""
+    """Raise an error if a tensor is not a scalar, for which a Hessian is defined."""
     if t.ndim != 0:
         raise ShapeError(
             f"{name} has shape {list(t.shape)}, but a Hessian is defined for a scalar, shape [].",
@@ -52,7 +52,7 @@ def check_scalar(name: str, t: Tensor) -> None:
 
 
 def check_like(name: str, t: Tensor, of: str, reference: Tensor) -> None:
-    """Refuse a tensor whose shape, dtype or device is not the reference's."""
+    """Raise an error if shape, dtype or device of a tensor differ from the reference's."""
     check_tensor(name, t)
     if t.shape != reference.shape:
         raise ShapeError(
@@ -63,7 +63,7 @@ def check_like(name: str, t: Tensor, of: str, reference: Tensor) -> None:
 
 
 def check_same_kind(name: str, t: Tensor, of: str, reference: Tensor) -> None:
-    """Refuse a tensor whose dtype or device is not the reference's."""
+    """Raise an error if dtype or device of a tensor differ from the reference's."""
     if t.dtype != reference.dtype or t.device != reference.device:
         raise DtypeError(
             f"{name} is {t.dtype} on {t.device}, but {of} is {reference.dtype} on {reference.device}.",

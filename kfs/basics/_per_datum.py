@@ -1,6 +1,6 @@
-"""What the Fisher definitions share: predictions one example at a time, gradients, and sums of their outer products.
+"""Code shared by the Fisher definitions: per-example predictions, gradients, and sums of their outer products.
 
-The matrices themselves live in `mc_fishers`, `exact_fishers` and `emp_fishers`.
+The matrices themselves are defined in `mc_fishers`, `exact_fishers` and `emp_fishers`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 def parameter_pair(model: Module, params: Params) -> Pair:
-    """Return the parameters that index rows and columns of the wanted block."""
+    """Return the parameters that index rows and columns of a block."""
     if not isinstance(model, Module):
         raise ModelError(f"The model is a {type(model).__name__}, expected a torch.nn.Module.", "Wrap it in a module.")
     check_no_inference_mode()
@@ -40,9 +40,9 @@ def parameter_pair(model: Module, params: Params) -> Pair:
 
 
 def predictions(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> Iterator[tuple[Tensor, Tensor]]:
-    """Evaluate the model on one example after the other; yield the prediction, without batch axis, and the target.
+    """Evaluate the model on one example at a time; yield the prediction, without batch axis, and the target.
 
-    Everything is checked before the first one is yielded.
+    Everything is checked before the first prediction is yielded.
     """
     check_tensor("X", X)
     check_tensor("y", y)
@@ -86,7 +86,7 @@ def empty_block(pair: Pair) -> Tensor:
 
 
 def _parameter(model: Module, param: Param) -> Tensor:
-    """Look a parameter up by name, or check that a tensor is one of the model's; refuse a frozen one."""
+    """Return a parameter, given the tensor or its name; raise an error if the model does not train it."""
     named = dict(model.named_parameters(remove_duplicate=False))
     name = param if isinstance(param, str) else next((name for name, p in named.items() if p is param), None)
     if name not in named:
@@ -101,13 +101,13 @@ def _parameter(model: Module, param: Param) -> Tensor:
     if tensor._backward_hooks:
         raise GraphError(
             f"Parameter {name!r} has hooks, which may change its gradients.",
-            "Remove them: call remove() on what register_hook returned.",
+            "Remove them: call remove() on the handle that register_hook returned.",
         )
     return tensor
 
 
 def _check_model(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> None:
-    """Refuse a model whose prediction for one example is not a function of that example and the parameters."""
+    """Raise an error if the prediction for an example depends on more than that example and the parameters."""
     for name, module in model.named_modules():
         if module.training and isinstance(module, _BatchNorm):
             raise ModelError(
@@ -115,6 +115,7 @@ def _check_model(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) ->
                 "the rest of the batch, so per-example derivatives are not defined.",
                 "Call model.eval() first.",
             )
+    # Compare predictions for the whole batch with predictions for single examples.
     with restored(model, pair[0].device), no_randomness(pair[0].device):
         together = model(X)
         alone = [model(x_n.unsqueeze(0)) for x_n in X]
@@ -131,10 +132,10 @@ def _check_model(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) ->
                 "Look for NaN or infinity in the data or the parameters.",
             )
         check_datum(loss, f[0], y_n)
-    # Batched and single products round differently: half of the digits must agree.
+    # Batched and single products round differently, so only half of the digits must agree.
     if not torch.allclose(together, torch.cat(alone), rtol=torch.finfo(together.dtype).eps ** 0.5, atol=1e-6):
         raise ModelError(
-            "The model's prediction for an example changes with the other data in the batch.",
+            "The model's prediction for an example changes with the other examples in the batch.",
             "Use a model without batch statistics; call model.eval() if it has them in training mode only.",
         )
     for role, p in zip(("rows", "columns"), pair, strict=True):

@@ -1,6 +1,6 @@
 r"""The empirical Fisher: gradient outer products with the labels at hand.
 
-Replace the labels that the network would predict by those in the data set, and no sampling is needed:
+If the labels that the network would predict are replaced by the labels of the dataset, no sampling is needed:
 
 $$
 E(\theta) = R \sum_{n=1}^N g_n g_n^\top, \qquad g_n = \nabla_\theta\, c(f_n, y_n).
@@ -9,10 +9,10 @@ $$
 It is cheap, since the gradients are those of training, and popular for that reason. But it is *not* the Fisher. The
 expectation over the network's own predictions is gone, and with it the connection to curvature: where the network
 fits its targets, $g_n = 0$ and the empirical Fisher vanishes; with the square loss, Fisher and GGN stay the same
-there, since they do not depend on targets at all (Kunstner et al., 2019 discuss what follows).
+there, since they do not depend on targets at all (Kunstner et al., 2019 discuss the consequences).
 
 As everywhere in this package, $R$ is the loss's reduction factor, and $g_n$ is the gradient of the *criterion* of
-one example; the gradient of the averaged loss is not what is multiplied here.
+one example, not the gradient of the averaged loss.
 
 Implements: empirical Fisher (chapter 2, "The Empirical Fisher").
 """

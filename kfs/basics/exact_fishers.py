@@ -13,7 +13,7 @@ F^{\mathrm{I}} = R \sum_n \mathbb{E}_{r(y \mid f_n)} \big[
 $$
 
 Both are the same matrix. For the square loss and for cross-entropy it is moreover the GGN. Split the Hessian by the
-chain rule into the GGN and the term with the network's second derivatives. The first has no label in it: the Hessian
+chain rule into the GGN and the term with the network's second derivatives. The first contains no label: the Hessian
 of these criteria with respect to the *prediction* does not depend on the label, so an expectation changes nothing.
 The second is linear in $\nabla_f \log\, r(y \mid f)$, whose expectation is zero. (For probability targets in place of
 labels, this holds if they sum to one.)

@@ -1,8 +1,8 @@
 r"""The Fisher is the metric of the KL divergence.
 
-How far apart are two networks? The distance of their parameters says little. The KL divergence of what they
-*predict* says more, averaged over the inputs. For two nearby parameter vectors it is, to second order, a quadratic
-form, and its matrix is the Fisher,
+How far apart are two networks? The distance of their parameters says little. The KL divergence of their
+*predictions*, averaged over the inputs, says more. For two nearby parameter vectors it is, to second order, a
+quadratic form, and its matrix is the Fisher,
 
 $$
 \frac1N \sum_n \mathrm{KL}\big( r(\cdot \mid f_n(\theta)) \,\Vert\, r(\cdot \mid f_n(\theta + \Delta)) \big)
@@ -10,7 +10,7 @@ $$
 $$
 
 Here $F = F_R / (N R)$, where $F_R$ is the Fisher with the loss's reduction factor $R$, as computed in this package
-(for data without missing labels: the divergence knows none). The divergences are known,
+(for data without missing labels, which the divergence does not have). The divergences have closed forms,
 
 | loss | divergence of the predictions $f$ and $f'$ |
 |---|---|
@@ -29,12 +29,12 @@ from kfs.basics.reduction_factors import Loss
 
 
 def kl_divergence(loss: Loss, prediction: Tensor, other: Tensor) -> Tensor:
-    """Compute the KL divergence between the distributions that two predictions for one example stand for.
+    """Compute the KL divergence between the distributions that are parameterized by two predictions for one example.
 
     Args:
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
-        prediction: Parameterises the distribution that the expectation is taken over; `[...]` or `[C, ...]`.
-        other: Parameterises the other distribution; a tensor like `prediction`.
+        prediction: Parameterizes the distribution that the expectation is taken over; `[...]` or `[C, ...]`.
+        other: Parameterizes the other distribution; a tensor like `prediction`.
 
     Returns:
         A scalar.

@@ -1,8 +1,8 @@
 r"""Flattening: how a tensor becomes a vector, and back.
 
-Linear algebra speaks of vectors and matrices, but the parameters of a neural network are tensors of any rank. To write
-a derivative as a matrix we must first fix an order of a tensor's entries. Two orders are common, and they are named
-after what they do to a matrix:
+Linear algebra is about vectors and matrices, but the parameters of a neural network are tensors of any rank. To write
+a derivative as a matrix, we must first fix an order of a tensor's entries. Two orders are common. They are named after
+their effect on a matrix:
 
 - $\mathrm{cvec}$ stacks the *columns*: the **first** index varies fastest. Papers prefer it.
 - $\mathrm{rvec}$ stacks the *rows*: the **last** index varies fastest. PyTorch stores tensors this way.
@@ -26,7 +26,7 @@ $$
 (A \otimes B)\, v = \mathrm{rvec}(A V B^\top), \qquad V = \mathrm{rvec}^{-1}(v) \in \mathbb{R}^{n_2 \times m_2}.
 $$
 
-Flattening only some neighbouring axes, first those that index rows and then those that index columns, turns a tensor
+Flattening only some neighboring axes, first those that index rows and then those that index columns, turns a tensor
 into a matrix. This is called *matricization*; all matrices in this package come from it.
 
 Implements: cvec, rvec and partial flattening (chapter 2, "Flattening").
@@ -149,7 +149,7 @@ def matricize(t: Tensor, row_ndim: int, vec: Vec) -> Tensor:
 
 
 def check_vec(vec: Vec) -> None:
-    """Refuse a flattening that is neither `cvec` nor `rvec`."""
+    """Raise an error if a flattening is neither `cvec` nor `rvec`."""
     if vec is not cvec and vec is not rvec:
         raise FlatteningError(
             f"vec is {vec!r}, expected one of the functions cvec and rvec.",
@@ -158,7 +158,7 @@ def check_vec(vec: Vec) -> None:
 
 
 def _axes(name: str, t: Tensor, start_dim: int, end_dim: int) -> tuple[int, int]:
-    """Return the range of axes as non-negative numbers, or say why it is none."""
+    """Return the range of axes as non-negative numbers; raise an error if it is invalid."""
     check_tensor(name, t)
     ndim = max(t.ndim, 1)  # a scalar is flattened like a vector of one entry
     inside = all(-ndim <= dim < ndim for dim in (start_dim, end_dim))
@@ -171,7 +171,7 @@ def _axes(name: str, t: Tensor, start_dim: int, end_dim: int) -> tuple[int, int]
 
 
 def _unflattened_axis(v: Tensor, shape: Sequence[int], dim: int) -> int:
-    """Return the axis to unflatten as a non-negative number, or say why its length does not fit."""
+    """Return the axis to unflatten as a non-negative number; raise an error if its length does not fit."""
     dim, _ = _axes("v", v, dim, dim)
     if v.ndim == 0 or v.shape[dim] != prod(shape):
         raise ShapeError(

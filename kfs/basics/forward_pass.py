@@ -8,10 +8,10 @@ $$
 
 We call $x^{(l-1)}$ the *input* and $x^{(l)}$ the *output* of layer $l$. KFAC needs both, for every layer with
 parameters, and as nodes of the same computation graph as the network's prediction, so that we can differentiate the
-prediction with respect to a layer's output. PyTorch's forward hooks hand them out while the network runs.
+prediction with respect to a layer's output. PyTorch's forward hooks receive them while the network runs.
 
-A hook sees whole modules, each called once, one tensor in and one tensor out. Where that is not what happens (a module
-used twice, an activation that overwrites its input) the tensors would silently be the wrong ones, so this is an error.
+This works for modules that are called once, with one input tensor and one output tensor. Otherwise (a module used
+twice, an activation that overwrites its input) the tensors would silently be wrong, so an error is raised.
 
 Implements: intermediate features by forward hooks (chapter 2, "Deep Neural Networks").
 """
@@ -28,7 +28,7 @@ from kfs.problem.isolation import check_no_inference_mode
 
 
 class Intermediates(NamedTuple):
-    """What went into a layer and what came out, as nodes of the computation graph."""
+    """Input and output of a layer, as nodes of the computation graph."""
 
     input: Tensor
     output: Tensor
@@ -99,7 +99,7 @@ def output_and_intermediates(model: Module, x: Tensor, names: Iterable[str]) -> 
 
 
 def _one_in_one_out(name: str, inputs: tuple[object, ...], output: object, called_before: bool) -> Intermediates:
-    """Return the layer's input and output, or say why there is not one of each."""
+    """Return the layer's input and output; raise an error unless there is one of each."""
     if called_before:
         raise ModelError(
             f"Layer {name!r} was called more than once in the forward pass, so it has no one input and output.",

@@ -93,7 +93,7 @@ def rosenbrock_hessian(x: Tensor, alpha: float) -> Tensor:
 
 
 def _coordinates(x: Tensor, alpha: float) -> tuple[Tensor, ...]:
-    """Return both coordinates of a point, or say why it is none."""
+    """Return both coordinates of a point; raise an error if it is invalid."""
     if x.shape != (2,) or alpha <= 0:
         raise ShapeError(
             f"The point has shape {list(x.shape)} and alpha is {alpha}.", "Pass a point of shape [2] and alpha > 0."

@@ -12,9 +12,9 @@ $$
   + \sum_k \frac{\partial c}{\partial B_k}\, \mathrm{H}^{\mathrm{vec}}_A B_k .
 $$
 
-The GGN is the first term: what is left if second derivatives of $h$ are ignored. Equivalently, linearize $h$ and
-take the Hessian of what results, at the point of linearization. If $g$ is convex then the GGN is positive
-semi-definite, whatever $h$ is.
+The GGN is the first term; it ignores the second derivatives of $h$. Equivalently, linearize $h$ and take the Hessian
+of the resulting function, at the point of linearization. If $g$ is convex then the GGN is positive semi-definite, for
+any $h$.
 
 $$
 \begin{array}{ccc}

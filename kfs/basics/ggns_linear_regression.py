@@ -1,8 +1,8 @@
 r"""The GGN of linear regression: a Kronecker product, exactly.
 
 Least squares with a linear model scores $f_n = W x_n$ by $\tfrac12 \lVert f_n - y_n \rVert^2$. Insert the layer's
-Jacobian (a Kronecker product) and the criterion's Hessian (the identity) into the GGN of their sum ($R = 1$), and
-everything collapses:
+Jacobian (a Kronecker product) and the criterion's Hessian (the identity) into the GGN of their sum ($R = 1$), and it
+simplifies to
 
 $$
 \mathrm{G}^{\mathrm{cvec}}_W = \Big( \sum_n x_n x_n^\top \Big) \otimes I
@@ -10,9 +10,9 @@ $$
 \mathrm{G}^{\mathrm{rvec}}_W = I \otimes \Big( \sum_n x_n x_n^\top \Big).
 $$
 
-One factor comes from the layer's inputs, the other one from what is behind the layer. KFAC assumes this form for
-every layer of every network. Here it is no approximation. And again the flattening decides the order of the
-factors.
+One factor comes from the layer's inputs, the other one from the part of the network behind the layer. KFAC assumes
+this form for every layer of every network. Here it is exact. Again, the order of the factors depends on the
+flattening.
 
 Implements: GGN of linear regression (chapter 2, "Partial Linearization, GGNs, GGNVPs").
 """

@@ -8,8 +8,8 @@ $$
 \qquad V = (\mathrm{J}_\theta f)^\top S,
 $$
 
-and the columns of $S$ are just what has to be sent back through the network to obtain it. For the two common
-criteria, with $\sigma = \mathrm{softmax}(f)$ and the square root taken entry by entry (Papyan, 2019),
+and backpropagating the columns of $S$ through the network yields $V$. For the two common criteria, with
+$\sigma = \mathrm{softmax}(f)$ and the square root taken entry by entry (Papyan, 2019),
 
 | loss | $S$ |
 |---|---|

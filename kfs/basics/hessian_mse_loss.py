@@ -7,8 +7,8 @@ $$
 \mathrm{H}_f\, c(f, y) = I.
 $$
 
-It depends neither on the target nor on the prediction. PyTorch's `MSELoss` has no one half; the missing two sits in its
-reduction factor.
+It depends neither on the target nor on the prediction. PyTorch's `MSELoss` has no factor of one half; the missing two
+is part of its reduction factor.
 
 Implements: square loss Hessian (chapter 2, "Hessians, HVPs").
 """

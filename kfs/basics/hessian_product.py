@@ -13,8 +13,8 @@ backward passes, no matrix. Nothing requires both derivatives to be with respect
 two, $A_1$ for the rows and $A_2$ for the columns, we get the off-diagonal blocks of a network's Hessian. The two must
 be independent variables: neither may be computed from the other.
 
-Everything here relies on backward passes that can be differentiated themselves. A custom `autograd.Function` whose
-backward pass hides its dependence on the input (by detaching it) looks like a function without curvature.
+All of this needs backward passes that can be differentiated themselves. A custom `autograd.Function` with a backward
+pass that hides its dependence on the input (by detaching it) looks like a function without curvature.
 
 Implements: Hessian-vector products (chapter 2, "Hessians, HVPs").
 """

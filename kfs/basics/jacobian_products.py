@@ -89,7 +89,7 @@ def jvp(b: Tensor, a: Tensor, v: Tensor) -> Tensor:
     if product is not None:
         return product
     probe = linspace(1, 2, b.numel(), dtype=b.dtype, device=b.device).reshape(b.shape)
-    if vjp(b, a, probe).count_nonzero():  # the derivative is not zero, but how it depends on w was not recorded
+    if vjp(b, a, probe).count_nonzero():  # the derivative is not zero, but its dependence on w was not recorded
         raise GraphError(
             "The backward pass from b to a cannot be differentiated, as with @once_differentiable functions.",
             "Write that function's backward pass in differentiable operations.",
@@ -123,7 +123,7 @@ def no_path(b: str, a: str) -> GraphError:
     )
 
 
-# What PyTorch's messages contain, and what that means here.
+# Parts of PyTorch's messages, and the causes and ways out for our messages.
 _AUTOGRAD_ERRORS = {
     "a second time": (
         "The computation graph has been freed by an earlier backward pass.",

@@ -1,7 +1,7 @@
 r"""Jacobians of a linear layer: where the K of KFAC comes from.
 
-An affine map $z = W x + b$ is one matrix-vector product if the bias becomes a column of the weight and the input
-gets a one,
+An affine map $z = W x + b$ is one matrix-vector product if the bias becomes a column of the weight and a one is
+appended to the input,
 
 $$
 z = W x + b = \begin{pmatrix} W & b \end{pmatrix} \begin{pmatrix} x \\ 1 \end{pmatrix} = \tilde{W} \tilde{x}.
@@ -15,8 +15,7 @@ $$
 \mathrm{J}^{\mathrm{rvec}}_{\tilde{W}} z = I \otimes \tilde{x}^\top.
 $$
 
-This structure is what KFAC starts from. Note that the two flattenings have the factors in *opposite
-order*.
+KFAC is based on this structure. Note that the two flattenings have the factors in *opposite order*.
 
 Implements: Jacobians of a linear layer with respect to its weights (chapter 2, "Jacobians, JVP, VJPs").
 """

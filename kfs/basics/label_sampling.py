@@ -1,7 +1,7 @@
 r"""Label sampling: a loss function is a likelihood in disguise.
 
 The criteria of regression and classification are negative log-likelihoods, $c(f, y) = -\log\, r(y \mid f)$ up to a
-constant. The network's prediction parameterises a distribution over targets:
+constant. The network's prediction parameterizes a distribution over targets:
 
 | loss | likelihood $r(y \mid f)$ |
 |---|---|
@@ -12,9 +12,9 @@ Minimizing the empirical risk is maximum likelihood estimation. We can therefore
 *expects*, by drawing them. The Fisher information matrix is built from such draws. For tensor-valued
 predictions the entries (square loss) or positions (cross-entropy) are independent.
 
-Class weights and label smoothing break the disguise: $-w_y \log\, \mathrm{softmax}(f)_y$ is not the negative logarithm
-of a distribution. Sampling is refused there. A label that equals `ignore_index` is missing, and stays missing. Where
-targets are probabilities, a draw is still a label: the likelihood depends on the prediction alone.
+With class weights or label smoothing, this does not hold: $-w_y \log\, \mathrm{softmax}(f)_y$ is not the negative
+logarithm of a distribution, and sampling raises an error. A label that equals `ignore_index` is missing, and stays
+missing. If targets are probabilities, a draw is still a label, because the likelihood depends only on the prediction.
 
 Implements: probabilistic interpretation of both losses (chapter 2, "Probabilistic Interpretation").
 """
@@ -34,7 +34,7 @@ def sample_label(loss: Loss, prediction: Tensor, generator: Generator | None = N
     Args:
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
         prediction: One example's prediction, shape `[...]` (square loss) or `[C, ...]` (cross-entropy).
-        generator: Where the randomness comes from; PyTorch's global generator by default.
+        generator: The random number generator; PyTorch's global generator by default.
 
     Returns:
         A target, detached from the graph: shape `[...]`, the prediction's dtype for the square loss, `torch.int64` for
@@ -68,14 +68,14 @@ def sample_label(loss: Loss, prediction: Tensor, generator: Generator | None = N
 
 
 def hide_ignored(loss: Loss, label: Tensor, target: Tensor) -> Tensor:
-    """Return a drawn label that is missing wherever the true target is missing (equals `ignore_index`)."""
+    """Return a drawn label, set to missing wherever the true target is missing (equals `ignore_index`)."""
     if isinstance(loss, MSELoss) or target.is_floating_point():
         return label
     return torch.where(target == loss.ignore_index, target, label)
 
 
 def check_likelihood(loss: Loss, prediction: Tensor) -> None:
-    """Refuse a loss whose criterion is no negative log-likelihood, and a prediction that parameterises none."""
+    """Raise an error if the criterion is not a negative log-likelihood, or the prediction does not fit it."""
     check_loss(loss)
     check_floating("The prediction", prediction)
     if isinstance(loss, MSELoss):
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     generator = Generator().manual_seed(0)
     torch.manual_seed(0)
     draws = 5_000
-    # A mean of 5,000 draws of unit variance is off by 0.014 typically; four times that happens once in 16,000.
+    # A mean of 5,000 draws of unit variance has an error of 0.014 typically, and four times that once in 16,000.
     noise = 4 / draws**0.5
 
     f = torch.tensor([0.5, -1.0], dtype=torch.float64)

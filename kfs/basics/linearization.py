@@ -28,7 +28,7 @@ def linearize(f: Callable[[Tensor], Tensor], anchor: Tensor) -> Callable[[Tensor
 
     Args:
         f: A differentiable function of one tensor that returns a tensor.
-        anchor: Where the tangent touches; any shape.
+        anchor: The point of linearization, a tensor of any shape.
 
     Returns:
         The affine function `a -> f(anchor) + J (a - anchor)`, with the Jacobian `J` of `f` at the anchor. It can be

@@ -11,8 +11,8 @@ $$
 V = R^2 \sum_n \Big( \mathbb{E} \lVert g_n g_n^\top \rVert^2 - \lVert \mathbb{E}\, g_n g_n^\top \rVert^2 \Big).
 $$
 
-Four times as many samples halve the error. One sample, as common in training, has the right mean and is otherwise
-far from it. For finitely many labels, even the constant $V$ can be computed.
+Four times as many samples halve the error. One sample, as is common in training, is unbiased but noisy. For finitely
+many labels, even the constant $V$ can be computed.
 
 Implements: convergence of the Monte Carlo Fisher (chapter 2, "The Fisher").
 """
@@ -82,11 +82,11 @@ if __name__ == "__main__":
     for M in samples:
         draws = torch.stack([mc_fisher(model, loss, X, y, "weight", M, seed) for seed in range(repeats)])
         errors.append(((draws - F) ** 2).flatten(1).sum(1).mean().sqrt())
-        # A mean of 24 squared errors scatters by some 20 percent, its root by 10; three times that is allowed.
+        # A mean of 24 squared errors has a standard error of about 20 percent, its root of 10; allow three times that.
         ratio = errors[-1].item() / (V / M) ** 0.5
         verify_at_most("the error with M draws is sqrt(V / M)", abs(ratio - 1), 0.3, case=f"M = {M}")
 
     log_M, log_error = torch.tensor(samples).log(), torch.stack(errors).log()
     slope = torch.stack([log_M, log_error]).cov()[0, 1] / log_M.var()
-    # The three errors scatter by 10 percent each and M spans a factor 16: the slope scatters by some 0.05.
+    # The three errors have a standard error of 10 percent each, and M spans a factor of 16: that of the slope is 0.05.
     verify_at_most("the error falls like M^(-1/2)", abs(slope.item() + 0.5), tolerance=0.15)

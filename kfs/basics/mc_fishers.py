@@ -11,7 +11,7 @@ $$
 \quad \tilde{y}_{n,m} \sim r(y \mid f_n).
 $$
 
-The $\tilde{g}$ are *would-be gradients*: those of labels that might have been. Being a sum of outer products the
+The $\tilde{g}$ are *would-be gradients*: gradients for labels that the network draws. As a sum of outer products, the
 matrix is positive semi-definite. Only first derivatives are needed.
 
 The derivation via the KL divergence gives a factor $1/N$ in place of $R$. We use the reduction factor of the loss,
@@ -46,7 +46,7 @@ def mc_fisher(
         y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.
         params: A parameter of the model or its name; or two of them, for rows and for columns.
         mc_samples: How many labels to draw per example.
-        seed: Equal seeds give equal draws. PyTorch's global generator is not touched.
+        seed: Equal seeds give equal draws. PyTorch's global generator is not used.
 
     Returns:
         A tensor of shape `[*rows.shape, *columns.shape]`.
@@ -107,7 +107,7 @@ def would_be_gradients(
     mc_samples: int,
     seed: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, example by example and draw by draw, the gradients with respect to both parameters for a label drawn."""
+    """Yield, for each example and each drawn label, the gradients with respect to both parameters."""
     if not isinstance(mc_samples, int) or mc_samples < 1 or not isinstance(seed, int):
         raise DataError(
             f"mc_samples is {mc_samples!r} and seed is {seed!r}, expected integers.",
@@ -141,7 +141,7 @@ if __name__ == "__main__":
         for vec in (cvec, rvec):
             F = vec_mc_fisher(model, loss, X, y, W, M, vec=vec)
             G = vec_ggn(loss(prediction, y), prediction, W, vec=vec)
-            # Averages of M draws err by about sqrt(2/M) of their size (the variance of a squared normal is 2).
+            # The relative error of an average of M draws is about sqrt(2/M) (the variance of a squared normal is 2).
             error = ((F - G).norm() / G.norm()).item()
             case = f"{loss}, {vec.__name__}"
             verify_at_most(f"{M} draws come close to the exact Fisher", error, 3 * (2 / M) ** 0.5, case)

@@ -1,26 +1,25 @@
-r"""Reduction factors: what a loss function averages, apart from what it measures.
+r"""Reduction factors: the scale of a loss function, separated from its criterion.
 
-Training minimises a number $\mathcal{L}$ that is made of three independent things: the network $f$, a *criterion* $c$
+Training minimizes a number $\mathcal{L}$ that is made of three independent things: the network $f$, a *criterion* $c$
 that scores one prediction against one target, and a *reduction factor* $R$ that scales the sum of the scores,
 
 $$
 \mathcal{L}(\theta) = R \sum_{n=1}^N c(f(x_n, \theta), y_n).
 $$
 
-PyTorch's loss modules mix the last two. Nearly every scaling bug in curvature code starts there, so we take them apart.
-The square loss leaves the customary one half in the criterion, hence a two in the factor; $\dim\, \mathcal{Y}$ is the
-number of entries of one target:
+PyTorch's loss modules mix the last two. Nearly every scaling bug in curvature code comes from this, so we separate
+them. The square loss has the customary one half in the criterion, hence a two in the factor; $\dim\, \mathcal{Y}$ is
+the number of entries of one target:
 
 | loss | criterion $c(f, y)$ | $R$ for `"sum"` | $R$ for `"mean"` |
 |---|---|---|---|
 | `MSELoss` | $\tfrac12 \lVert f - y \rVert^2$ | $2$ | $2 / (N \dim\, \mathcal{Y})$ |
 | `CrossEntropyLoss` | $-\log\, \mathrm{softmax}(f)_y$ | $1$ | $1 / (N \dim\, \mathcal{Y})$ |
 
-A class label has $\dim\, \mathcal{Y} = 1$ however many classes there are, and a sequence of $S$ labels has
-$\dim\, \mathcal{Y} = S$, also where probabilities stand in for each label. The mean is over *targets*, never over
-logits. With class weights $w$ or an ignored index
-it is a weighted one: $R_{\mathrm{mean}} = 1 / \sum w_{y}$ over the labels that count, and the criterion carries the
-weight of its own label.
+A class label has $\dim\, \mathcal{Y} = 1$ for any number of classes, and a sequence of $S$ labels has
+$\dim\, \mathcal{Y} = S$, also if labels are replaced by probabilities. The mean is over *targets*, never over logits.
+With class weights $w$ or an ignored index it is a weighted mean: $R_{\mathrm{mean}} = 1 / \sum w_{y}$ over the labels
+that count, and the criterion contains the weight of its own label.
 
 Implements: square loss, cross-entropy loss and their reduction factors (chapter 2, "Empirical Risk Minimization").
 """
@@ -110,7 +109,7 @@ def criterion(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def check_loss(loss: Module) -> None:
-    """Refuse a loss that has no definition here: another type (subclasses may redefine anything), or not reduced."""
+    """Raise an error unless the loss is reduced, and of a supported type (subclasses may redefine anything)."""
     if type(loss) is not MSELoss and type(loss) is not CrossEntropyLoss:
         raise LossError(
             f"The loss is {loss!r}, but kfs.basics defines MSELoss and CrossEntropyLoss (and no subclass of them).",
@@ -124,7 +123,7 @@ def check_loss(loss: Module) -> None:
 
 
 def check_datum(loss: Loss, f: Tensor, y: Tensor) -> None:
-    """Refuse a prediction and a target of one example that do not belong together."""
+    """Raise an error if prediction and target of one example do not fit."""
     check_floating("The prediction", f)
     check_tensor("The target", y)
     if isinstance(loss, MSELoss):
@@ -141,7 +140,7 @@ def check_datum(loss: Loss, f: Tensor, y: Tensor) -> None:
 
 
 def check_logits(f: Tensor) -> None:
-    """Refuse a prediction without classes."""
+    """Raise an error for a prediction without classes."""
     if f.ndim == 0 or f.numel() == 0:
         raise ShapeError(
             f"The prediction has shape {list(f.shape)}, but cross-entropy needs one logit per class.",
@@ -150,7 +149,7 @@ def check_logits(f: Tensor) -> None:
 
 
 def _check_target_shape(f: Tensor, y: Tensor, expected: Size) -> None:
-    """Refuse a target of another shape than expected."""
+    """Raise an error if a target does not have the expected shape."""
     if y.shape != expected:
         raise ShapeError(
             f"The prediction has shape {list(f.shape)}, so one example's target has shape {list(expected)}, "
@@ -160,7 +159,7 @@ def _check_target_shape(f: Tensor, y: Tensor, expected: Size) -> None:
 
 
 def _check_labels(loss: CrossEntropyLoss, y: Tensor) -> None:
-    """Refuse targets that are neither class labels nor class probabilities."""
+    """Raise an error if targets are neither class labels nor class probabilities."""
     if y.is_floating_point() and loss.ignore_index >= 0:
         raise LossError(
             f"The target is class probabilities, but ignore_index={loss.ignore_index}, which is for labels.",
@@ -171,7 +170,7 @@ def _check_labels(loss: CrossEntropyLoss, y: Tensor) -> None:
 
 
 def _check_range(loss: CrossEntropyLoss, y: Tensor, num_classes: int) -> None:
-    """Refuse labels that are no class."""
+    """Raise an error if labels are out of range."""
     counted = y[y != loss.ignore_index]
     if counted.numel() and not 0 <= counted.min() <= counted.max() < num_classes:
         raise DataError(
@@ -181,7 +180,7 @@ def _check_range(loss: CrossEntropyLoss, y: Tensor, num_classes: int) -> None:
 
 
 def _num_labels(loss: CrossEntropyLoss, target: Tensor) -> float:
-    """Return what PyTorch's mean divides by: the number of labels, weighted if they are, without the ignored ones."""
+    """Return the divisor of PyTorch's mean: the (weighted) number of labels, without ignored ones."""
     _check_labels(loss, target)
     if target.is_floating_point():
         if target.ndim < 2:

@@ -1,6 +1,6 @@
-"""Smaller models by curvature: pruning, and approximations of low rank.
+"""Compression of models using curvature: pruning and low-rank approximation.
 
-What comes back is a model of plain `torch.nn` modules, which runs without kfs, and a report of what was removed.
+The result is a model of plain `torch.nn` modules, which runs without kfs, and a report.
 """
 
 from kfs.compress.factorization import low_rank

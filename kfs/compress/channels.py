@@ -1,4 +1,4 @@
-"""Pruning of channels: a channel that a layer no longer reads need not be computed by the layer before."""
+"""Pruning of channels between pairs of layers: one that computes them, and one that reads them."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -38,7 +38,7 @@ _TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True)
 class Link:
-    """A layer that reads the channels of another one, and nothing else.
+    """A pair of layers, of which one reads exactly the channels that the other one computes.
 
     Attributes:
         source: Name of the layer that computes the channels.
@@ -52,25 +52,25 @@ class Link:
 
 
 def links(model: nn.Module) -> list[Link]:
-    """Find all pairs of layers between which channels can be removed.
+    """Return all pairs of layers between which channels can be removed.
 
     Raises:
-        ModelError: If `torch.fx` cannot trace the model, and it has no layers of PyTorch's Transformers.
+        ModelError: If `torch.fx` cannot trace the model, and it has no Transformer layers of PyTorch.
     """
     found = _inside_transformers(model)
     try:
         graph = fx.symbolic_trace(model).graph
     except Exception as error:
-        # Tracing runs the model's code with other arguments, so any error may occur.
+        # Tracing runs the model's code with proxies as arguments, so any error may occur.
         if found:
             return found
         raise ModelError(
-            f"torch.fx cannot trace the model, so that it is not known which layer reads which channels ({error}).",
+            f"torch.fx cannot trace the model, so it is unknown which layer reads which channels ({error}).",
             "Use basis='eigen' for structured pruning, which needs no graph, or structured=False.",
         ) from error
     modules = dict(model.named_modules())
     targets = [str(node.target) for node in graph.nodes if node.op == "call_module"]
-    # Whoever reads a weight besides the layer itself would notice that a row of it is gone.
+    # Exclude layers if other code reads their weights, and layers that are called several times.
     read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
     once = {name: modules[name] for name in targets if targets.count(name) == 1 and name not in read}
     found = [link for link in found if {link.source, link.reader}.isdisjoint(read)]
@@ -82,7 +82,7 @@ def links(model: nn.Module) -> list[Link]:
 
 
 def _inside_transformers(model: nn.Module) -> list[Link]:
-    """Find the pairs of linear layers of PyTorch's own Transformers, which tracing does not look into."""
+    """Return the pairs of linear layers in PyTorch's Transformer layers, which tracing does not enter."""
     found = []
     for name, module in model.named_modules():
         if type(module) in _TRANSFORMER_LAYERS:
@@ -100,24 +100,24 @@ def _is_plain(module: nn.Module | None) -> bool:
 
 
 def channels_out(module: Any) -> int:
-    """Return how many channels a layer computes."""
+    """Return the number of channels that a layer computes."""
     return int(module.weight.shape[0])
 
 
 def columns_in(module: Any) -> int:
-    """Return how many columns a layer's matrix has, without bias."""
+    """Return the number of columns of a layer's matrix, without bias."""
     return prod(module.weight.shape[1:])
 
 
 def _followed(node: fx.Node, once: Mapping[str, nn.Module]) -> Link | None:
-    """Go from a layer to the one that reads it.
+    """Follow the output of a layer to the layer that reads it.
 
     Args:
         node: The call of the layer.
-        once: Modules that are called once, and whose weights nobody else reads.
+        once: Modules that are called once, with weights that no other code reads.
 
     Returns:
-        `None` if there is no such layer, or if something in between mixes channels.
+        The pair of layers; `None` if there is no reader, or an operation in between mixes channels.
     """
     source = str(node.target)
     num_channels = channels_out(once[source])
@@ -128,7 +128,7 @@ def _followed(node: fx.Node, once: Mapping[str, nn.Module]) -> Link | None:
         name = str(node.target)
         module = once.get(name) if node.op == "call_module" else None
         if _is_plain(module):
-            # A linear layer reads channels of a convolution only after they were flattened.
+            # A linear layer reads the channels of a convolution only after flattening.
             fits = isinstance(module, nn.Linear) != has_pixels and columns_in(module) % num_channels == 0
             return Link(source, name, tuple(norms)) if fits else None
         if has_pixels and _flattens(node, module):
@@ -141,14 +141,14 @@ def _followed(node: fx.Node, once: Mapping[str, nn.Module]) -> Link | None:
 
 
 def _keeps_channels(node: fx.Node, module: nn.Module | None, has_pixels: bool) -> bool:
-    """Whether an operation acts on every channel by itself, and on all of them in the same way."""
+    """Whether an operation acts on each channel separately, and on all channels in the same way."""
     if node.op == "call_module":
         return isinstance(module, _ELEMENTWISE) or (has_pixels and isinstance(module, _POOLING))
     return node.target in _ELEMENTWISE_FUNCTIONS or (has_pixels and node.target in _POOLING_FUNCTIONS)
 
 
 def _flattens(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether an operation puts channels and pixels into one axis."""
+    """Whether an operation flattens channels and pixels into one axis."""
     if isinstance(module, nn.Flatten):
         return (module.start_dim, module.end_dim) == (1, -1)
     arguments = dict(zip(("input", "start_dim", "end_dim"), node.args, strict=False)) | node.kwargs
@@ -162,9 +162,9 @@ class Channels:
 
     Attributes:
         link: The layers.
-        reader: The one that reads them, with its curvature.
-        costs: Twice the cost of removing each of them, `[channels]`.
-        saved: How many numbers each of them has, in both layers.
+        reader: The layer that reads them, with its curvature.
+        costs: Twice the cost of removing each channel, `[channels]`.
+        saved: Number of entries per channel, in both layers.
     """
 
     link: Link
@@ -174,7 +174,7 @@ class Channels:
 
     @property
     def order(self) -> list[int]:
-        """The channels that may go, the cheapest first. The most expensive one stays."""
+        """The channels that may be removed, the cheapest first. The most expensive one is always kept."""
         places: list[int] = self.costs.argsort(stable=True)[:-1].tolist()
         return places
 
@@ -182,23 +182,23 @@ class Channels:
 def prune_channels(
     model: nn.Module, layers: Sequence[Layer], keep: Keep, update: bool
 ) -> tuple[nn.Module, list[LayerRow]]:
-    """Remove the cheapest channels, and make the layers on both sides smaller.
+    """Return a copy of the model without the cheapest channels, with smaller layers on both sides.
 
     Args:
         model: The model.
         layers: The layers whose input channels may be removed.
-        keep: Share of all numbers in these layers that is kept; or shares of each layer's input channels.
-        update: Whether the columns that are left adapt.
+        keep: Share of the entries in these layers to keep; or shares of each layer's input channels.
+        update: Whether the remaining columns adapt.
 
     Raises:
-        ModelError: If nobody knows which layer computes the channels that another one reads, or if removing all
+        ModelError: If it is unknown which layer computes the channels that another one reads, or if removing all
             channels but one between layers does not suffice.
     """
     by_name = {layer.name: layer for layer in layers}
     found = [
         Channels(link, by_name[link.reader], _costs(model, link, by_name[link.reader], update), _saved(model, link))
         for link in links(model)
-        # Layers without curvature stay as they are, on either side.
+        # Layers without curvature are unchanged, on either side.
         if link.reader in by_name and (isinstance(keep, Mapping) or link.source in by_name)
     ]
     gone = _by_layer(found, keep) if isinstance(keep, Mapping) else _globally(layers, found, keep)
@@ -215,7 +215,7 @@ def _costs(model: nn.Module, link: Link, reader: Layer, update: bool) -> Tensor:
 
 
 def _saved(model: nn.Module, link: Link) -> int:
-    """Return how many numbers a channel has: a row of one layer with its bias, and columns of the other one."""
+    """Return the number of entries per channel: a row of one layer with its bias, and columns of the other one."""
     source: Any = model.get_submodule(link.source)
     reader: Any = model.get_submodule(link.reader)
     row = columns_in(source) + (source.bias is not None)
@@ -223,13 +223,13 @@ def _saved(model: nn.Module, link: Link) -> int:
 
 
 def _by_layer(found: Sequence[Channels], shares: Mapping[str, float]) -> list[list[int]]:
-    """Return the channels to remove such that layers keep their shares of channels, at least one of each."""
+    """Return the channels to remove, such that each layer keeps its share of channels, at least one."""
     readers = {channels.reader.name for channels in found}
     missing = [name for name, share in shares.items() if share < 1 and name not in readers]
     if missing:
         raise ModelError(
-            f"Layer {missing[0]!r} does not read all channels of another layer, and those alone.",
-            "Leave it out of keep; or use basis='eigen', which replaces every layer by itself.",
+            f"Layer {missing[0]!r} does not read exactly the channels of one other layer.",
+            "Leave it out of keep; or use basis='eigen', which replaces each layer separately.",
         )
     gone = []
     for channels in found:
@@ -240,7 +240,7 @@ def _by_layer(found: Sequence[Channels], shares: Mapping[str, float]) -> list[li
 
 
 def _globally(layers: Sequence[Layer], found: Sequence[Channels], keep: float) -> list[list[int]]:
-    """Return the channels to remove such that few enough numbers are left in all layers together."""
+    """Return the channels to remove, such that all layers together keep their share of entries."""
     candidates = sorted(
         (float(channels.costs[place]) / channels.saved, number, place)
         for number, channels in enumerate(found)
@@ -269,11 +269,12 @@ def _globally(layers: Sequence[Layer], found: Sequence[Channels], keep: float) -
 def _removed(
     model: nn.Module, layers: Sequence[Layer], found: Sequence[Channels], gone: Sequence[list[int]], update: bool
 ) -> tuple[nn.Module, list[LayerRow]]:
-    """Remove channels, and say what is left."""
+    """Return a copy of the model without the given channels, and the rows of the report."""
     result = deepcopy(model)
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     increases: dict[str, float] = {}
+    # Choose the remaining channels of each pair, and adapt the reader's weights.
     for channels, places in zip(found, gone, strict=True):
         if not places:
             continue
@@ -291,9 +292,11 @@ def _removed(
         increases[reader.name] = reader.increase(matrix)
         if update:
             write_weights(result, reader, matrix)
+    # Replace each layer once: it may lose both inputs and outputs.
     for name in {*inputs, *outputs}:
         module = _layer_with(result.get_submodule(name), inputs.get(name), outputs.get(name))
         result = replace_module(result, name, module)
+    # Report the new size of each layer.
     rows = []
     for layer in layers:
         shape = list(layer.matrix.shape)
@@ -312,7 +315,7 @@ def _lost(left: Tensor | None) -> int:
 
 
 def _kept_columns(reader: Layer, left: Tensor) -> Tensor:
-    """Return which entries of the reader's matrices are kept, `[1, d_B, d_A]`."""
+    """Return the mask of kept entries in the reader's matrices, `[1, d_B, d_A]`."""
     columns = left.to(reader.matrix.device).repeat_interleave(reader.layout.column_size // len(left))
     kept = torch.ones_like(reader.matrix, dtype=torch.bool)
     kept[..., : len(columns)] = columns
@@ -320,7 +323,7 @@ def _kept_columns(reader: Layer, left: Tensor) -> Tensor:
 
 
 def _layer_with(module: Any, inputs: Tensor | None, outputs: Tensor | None) -> nn.Module:
-    """Return a layer with some of the input and output channels, and their weights to the last bit."""
+    """Return a copy of a layer with only the given input and output channels; `None` keeps all."""
     weight = module.weight.detach()
     bias = None if module.bias is None else module.bias.detach()
     if inputs is not None:
@@ -340,7 +343,7 @@ def _layer_with(module: Any, inputs: Tensor | None, outputs: Tensor | None) -> n
 
 
 def _norm_with(module: Any, left: Tensor) -> nn.Module:
-    """Return a BatchNorm of some of the channels."""
+    """Return a copy of a BatchNorm with only the given channels."""
     new: Any = deepcopy(module)
     new.num_features = int(left.sum())
     for name, p in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Choosing what to remove: the cheapest first, until few enough numbers are left. And choosing the damping."""
+"""Budgets for removal in the order of costs, and the choice of damping by training loss."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,17 +13,17 @@ from kfs.errors import DataError, ModelError, SolverError
 from kfs.factors import Relative
 from kfs.problem.risk import EmpiricalRisk
 
-# Shares such as 0.29 are no binary fractions: 0.29 * 100 is a little less than 29.
+# Shares such as 0.29 are not binary fractions: 0.29 * 100 is a little less than 29.
 _ROUND_OFF = 1e-9
-# What is tried, from a quadratic model that is trusted far away to one that is hardly trusted at all.
+# Candidates. Large damping keeps changes small, where the quadratic model holds.
 DAMPINGS = tuple(Relative(fraction) for fraction in (1e-3, 1e-2, 1e-1, 1.0))
-WITHOUT_DATA = Relative(0.03)  # in the middle
-_BATCHES = 8  # that the training loss is computed from
-_STEP = 2 / 3  # share of the weights that one step leaves, about: see `surgery`
+WITHOUT_DATA = Relative(0.03)  # between the candidates
+_BATCHES = 8  # number of batches for the training loss
+_STEP = 2 / 3  # approximate share of weights that one step keeps: see `surgery`
 
 
 def allowed(share: float, total: int) -> int:
-    """Return how many of some numbers may be kept.
+    """Return the number of entries that a share of a total allows.
 
     Example:
         >>> allowed(0.29, 100), allowed(0.5, 5)
@@ -33,10 +33,10 @@ def allowed(share: float, total: int) -> int:
 
 
 def some_of(layers: Sequence[Layer], share: float) -> int:
-    """Return how many numbers of some layers may be kept.
+    """Return how many entries of the given layers may be kept together.
 
     Raises:
-        ModelError: If that is not even one.
+        ModelError: If the share is less than one entry.
     """
     total = sum(layer.size for layer in layers)
     number = allowed(share, total)
@@ -51,7 +51,7 @@ def some_of(layers: Sequence[Layer], share: float) -> int:
 
 
 def steps(share: float) -> list[float]:
-    """Return the shares that are left after each of several steps, of equal ratio.
+    """Return the shares that are left after each of several steps with equal ratios.
 
     Example:
         >>> steps(0.8), [round(share, 3) for share in steps(0.2)]
@@ -62,23 +62,23 @@ def steps(share: float) -> list[float]:
 
 
 def groups(layers: Sequence[Layer], keep: Keep) -> list[tuple[list[Layer], float]]:
-    """Return which layers compete with each other, and the share that they keep together."""
+    """Return groups of layers that compete with each other, and the share that each group keeps."""
     if isinstance(keep, Mapping):
         return [([layer], keep[layer.name]) for layer in layers]
     return [(list(layers), keep)]
 
 
 def shortest(size: Callable[[int], int], most: int, budget: int, what: str) -> int:
-    """Return how many candidates must be removed until a size is within the budget.
+    """Return how many candidates must be removed to make a size fit a budget.
 
     Args:
-        size: The size after so many candidates, in the order of their costs; it does not grow.
-        most: How many candidates there are.
+        size: Function from the number of removed candidates to the size, not increasing.
+        most: Number of candidates.
         budget: The largest size allowed.
-        what: What is removed.
+        what: Plural noun for the candidates, for the message.
 
     Raises:
-        ModelError: If removing all of them does not suffice.
+        ModelError: If removing all candidates does not suffice.
 
     Example:
         >>> shortest(lambda removed: 10 - 2 * removed, 4, 5, "rows")
@@ -101,40 +101,39 @@ def shortest(size: Callable[[int], int], most: int, budget: int, what: str) -> i
 
 
 class TrainingLoss:
-    """The loss of models on a few batches, which are read once.
+    """The training loss of models on a few batches, which are read once.
 
     Args:
-        risk_of: Makes the risk of a model.
-        model: The model that is compressed.
+        risk_of: Function from a model to its risk.
+        model: The original model.
 
     Attributes:
-        before: The loss of this model.
-        num_data: The number of examples that losses are computed from.
+        before: The loss of the original model.
+        num_data: The number of examples that losses are computed on.
+
+    Raises:
+        DataError: If all targets of all batches are ignored.
     """
 
     def __init__(self, risk_of: Callable[..., EmpiricalRisk], model: nn.Module) -> None:
-        """Choose batches from all over the data, if it is known how many there are, or else the first ones.
-
-        Raises:
-            DataError: If all targets of all batches are ignored.
-        """
         self._risk_of = risk_of
         with _evaluated(model):
             risk = self._risk(model)
+            # Spread the batches evenly over the data if their number is known; otherwise, use the first ones.
             apart = ceil((risk.num_batches or 1) / _BATCHES)
-            # A batch whose targets are all ignored says nothing.
+            # Skip batches in which all targets are ignored.
             told = (batch for batch in risk.batches() if batch.counted)
             self._batches = list(islice(islice(told, 0, None, apart), _BATCHES))
         self.num_data = sum(risk.ranks.gather("data of training losses", sum(len(batch.y) for batch in self._batches)))
         if not self.num_data:
             raise DataError(
-                "All targets are ignored, so that there is no training loss to choose the damping by.",
+                "All targets are ignored, so there is no training loss for choosing the damping.",
                 "Pass damping=, or risk= with data that have targets.",
             )
         self.before = self(model)
 
     def __call__(self, model: nn.Module) -> float:
-        """Return the mean loss of a model; infinity if it is not finite."""
+        """Return the mean loss of a model over all ranks; infinity if it is not finite."""
         with _evaluated(model), torch.no_grad():
             risk = self._risk(model)
             with risk.ranks.agreed("training losses"), risk.untouched():
@@ -146,13 +145,13 @@ class TrainingLoss:
         return loss if isfinite(loss) else inf
 
     def _risk(self, model: nn.Module) -> EmpiricalRisk:
-        """Return the risk of a model, with all of its parameters: it may be frozen."""
+        """Return the risk of a model, with all of its parameters, even if they are frozen."""
         return self._risk_of(model, params=[name for name, _ in model.named_parameters()])
 
 
 @contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode, in this context."""
+    """Context in which all modules are in evaluation mode."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -163,17 +162,17 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 
 
 def best(attempt: Callable[[Relative], nn.Module], loss: TrainingLoss) -> tuple[Relative, dict[Relative, float]]:
-    """Compress with several dampings, and return the one with the lowest training loss.
+    """Compress with several dampings, and return the damping with the lowest training loss.
 
     Args:
-        attempt: Compresses with a damping.
-        loss: The loss of a model.
+        attempt: Function from a damping to the compressed model.
+        loss: The training loss.
 
     Returns:
-        The best damping, and all losses. Where systems were not solved, the loss is infinite.
+        The best damping, and all losses; infinity if the compression raised a `SolverError`.
 
     Raises:
-        SolverError: If systems were not solved with any damping.
+        SolverError: If no damping gives a finite loss, and compression with the last one raises it.
     """
     losses: dict[Relative, float] = {}
     for damping in DAMPINGS:

@@ -1,17 +1,17 @@
 r"""Pruning in the eigenbasis of KFAC: EigenDamage (Wang et al., 2019).
 
 In the basis of eigenvectors, $\tilde W = Q_B^\top W Q_A$, curvature is diagonal. Removing a coefficient costs
-$\tfrac12 (\lambda_{ba} + \delta)\, \tilde w_{ba}^2$ whatever happens to the others, so these need no update, and
-costs add up. That holds for KFAC's eigenvalues and for EKFAC's.
+$\tfrac12 (\lambda_{ba} + \delta)\, \tilde w_{ba}^2$, independently of all other coefficients. So costs add up, and the
+other coefficients need no update. This holds for the eigenvalues of KFAC and of EKFAC.
 
-Unstructured, coefficients are set to zero and the layer is multiplied out: it keeps its size, and is described by fewer
-numbers, in bases that take room, too. Structured, whole rows and columns of $\tilde W$ are removed: the layer becomes
-three in a row, of which the first one projects to the eigenvectors $Q_A$ that are left, and the last one comes back
-from those of $Q_B$. A row or column is scored by its cost for each of its numbers.
+Unstructured pruning sets coefficients to zero and rotates the layer back: it keeps its size, and is described by fewer
+numbers, together with the bases. Structured pruning removes whole rows and columns of $\tilde W$: the layer is replaced
+by three layers. The first one projects to the remaining eigenvectors $Q_A$, and the last one maps back from the
+remaining eigenvectors $Q_B$. The score of a row or column is its cost per entry.
 
-The layer in the middle may be small while bases are large. If bases count, it is multiplied with one of them: with
-$r_B$ rows and $r_A$ columns left, the rank is at most $\min(r_A, r_B)$, and two layers of that width have fewer numbers
-than three.
+The inner layer may be small compared to the bases. If bases count, it is therefore merged with one of them: with $r_B$
+rows and $r_A$ columns left, the rank is at most $\min(r_A, r_B)$, and two layers of that width have fewer entries than
+three.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Rotated:
         layer: The layer.
         basis: The eigenvectors.
         coefficients: The matrices in this basis, `[groups, d_B, d_A]`.
-        costs: Twice the cost of removing each of them.
+        costs: Twice the cost of removing each coefficient.
     """
 
     layer: Layer
@@ -44,19 +44,19 @@ class Rotated:
     costs: Tensor
 
     def back(self, coefficients: Tensor) -> Tensor:
-        """Return the matrices with these coefficients."""
+        """Return the matrices with the given coefficients."""
         return self.basis.rotated(coefficients.unsqueeze(1), back=True).squeeze(1)
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a layer of `[d_B, d_A]` with some rows and columns in its eigenbasis may become.
+    """A possible form of a layer after removing rows and columns in its eigenbasis.
 
     Attributes:
-        name: Which bases are left: that of the `"input side"`, of the `"output side"`, of `"both sides"`, or none for
-            `"one layer"`.
-        size: How many numbers it takes.
-        inner: How many of them are no bases.
+        name: The sides with a fixed basis: `"input side"`, `"output side"` or `"both sides"`; `"one layer"` without
+            one.
+        size: Total number of entries.
+        inner: Number of entries that do not belong to bases.
     """
 
     name: str
@@ -65,10 +65,10 @@ class Form:
 
 
 def rotated(layer: Layer) -> Rotated:
-    """Rotate a layer into its eigenbasis.
+    """Return a layer in its eigenbasis.
 
     Raises:
-        ModelError: If eigenvectors of its block are no Kronecker products.
+        ModelError: If the eigenvectors of its block are not Kronecker products.
     """
     basis = layer.eigenbasis
     if not isinstance(basis, Eigenbasis):
@@ -103,7 +103,7 @@ def prune_coefficients(result: nn.Module, layers: Sequence[Layer], share: float,
 
 
 def _with_coefficients(result: nn.Module, part: Rotated, kept: Tensor, count_bases: bool) -> LayerRow:
-    """Write what is left of a layer; with bases counted, it may be better to leave it as it is."""
+    """Write the pruned layer back, unless bases count and storing them costs more than it saves."""
     layer = part.layer
     num_kept = int(kept.sum())
     bases = _basis_size(kept)
@@ -116,7 +116,7 @@ def _with_coefficients(result: nn.Module, part: Rotated, kept: Tensor, count_bas
 
 
 def _basis_size(kept: Tensor) -> int:
-    """Return how many numbers the eigenvectors have that are needed for coefficients `[groups, d_B, d_A]`."""
+    """Return the number of entries of the eigenvectors that the kept coefficients `[groups, d_B, d_A]` need."""
     _, rows, columns = kept.shape
     return rows * int(kept.any(2).sum()) + columns * int(kept.any(1).sum())
 
@@ -124,17 +124,21 @@ def _basis_size(kept: Tensor) -> int:
 def prune_rows_and_columns(
     model: nn.Module, result: nn.Module, layers: Sequence[Layer], share: float, count_bases: bool
 ) -> tuple[nn.Module, list[LayerRow]]:
-    """Remove the cheapest rows and columns of all layers together, and replace the layers by smaller ones."""
+    """Remove the cheapest rows and columns of all layers together, and replace the layers by smaller ones.
+
+    The last layer of an attention cannot be replaced. It is unchanged, but counts for the budget; if it is the only
+    layer, an error is raised.
+    """
     staying = [layer for layer in layers if len(layers) > 1 and layer.is_read_by_attention(model)]
     replaced = [layer for layer in layers if len(layers) == 1 or not layer.is_read_by_attention(model)]
     for layer in replaced:
         layer.check_replaceable(model, "smaller layers between bases")
     parts = [rotated(layer) for layer in replaced]
-    candidates: list[tuple[float, int, int, int]] = []  # cost of each number, layer, axis, place
+    candidates: list[tuple[float, int, int, int]] = []  # cost per entry, layer, axis, index
     for number, part in enumerate(parts):
         for axis in (0, 1):
             costs = part.costs[0].mean(1 - axis)
-            # The most expensive one stays: a layer needs one row and one column.
+            # Keep the most expensive one: a layer needs at least one row and one column.
             places = costs.argsort(stable=True)[:-1].tolist()
             candidates += [(float(costs[place]), number, axis, place) for place in places]
     candidates.sort()
@@ -159,7 +163,7 @@ def prune_rows_and_columns(
 
 
 def _form(part: Rotated, rows: Tensor, columns: Tensor, count_bases: bool) -> Form:
-    """Return what a layer becomes with some rows and columns: the form with the fewest numbers, if bases count."""
+    """Return the form of a layer with the given rows and columns: the smallest form, if bases count."""
     d_B, d_A = part.layer.matrix.shape[1:]
     r_B, r_A = int(rows.sum()), int(columns.sum())
     inner = r_B * r_A
@@ -168,7 +172,7 @@ def _form(part: Rotated, rows: Tensor, columns: Tensor, count_bases: bool) -> Fo
     output_side = Form("output side", d_A * r_B + r_B * d_B, inner)
     if count_bases:
         return min(one, input_side, output_side, key=lambda form: form.size)
-    # A basis with all its eigenvectors is multiplied with what is left: that takes no more numbers.
+    # A basis with all its eigenvectors is merged into the inner matrix, which does not increase the size.
     if r_A == d_A:
         return one if r_B == d_B else output_side
     return input_side if r_B == d_B else Form("both sides", d_A * r_A + inner + r_B * d_B, inner)
@@ -177,7 +181,7 @@ def _form(part: Rotated, rows: Tensor, columns: Tensor, count_bases: bool) -> Fo
 def _smaller(
     result: nn.Module, part: Rotated, rows: Tensor, columns: Tensor, count_bases: bool
 ) -> tuple[nn.Module, LayerRow]:
-    """Replace a layer by what is left of it in its eigenbasis."""
+    """Replace a layer by smaller layers with the remaining rows and columns in its eigenbasis."""
     layer = part.layer
     form = _form(part, rows, columns, count_bases)
     if form.name == "one layer":

@@ -1,19 +1,20 @@
-r"""Approximations of low rank, in the metric of KFAC.
+r"""Low-rank approximation in the metric of KFAC.
 
-With curvature $B \otimes A$, a layer's matrix $W$ may be replaced by $V$ at a cost of
+With curvature $B \otimes A$, replacing a layer's matrix $W$ by $V$ costs
 
 $$
 \tfrac12 \mathrm{tr}\left((V - W)^\top B\, (V - W) A\right) = \tfrac12 \|B^{1/2} (V - W) A^{1/2}\|_F^2.
 $$
 
 So the best $V$ of rank $r$ comes from the truncated singular value decomposition of $B^{1/2} W A^{1/2}$, and dropping
-the singular value $\sigma_i$ costs $\tfrac12 \sigma_i^2$. A plain decomposition of $W$ is the same without curvature.
+the singular value $\sigma_i$ costs $\tfrac12 \sigma_i^2$. With identities for $A$ and $B$, this is the plain singular
+value decomposition of $W$.
 
-Of rank $r$, the layer becomes two, with $r (d_A + d_B)$ numbers instead of $d_A d_B$. For a convolution, the first one
-has $r$ channels and the old kernel, and the second one is of one pixel. (The other split, pixels first, is not optimal
-in this metric: $A$ knows channels and pixels together only.) Ranks share the budget such that the sum of all costs is
-small: among the steps along the lower convex hulls of cost against size, of all layers, those are taken first that cost
-least for each number saved.
+With rank $r$, the layer is replaced by two layers with $r (d_A + d_B)$ entries in total instead of $d_A d_B$. For a
+convolution, the first one has $r$ channels and the old kernel, and the second one has a kernel of one pixel. (Splitting
+off the pixels first is not optimal in this metric, because $A$ couples channels and pixels.) Ranks are chosen such that
+the total size fits the budget and the sum of all costs is small: follow the lower convex hulls of cost against size of
+all layers, and take the steps with the least cost per entry saved first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,18 +33,18 @@ from kfs.errors import ModelError
 from kfs.factors import EKFAC, BlockDiagonal, Relative
 from kfs.factors.blocks import Kronecker, Stack, damped_inverse
 
-Option = tuple[int, float]  # how many numbers it takes, and what it costs
+Option = tuple[int, float]  # size and cost
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """A layer's matrix as a sum of products of columns with rows.
+    """A layer's matrix as a sum of products of columns with rows, in the order of falling costs.
 
     Attributes:
         layer: The layer.
-        columns: `[d_B, d]`, the largest first.
+        columns: `[d_B, d]`.
         rows: `[d, d_A]`.
-        costs: Twice the cost of dropping each of them, `[d]`.
+        costs: Twice the cost of dropping each product, `[d]`.
     """
 
     layer: Layer
@@ -53,14 +54,14 @@ class Decomposition:
 
     @property
     def options(self) -> list[Option]:
-        """The layer as it is, then all ranks that save something, the highest first. Their places are in `ranks`."""
+        """Options: the unchanged layer, followed by one option for each of `ranks`."""
         per_rank = self.columns.shape[0] + self.rows.shape[1]
         lost = [0.5 * float(self.costs[rank:].sum()) for rank in self.ranks]
         return [(self.layer.size, 0.0), *((rank * per_rank, cost) for rank, cost in zip(self.ranks, lost, strict=True))]
 
     @property
     def ranks(self) -> list[int]:
-        """All ranks that save something, the highest first."""
+        """All ranks that make the layer smaller, the highest first."""
         per_rank = self.columns.shape[0] + self.rows.shape[1]
         return [rank for rank in range(len(self.costs), 0, -1) if rank * per_rank < self.layer.size]
 
@@ -73,32 +74,32 @@ def low_rank(
     damping: float | Relative = Relative(1e-3),  # noqa: B008 (it is frozen)
     sample: Any = None,
 ) -> Compressed:
-    """Replace layers by two smaller ones each, such that the loss changes least according to KFAC.
+    """Replace each layer by two smaller ones, such that the loss changes least according to KFAC.
 
-    Linear layers and convolutions are replaced where that saves numbers. Their biases take part if they share the block
-    of their weight. All other modules stay as they are, and so does the last layer of a `MultiheadAttention`, which
-    counts for `keep`. Layers that predictions do not depend on, so that they have no curvature, stay as they are and do
+    Linear layers and convolutions are replaced if that reduces their size. Their biases are included if they share the
+    block of their weight. All other modules are unchanged. The last layer of a `MultiheadAttention` is unchanged, too,
+    but counts for `keep`. Layers with zero curvature, because predictions do not depend on them, are unchanged and do
     not count, unless `keep` names them.
 
     Args:
         model: A model in evaluation mode. It is not changed.
-        K: Its curvature: `KFAC`, or another operator whose blocks are Kronecker products. The factors of an `EKFAC` are
-            used without its eigenvalues. Names and shapes of parameters are checked; a warning says if their values
-            were others when it was computed.
-        keep: The share of all numbers in these layers that is kept, above 0 and at most 1. Or shares of some layers, by
-            name, and others stay as they are.
-        damping: What is added to the curvature, factored (see `kfs.factors.blocks.damping`).
-        sample: Input of a forward pass, with its batch axis, for which operations are counted; a tuple for several
-            arguments.
+        K: Its curvature: `KFAC`, or another operator with Kronecker products as blocks. Of an `EKFAC`, only the factors
+            are used. Names and shapes of parameters are checked; there is a warning if their values have changed since
+            the curvature was computed.
+        keep: Share of the entries in these layers to keep, above 0 and at most 1. Or shares of some layers, by name;
+            other layers are unchanged then.
+        damping: Factored damping of the curvature (see `kfs.factors.blocks.damping`).
+        sample: Input of a forward pass, with its batch axis, for counting operations; a tuple for several arguments.
 
     Returns:
         A new model of plain `torch.nn` modules, and a report.
 
     Raises:
-        DtypeError: If something has another type.
+        DtypeError: If an argument has a wrong type.
         ModelError: If `keep` cannot be reached; if a layer has no block with two factors, is tied, has groups of
-            channels or is no plain layer; if the curvature is of other parameters, or BatchNorm is in training mode.
-        SolverError: If curvature is singular, and not damped.
+            channels or is not a plain layer; if the curvature belongs to other parameters, or BatchNorm is in training
+            mode.
+        SolverError: If curvature is singular and not damped.
 
     Example:
         >>> from kfs import KFAC, EmpiricalRisk
@@ -119,10 +120,12 @@ def low_rank(
     for members, share in groups(layers, keep):
         parts: dict[str, Decomposition] = {}
         for layer in members:
-            # Nothing is decomposed where nothing is removed. Unless it is named, a layer that has to stay only counts.
+            # Decompose only layers that can become smaller. The last layer of an attention cannot: it is skipped, or
+            # raises an error if `keep` names it.
             if share < 1 and (isinstance(keep, Mapping) or not layer.is_read_by_attention(model)):
                 layer.check_replaceable(model, "two layers")
                 parts[layer.name] = decomposed(layer)
+        # Choose the ranks of all competing layers together, and replace the layers.
         options = [parts[layer.name].options if layer.name in parts else [(layer.size, 0.0)] for layer in members]
         places = chosen(options, allowed(share, sum(layer.size for layer in members)))
         for layer, place in zip(members, places, strict=True):
@@ -141,44 +144,44 @@ def low_rank(
 
 
 def decomposed(layer: Layer) -> Decomposition:
-    """Decompose a layer's matrix in the metric of its curvature.
+    """Return the singular value decomposition of a layer's matrix in the metric of its curvature.
 
     Raises:
         ModelError: If its block is not a Kronecker product.
-        SolverError: If a factor is singular, and not damped.
+        SolverError: If a factor is singular and not damped.
     """
     if not isinstance(layer.structure, Kronecker):
         raise ModelError(
-            f"The block of layer {layer.name!r} is not a Kronecker product, so it is no metric for low rank.",
+            f"The block of layer {layer.name!r} is not a Kronecker product, so it cannot be the metric of low_rank.",
             "Pass a kfs.KFAC, or kfs.factors.optimal_kronecker(risk).",
         )
     inverse = Stack((layer.layout,), layer.structure).apply(_inverse, layer.damping)
     root_A, root_B = (factor.power(-0.5).to_dense()[0] for factor in (inverse.A, inverse.B))
     inverse_root_A, inverse_root_B = (factor.power(0.5).to_dense()[0] for factor in (inverse.A, inverse.B))
     U, sizes, V = torch.linalg.svd(root_B @ layer.matrix[0] @ root_A, full_matrices=False)
-    balanced = sizes.sqrt()  # both layers get numbers of one size
+    balanced = sizes.sqrt()  # scale both layers equally
     columns = inverse_root_B @ (U * balanced)
     rows = (balanced.unsqueeze(1) * V) @ inverse_root_A
     return Decomposition(layer, columns, rows, sizes.square())
 
 
 def _inverse(structure: Kronecker, damping: float) -> Kronecker:
-    """Invert both factors. Without damping, singular ones are an error, and nothing is added to them."""
+    """Return inverses of both factors. Without damping, a singular factor raises an error."""
     delta = structure.like.new_full((1,), damping)
     inverse = structure.power(-1.0) if damping == 0 else damped_inverse(structure, delta, "factored")
-    assert isinstance(inverse, Kronecker)  # noqa: S101 (both of them keep the structure)
+    assert isinstance(inverse, Kronecker)  # noqa: S101 (both functions keep the structure)
     return inverse
 
 
 def chosen(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
-    """Choose one option of every layer such that all sizes together are within a budget, at a small total cost.
+    """Choose one option for each layer, such that the total size is within a budget, at a small total cost.
 
     Args:
-        options: Sizes and costs. Sizes fall, costs rise.
+        options: Sizes and costs for each layer, with falling sizes and rising costs.
         budget: The largest sum of sizes.
 
     Returns:
-        Places of the options.
+        Index of the chosen option of each layer.
 
     Raises:
         ModelError: If the smallest options are too large.
@@ -193,6 +196,7 @@ def chosen(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
             f"With rank one in all layers, {smallest:,} numbers are left, more than the {budget:,} that keep allows.",
             "Keep more.",
         )
+    # Steps along the convex hulls of all layers, by cost per entry saved.
     steps = []
     for layer, of_layer in enumerate(options):
         hull = lower_hull(of_layer)
@@ -205,7 +209,7 @@ def chosen(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
         if total <= budget:
             break
         others = total - options[layer][places[layer]][0]
-        # The last step may save more than needed: then an option between both ends of it is better.
+        # The last step may save more than needed. Then, a cheaper option between its ends suffices.
         fitting = [
             place for place in range(places[layer] + 1, after + 1) if others + options[layer][place][0] <= budget
         ]
@@ -215,7 +219,7 @@ def chosen(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
 
 
 def lower_hull(options: Sequence[Option]) -> list[int]:
-    """Return the places of options on the lower convex hull of cost against size, from the largest size on.
+    """Return the indices of options on the lower convex hull of cost against size, starting with the largest size.
 
     Example:
         >>> lower_hull([(10, 0.0), (8, 4.0), (6, 5.0), (2, 20.0)])
@@ -230,5 +234,5 @@ def lower_hull(options: Sequence[Option]) -> list[int]:
 
 
 def _slope(larger: Option, smaller: Option) -> float:
-    """Return the cost of each number that is saved."""
+    """Return the additional cost per entry saved."""
     return (smaller[1] - larger[1]) / (larger[0] - smaller[0])

@@ -1,4 +1,4 @@
-"""Which layers of a model are compressed, with what curvature, and how smaller ones replace them."""
+"""The layers of a model to compress, with their curvature, and their replacement by smaller ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,22 +21,22 @@ from kfs.problem.whole_parameters import refuse_sharded
 
 Keep = float | Mapping[str, float]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# What is compressed. Only these types themselves are replaced by others: a subclass may do more with its weight.
+# Types of compressed layers. Only these exact types are replaced: a subclass may use its weight in other ways, too.
 LAYERS = (nn.Linear, *_CONVOLUTIONS)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that is compressed.
+    """A layer to compress.
 
     Attributes:
         name: The module's name in the model.
-        module: The module, of the model that was given.
-        layout: How its parameters become matrices.
-        matrix: These matrices, `[groups, d_B, d_A]`, in float64.
+        module: The module in the original model.
+        layout: The matrix layout of its parameters.
+        matrix: The parameters as matrices, `[groups, d_B, d_A]`, in float64.
         structure: Their curvature, in float64: one block for each group.
-        damping: What is added to the curvature's diagonal.
-        decomposition: The eigenbasis of the curvature, once it was computed. Layers with other damping share it.
+        damping: Number to add to the curvature's diagonal.
+        decomposition: Cache of the curvature's eigenbasis, shared with copies of the layer with other damping.
     """
 
     name: str
@@ -49,36 +49,36 @@ class Layer:
 
     @property
     def size(self) -> int:
-        """How many numbers the matrices have."""
+        """Number of entries of the matrices."""
         return self.matrix.numel()
 
     @property
     def shape(self) -> str:
-        """Rows and columns of the matrices, for a report."""
+        """Shape of the matrices as text, for a report."""
         groups, rows, columns = self.matrix.shape
         return f"{rows} x {columns}" if groups == 1 else f"{groups} x {rows} x {columns}"
 
     @property
     def is_convolution(self) -> bool:
-        """Whether the layer acts on patches."""
+        """Whether the layer is a convolution."""
         return isinstance(self.module, _CONVOLUTIONS)
 
     @cached_property
     def damped_inverse(self) -> Structure:
-        """The inverse of the curvature after damping.
+        """The inverse of the damped curvature.
 
         Raises:
-            SolverError: If curvature is singular, and not damped.
+            SolverError: If curvature is singular and not damped.
         """
         delta = self.matrix.new_full((len(self.structure),), self.damping)
-        # Without damping, Kronecker products stay what they are.
+        # Without damping, the inverse of a Kronecker product needs no eigenbasis.
         known = self.eigenbasis if self.damping > 0 and isinstance(self.structure, Kronecker) else self.structure
         result: Structure = Stack((self.layout,), known).apply(lambda structure: structure.power(-1.0, delta))
         return result
 
     @property
     def eigenbasis(self) -> Structure:
-        """The curvature by eigenvalues and eigenvectors."""
+        """The curvature as eigenvalues and eigenvectors, computed once."""
         if not self.decomposition:
             stack = Stack((self.layout,), self.structure)
             self.decomposition["eigenbasis"] = stack.apply(lambda structure: structure.eigenbasis())
@@ -88,37 +88,37 @@ class Layer:
         """Return the layer with other damping.
 
         Raises:
-            SolverError: If the layer has no curvature, and damping is relative to it.
+            SolverError: If the layer's curvature is zero, and damping is relative to it.
         """
         if not isinstance(damping, Relative):
             return replace(self, damping=float(damping))
         mean = float(self.structure.trace().sum()) / self.size
         if damping.fraction > 0 and not mean > 0:
             raise SolverError(
-                f"Block {self.layout.name!r} has no curvature, so that relative damping is zero, too: predictions do "
-                "not depend on the layer, as far as the data show.",
+                f"Block {self.layout.name!r} has no curvature, so relative damping is zero, too: on these data, "
+                "predictions do not depend on the layer.",
                 "Pass an absolute damping, or leave the layer out: name the layers to compress with keep={...}.",
             )
         return replace(self, damping=damping.fraction * mean)
 
     def increase(self, matrix: Tensor) -> float:
-        """Return by how much the loss grows with other matrices, according to the undamped quadratic model."""
+        """Return the increase of the loss for new matrices, according to the quadratic model without damping."""
         change = (matrix - self.matrix).unsqueeze(1)
         return 0.5 * float((change * self.structure.multiply(change)).sum())
 
     def is_read_by_attention(self, model: nn.Module) -> bool:
-        """Whether attention multiplies with the layer's weight, and never calls the layer."""
+        """Whether a `MultiheadAttention` reads the layer's weight without calling the layer."""
         return isinstance(model.get_submodule(self.name.rpartition(".")[0]), nn.MultiheadAttention)
 
     def check_replaceable(self, model: nn.Module, what: str) -> None:
-        """Refuse to replace the module by several others where that would change more than its weights.
+        """Check that the module can be replaced by other modules without side effects.
 
         Args:
             model: The whole model.
-            what: What replaces it.
+            what: Name of the replacement, for the message.
 
         Raises:
-            ModelError: If it has groups of channels or hooks, or is not called as a plain layer.
+            ModelError: If the module has groups of channels or hooks, or is not called as a plain layer.
         """
         module = self.module
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
@@ -140,22 +140,23 @@ class Layer:
 
 
 def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | Relative) -> list[Layer]:
-    """Find the layers to compress.
+    """Return the layers to compress.
 
     Args:
         model: A model in evaluation mode.
         K: Its curvature.
         keep: One share for all linear layers and convolutions together, or shares of some of them, by name.
-        damping: What is added to the curvature, a number or a multiple of each block's mean eigenvalue.
+        damping: Damping of the curvature: a number or a multiple of each block's mean eigenvalue.
 
     Returns:
-        The layers, in the model's order. Unless `keep` names them, those without any curvature are left out.
+        The layers, in the model's order. Layers with zero curvature are omitted unless `keep` names them.
 
     Raises:
-        DtypeError: If something has another type.
+        DtypeError: If an argument has a wrong type.
         ModelError: If the model or the curvature does not fit; see the messages.
-        SolverError: If a layer has no curvature, and damping is relative to it.
+        SolverError: If a layer's curvature is zero, and damping is relative to it.
     """
+    # Check the arguments.
     _check_types(model, K, damping)
     params = dict(model.named_parameters())
     check_parameters(K, {name: p.shape for name, p in params.items()})
@@ -169,11 +170,12 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
             "nothing to compress.",
             "Write products with its weights as such modules.",
         )
+    # Choose the layers, and find their blocks.
     names = keep if isinstance(keep, Mapping) else modules
     unknown = [name for name in names if name not in modules]
     if unknown:
         raise ModelError(
-            f"keep names {few(unknown)}, which is no linear layer or convolution of the model.",
+            f"keep names {few(unknown)}, which is not a linear layer or convolution of the model.",
             suggest(unknown, modules),
         )
     chosen = {name: module for name, module in modules.items() if name in names}
@@ -184,18 +186,18 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
         weight = f"{name}.weight" if name else "weight"
         if weight not in blocks or blocks[weight][0].rows != (0, blocks[weight][0].shape[0]):
             raise ModelError(
-                f"Layer {name!r} has no block in the curvature, so nothing is known about what it may lose.",
+                f"Layer {name!r} has no block in the curvature, so the cost of compressing it is unknown.",
                 "Compute the curvature with this layer's parameters, or name the layers to compress with keep={...}.",
             )
         layout, structure = blocks[weight]
         layers.append(_layer(name, module, layout, structure, params))
-    # Nothing is known about layers that are not used. They do not compete, unless a user names them.
+    # The curvature of unused layers is zero. They do not compete with other layers unless the user names them.
     used = [layer for layer in layers if layer.structure.trace().any()]
     return [layer.damped_by(damping) for layer in (layers if isinstance(keep, Mapping) or not used else used)]
 
 
 def _layer(name: str, module: nn.Module, layout: Layout, structure: Structure, params: Mapping[str, Tensor]) -> Layer:
-    """Read a layer's matrix; it is not damped."""
+    """Return a layer without damping."""
     columns = {param: params[param].detach().double().unsqueeze(0) for param in layout.params}
     matrix = layout.matrix(columns).squeeze(0)
     if not matrix.isfinite().all():
@@ -204,7 +206,7 @@ def _layer(name: str, module: nn.Module, layout: Layout, structure: Structure, p
 
 
 def _in_double(structure: Structure) -> Structure:
-    """Convert blocks to float64. Kronecker factors remember how precise they were: that decides what is singular."""
+    """Return blocks in float64. Kronecker factors keep their original precision in `eps`, for tests of singularity."""
     eps = torch.finfo(structure.like.dtype).eps
     precise = structure.to(dtype=torch.float64)
     if isinstance(precise, Kronecker):
@@ -215,16 +217,16 @@ def _in_double(structure: Structure) -> Structure:
 
 
 def _factor(factor: Factor, eps: float) -> Factor:
-    """Return a factor in float64 whose sums were taken with a precision."""
+    """Return a float64 factor with sums of precision `eps`, without the resulting round-off."""
     if factor.kind == "dense" and factor.symmetric and eps > torch.finfo(torch.float64).eps:
         factor = replace(factor, values=_without_round_off(factor.values, eps))
     return replace(factor, eps=eps)
 
 
 def _without_round_off(matrices: Tensor, eps: float) -> Tensor:
-    """Set negative eigenvalues of `[stack, d, d]` to zero that are due to round-off in sums over data.
+    """Set eigenvalues of `[stack, d, d]` to zero if they are negative only because of round-off in sums over data.
 
-    In the precision of the sums they would be tolerated, and here they would be an error.
+    In the precision of the sums, they would be tolerated. In float64, they would raise an error.
     """
     values, vectors = torch.linalg.eigh(matrices)
     tolerated = -(eps**0.5) * values.abs().amax(-1, keepdim=True)
@@ -259,14 +261,14 @@ def _check_modes(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             raise ModelError(
-                f"Module {name!r} ({type(module).__name__}) is in training mode: the curvature is not that of what the "
-                "model computes, and its statistics would change.",
+                f"Module {name!r} ({type(module).__name__}) is in training mode: the curvature belongs to another "
+                "function, and the statistics of the module would change.",
                 "Call model.eval() first.",
             )
 
 
 def _check_not_tied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
-    """Refuse weights that have several names, or share memory with others."""
+    """Raise an error for weights that have several names, or share memory with other parameters."""
     owners: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         owners.setdefault(p.data_ptr(), []).append(name)
@@ -308,14 +310,15 @@ def write_weights(model: nn.Module, layer: Layer, matrix: Tensor) -> None:
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Put a module in the place of another one, and return the model: the module itself, if the name is empty."""
+    """Replace a module of the model, and return the model; if the name is empty, return the new module."""
     if not name:
         return module
     path, _, leaf = name.rpartition(".")
     parent = model.get_submodule(path)
     setattr(parent, leaf, module)
     if isinstance(parent, nn.TransformerEncoderLayer) and not isinstance(module, nn.Linear):
-        # In evaluation mode, one fused kernel would read the weight of a single layer here. Not for other activations.
+        # In evaluation mode, PyTorch's fused kernel would read the weight of a single layer here. Claim an activation
+        # that it does not support.
         parent.activation_relu_or_gelu = 0
         for outer in model.modules():
             if isinstance(outer, nn.TransformerEncoder):
@@ -324,12 +327,13 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def in_a_row(layer: Layer, factors: Sequence[Tensor], fixed: Sequence[bool]) -> nn.Sequential:
-    """Make plain layers that multiply with several matrices, one after the other.
+    """Return plain layers that multiply with several matrices, one after the other.
 
     Args:
-        layer: The layer that they replace. The first one reads the same patches; all others have one pixel.
-        factors: Matrices from input to output, of which the first has the columns of the layer's matrix.
-        fixed: Which of them are no longer trained.
+        layer: The layer that they replace. If it is a convolution, the first one has its kernel, and all others have
+            kernels of one pixel.
+        factors: Matrices from input to output. The first one has as many columns as the layer's matrix.
+        fixed: Whether each factor is frozen.
     """
     old: Any = layer.module
     modules = []
@@ -338,17 +342,17 @@ def in_a_row(layer: Layer, factors: Sequence[Tensor], fixed: Sequence[bool]) -> 
         if place == 0 and layer.layout.bias is not None:
             weight, bias = factor[:, :-1], factor[:, -1]
         elif place == len(factors) - 1 and layer.layout.bias is None and old.bias is not None:
-            bias = old.bias.detach()  # it has no part in the matrix, and is added at the end, as before
+            bias = old.bias.detach()  # not part of the matrix, so it is added at the end, as before
         modules.append(_plain(layer, weight, bias, first=place == 0, trainable=not is_fixed))
     return nn.Sequential(*modules).train(old.training)
 
 
 def _plain(layer: Layer, weight: Tensor, bias: Tensor | None, first: bool, trainable: bool) -> nn.Module:
-    """Make a linear layer or a convolution with a weight `[out, in * pixels]`."""
+    """Return a linear layer or a convolution with a given weight `[out, in * pixels]`."""
     old: Any = layer.module
     kind: dict[str, Any] = {"bias": bias is not None, "dtype": old.weight.dtype, "device": old.weight.device}
     rows, columns = weight.shape
-    # Initial values would be overwritten. They are not drawn, so that the caller's random state stays as it was.
+    # Skip the initialization, which would change the global random state, and would be overwritten.
     new: nn.Linear | nn.Conv2d
     if not layer.is_convolution:
         new = skip_init(nn.Linear, columns, rows, **kind)

@@ -1,6 +1,6 @@
-"""Pruning by curvature: single weights, channels, and both in the eigenbasis of KFAC.
+"""Pruning using curvature: single weights, channels, and both in the eigenbasis of KFAC.
 
-`surgery` has the formulas for weights, `channels` those for channels, `eigen` those for the eigenbasis.
+Formulas are in `surgery` (weights), `channels` (channels) and `eigen` (eigenbasis).
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,56 +42,56 @@ def prune(
     count_bases: bool = False,
     sample: Any = None,
 ) -> Compressed:
-    """Remove what matters least for the loss, according to curvature, in one shot.
+    """Remove the weights that matter least for the loss, according to curvature, without further training.
 
     Linear layers and convolutions are pruned, with their biases if these share the block of their weight. All other
-    modules stay as they are, except for a BatchNorm whose channels go. By default all layers compete: what costs least
-    goes first, wherever it is. Layers without any curvature, since predictions do not depend on them, stay as
-    they are and do not count, unless `keep` names them.
+    modules are unchanged, except for a BatchNorm of removed channels. By default, all layers compete: the cheapest
+    weights are removed first, in any layer. Layers with zero curvature, because predictions do not depend on them, are
+    unchanged and do not count, unless `keep` names them.
 
-    - `basis="parameters"`, `update=False`: optimal brain damage. Weights are set to zero by the diagonal of the
-      curvature.
-    - `basis="parameters"`, `update=True`: optimal brain surgeon. Weights are chosen by the inverse of the curvature,
-      in several steps that leave about two thirds of them each. Those that stay become the minimum of the quadratic
-      model with all chosen weights at zero: exact for the whole set, block by block. Every step scores them anew, since
-      weights that make up for others are worth more than before.
-    - `basis="eigen"`: the same in the basis of the curvature's eigenvectors (EigenDamage), where it is diagonal, so
-      that an update would change nothing.
-    - `structured=True` returns smaller layers. In the basis of parameters, channels are removed between layers of
-      which one reads the other; `torch.fx` finds them. In the eigenbasis, every layer becomes three in a row, a small
-      one between fixed bases; or two, if bases count.
+    - `basis="parameters"`, `update=False`: optimal brain damage. Weights are set to zero in the order of costs from the
+      diagonal of the curvature.
+    - `basis="parameters"`, `update=True`: optimal brain surgeon. Costs come from the inverse of the curvature. Weights
+      are removed in several steps that keep about two thirds each, because weights that compensate for removed ones
+      become more important. The remaining weights of each block minimize the quadratic model, exactly for the whole set
+      of removed weights.
+    - `basis="eigen"`: the same in the basis of the curvature's eigenvectors (EigenDamage). There, the curvature is
+      diagonal, so an update would change nothing.
+    - `structured=True` returns smaller layers. In the basis of parameters, channels are removed between pairs of
+      layers that `torch.fx` finds. In the eigenbasis, each layer is replaced by three layers: a small one between two
+      fixed bases; or by two layers, if bases count.
 
     Args:
         model: A model in evaluation mode. It is not changed.
         K: Its curvature: `KFAC`, `EKFAC`, or another operator with blocks, such as `kfs.factors.exact_diagonal(risk)`.
-            Names and shapes of parameters are checked; a warning says if their values were others when it was computed.
-        keep: The share of all numbers in these layers that is kept, above 0 and at most 1. Or shares of some layers, by
-            name: each ranks alone, and others stay as they are. With channels, these are shares of a layer's input
-            channels, and the layer before loses the same outputs.
+            Names and shapes of parameters are checked; there is a warning if their values have changed since the
+            curvature was computed.
+        keep: Share of the entries in these layers to keep, above 0 and at most 1. Or shares of some layers, by name:
+            each layer is pruned separately, and other layers are unchanged. If channels are removed, these are shares
+            of a layer's input channels, and the layer before loses the same outputs.
         basis: `"parameters"` or `"eigen"`.
-        update: Whether weights that stay adapt. In the eigenbasis, they need not.
+        update: Whether the remaining weights adapt. In the eigenbasis, they need not.
         structured: Whether to remove whole channels, or rows and columns.
-        damping: What is added to the curvature: a number, or a multiple of each block's mean eigenvalue. By default,
-            `kfs.Relative` of 0.001, 0.01, 0.1 and 1 are tried, and the one with the lowest training loss of the result
-            on at most eight batches is taken. The report has all losses. Where no training data are known, it is
+        damping: Damping of the curvature: a number, or a multiple of each block's mean eigenvalue. By default,
+            `kfs.Relative` of 0.001, 0.01, 0.1 and 1 are tried, and the result with the lowest training loss on at most
+            eight batches is chosen. The report contains all losses. Without training data, the default is
             `kfs.Relative(0.03)`.
-        risk: Loss and data for that choice. By default those that `K` was computed from: a `KFAC` or `EKFAC` knows them
-            unless it comes from a file or is a copy. If several processes share the data, all of them call `prune`,
-            with the same settings.
-        count_bases: Whether the numbers of fixed bases count as kept. A layer that would not become smaller then stays
-            as it is. The basis of parameters has no such numbers.
-        sample: Input of a forward pass, with its batch axis, for which operations are counted; a tuple for several
-            arguments.
+        risk: Loss and training data for that choice. By default, the ones that `K` was computed from: a `KFAC` or
+            `EKFAC` knows them unless it comes from a file or is a copy. If several processes share the data, all of
+            them must call `prune`, with the same settings.
+        count_bases: Whether the entries of fixed bases count as kept. A layer that would not become smaller is
+            unchanged then. No effect in the basis of parameters, which has no such entries.
+        sample: Input of a forward pass, with its batch axis, for counting operations; a tuple for several arguments.
 
     Returns:
         A new model of plain `torch.nn` modules, and a report.
 
     Raises:
         DistributedError: If settings differ between processes.
-        DtypeError: If something has another type.
+        DtypeError: If an argument has a wrong type.
         ModelError: If `keep` cannot be reached, or leaves nothing; if a layer has no block, is tied, or cannot be
-            replaced by smaller ones; if the curvature is of other parameters, or BatchNorm is in training mode.
-        SolverError: If curvature is singular, and not damped, and an inverse is needed.
+            replaced by smaller ones; if the curvature belongs to other parameters, or BatchNorm is in training mode.
+        SolverError: If an inverse is needed, and curvature is singular and not damped.
 
     Example:
         >>> from kfs import KFAC, EmpiricalRisk
@@ -126,7 +126,7 @@ def prune(
             rows: list[LayerRow] = []
             for group, part in competing:
                 members = [damped[layer.name] for layer in group]
-                # Nothing is computed where nothing is removed, so that weights stay as they are to the last bit.
+                # If nothing is removed, compute nothing, so that weights are unchanged to the last bit.
                 if part == 1:
                     rows += map(unchanged, members)
                 elif basis == "parameters":
@@ -138,6 +138,7 @@ def prune(
                     rows += prune_coefficients(result, members, part, count_bases)
             return result, rows
 
+        # Choose the damping by training loss, unless it is given or there are no training data.
         about: dict[str, Any] = {"damping": WITHOUT_DATA if damping is None else damping}
         if damping is None and risk_of is not None and any(part < 1 for _, part in competing):
             loss = TrainingLoss(risk_of, model)
@@ -151,7 +152,7 @@ def prune(
 
 
 def _sharing(K: object, risk: EmpiricalRisk | None, risk_of: partial[EmpiricalRisk] | None) -> Ranks:
-    """Return the processes that share training data or blocks; they prune together."""
+    """Return the ranks that share training data or blocks; they prune together."""
     if isinstance(K, BlockDiagonal) and K.ranks.are_several:
         return K.ranks
     if risk is not None:
@@ -160,7 +161,7 @@ def _sharing(K: object, risk: EmpiricalRisk | None, risk_of: partial[EmpiricalRi
 
 
 def _training_risk(K: BlockDiagonal, risk: EmpiricalRisk | None) -> partial[EmpiricalRisk] | None:
-    """Return the function from a model to its risk on training data; `None` if no such data are known."""
+    """Return the function from a model to its risk on training data; `None` if there are none."""
     if risk is None:
         factors = K.factors if isinstance(K, EKFAC) else K
         return factors.risk_of if isinstance(factors, KFAC) else None
@@ -173,7 +174,7 @@ def _warn_of_empty_layers(rows: Sequence[LayerRow]) -> None:
     empty = [row.layer for row in rows if row.kept == 0]
     if empty:
         warn(
-            f"Nothing is left of the layers {few(empty)}, so that what they compute does not depend on their input. "
+            f"Nothing is left of the layers {few(empty)}, so their outputs do not depend on their inputs. "
             "Keep more, or give each layer a share of its own: keep={...}.",
             KfsWarning,
             stacklevel=3,
@@ -183,12 +184,12 @@ def _warn_of_empty_layers(rows: Sequence[LayerRow]) -> None:
 def _prune_weights(
     result: nn.Module, layers: Sequence[Layer], share: float, update: bool, roughly: bool
 ) -> list[LayerRow]:
-    """Remove the cheapest weights of all layers together, in place."""
+    """Set the cheapest weights of all layers together to zero, in place."""
     number = some_of(layers, share)
     sizes = [layer.size for layer in layers]
     matrices = [layer.matrix for layer in layers]
     kept = [torch.ones_like(matrix, dtype=torch.bool) for matrix in matrices]
-    # Without updates, scores do not change.
+    # Without updates, scores do not change, so one step suffices.
     shares = steps(share) if update else [share]
     for left in shares:
         costs = torch.cat(
@@ -197,6 +198,7 @@ def _prune_weights(
                 for layer, matrix, mask in zip(layers, matrices, kept, strict=True)
             ]
         )
+        # Keep the most expensive weights. Removed weights have a score of -1, so they stay removed.
         last = left == share
         many = number if last else allowed(left, len(costs))
         flat = torch.ones(len(costs), dtype=torch.bool, device=costs.device)

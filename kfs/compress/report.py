@@ -1,4 +1,4 @@
-"""What was removed: numbers per layer and in all, operations, and how the loss should have changed."""
+"""The report of a compression: sizes per layer and in total, operations, and predicted changes of the loss."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -15,23 +15,23 @@ from kfs.errors import DtypeError
 from kfs.factors import Relative
 
 _COLUMNS = ("layer", "before", "kept", "share", "bases", "matrix", "form", "loss")
-_SAME_SIZE = ("unchanged", "masked", "one layer")  # forms that have all numbers that the layer had
+_SAME_SIZE = ("unchanged", "masked", "one layer")  # forms that store as many numbers as the layer did
 _NUMBERS = ("before", "kept", "share", "bases", "loss")
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What became of one layer.
+    """The compression of one layer.
 
     Attributes:
-        layer: Its name.
-        before: How many numbers its matrix had.
-        kept: How many numbers describe it now, without bases. Zeros do not count.
-        bases: How many numbers fixed bases have; zero in the basis of parameters.
-        matrix: Rows and columns that are left, or the rank.
-        form: What the layer is now: `"unchanged"`, `"masked"`, `"smaller"`, `"one layer"` (of the size that it had),
+        layer: Name of the layer.
+        before: Number of entries of its matrix before.
+        kept: Number of entries that describe it now, without zeros and bases.
+        bases: Number of entries of fixed bases; zero in the basis of parameters.
+        matrix: Remaining rows and columns, or the rank.
+        form: The new form: `"unchanged"`, `"masked"`, `"smaller"`, `"one layer"` (of the same size as before),
             `"two layers"` or `"three layers"`.
-        increase: By how much the loss grows according to the quadratic model, without damping, through this layer.
+        increase: Increase of the loss caused by this layer, according to the quadratic model without damping.
     """
 
     layer: str
@@ -44,27 +44,27 @@ class LayerRow:
 
 
 def unchanged(layer: Layer) -> LayerRow:
-    """Return the row of a layer of which nothing was removed."""
+    """Return the row of a layer that was not changed."""
     return LayerRow(layer.name, layer.size, layer.size, 0, layer.shape, "unchanged", 0.0)
 
 
 @dataclass(frozen=True, repr=False)
 class Report(Described):
-    """What a compression removed.
+    """The report of a compression.
 
     Attributes:
-        method: What was done.
+        method: The method in a few words.
         rows: One row per layer that could be compressed.
-        parameters_before: Numbers in the model.
-        parameters_after: Numbers that describe the new model: zeros do not count, and bases do if `count_bases`.
-        stored_after: Numbers in all parameters of the new model, with zeros and bases.
-        count_bases: Whether bases count in `parameters_after`, and counted for `keep`.
+        parameters_before: Number of parameters of the model.
+        parameters_after: Number of parameters that describe the new model, without zeros; with bases if `count_bases`.
+        stored_after: Number of parameters of the new model, with zeros and bases.
+        count_bases: Whether bases count in `parameters_after` and for `keep`.
         flops_before: Floating-point operations of a forward pass over the sample; `None` without sample.
-        flops_after: The same for the new model. Zeros are multiplied, too.
-        damping: What was added to the curvature.
-        losses: If damping was chosen by training loss: the losses for all that were tried, on `loss_data` data.
-        loss_before: The same loss of the model that was given.
-        loss_data: From how many examples losses were computed; zero if damping was not chosen.
+        flops_after: The same for the new model, including multiplications with zeros.
+        damping: Damping of the curvature.
+        losses: If damping was chosen by training loss, the loss for each candidate, on `loss_data` examples.
+        loss_before: The same loss for the original model.
+        loss_data: Number of examples that losses were computed on; zero if damping was not chosen by training loss.
     """
 
     method: str
@@ -82,12 +82,12 @@ class Report(Described):
 
     @property
     def bases(self) -> int:
-        """How many numbers all fixed bases have."""
+        """Total number of entries of fixed bases."""
         return sum(row.bases for row in self.rows)
 
     @property
     def kept_share(self) -> float:
-        """The share of the compressed layers' numbers that is kept, with bases if they count."""
+        """The share of entries in the compressed layers that is kept, with bases if they count."""
         kept = sum(row.kept + self.count_bases * row.bases for row in self.rows)
         return kept / sum(row.before for row in self.rows)
 
@@ -131,18 +131,18 @@ class Report(Described):
 
 
 class Compressed(NamedTuple):
-    """A compressed model and what was removed.
+    """A compressed model and the report of its compression.
 
     Attributes:
         model: A new model of plain `torch.nn` modules.
-        report: What became of every layer.
+        report: The compression of every layer.
     """
 
     model: nn.Module
     report: Report
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse: the model is a part of this."""
+        """Raise an error that points to `model`."""
         raise DtypeError(
             "This is a Compressed, the result of a compression: a model and a report. It cannot be called.",
             "Call its model: small, report = prune(...), or prune(...).model.",
@@ -161,19 +161,19 @@ def make_report(
     sample: Any,
     **damping: Any,
 ) -> Report:
-    """Count parameters and operations.
+    """Return the report, after counting parameters and operations.
 
     Args:
-        method: What was done.
-        rows: One per layer.
-        before: The model that was given.
-        after: The new one.
+        method: The method in a few words.
+        rows: One row per layer.
+        before: The original model.
+        after: The new model.
         count_bases: Whether bases count.
         sample: Input of a forward pass, or `None`.
-        damping: What the report says about damping: its fields from `damping` on.
+        damping: The report's fields about damping: `damping` and the following ones.
     """
     num_before, num_after = (sum(p.numel() for p in model.parameters()) for model in (before, after))
-    # What else there is: the rest of the new model, where a BatchNorm between channels is smaller, too.
+    # Parameters of the new model outside of these layers. A BatchNorm between pruned layers is smaller, too.
     stored = [row.before if row.form in _SAME_SIZE else row.kept + row.bases for row in rows]
     untouched = num_after - sum(stored)
     kept = sum(row.kept + count_bases * row.bases for row in rows)
@@ -183,7 +183,7 @@ def make_report(
 
 
 def _flops(model: nn.Module, sample: Any) -> int:
-    """Count the operations of products and convolutions in a forward pass; the model stays as it is."""
+    """Count the operations of products and convolutions in a forward pass, in a copy of the model."""
     model = deepcopy(model).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(*sample) if isinstance(sample, tuple) else model(sample)

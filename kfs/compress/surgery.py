@@ -1,23 +1,24 @@
-r"""The optimal brain: what removing weights costs, and what the others should become.
+r"""Optimal brain damage and surgeon: the cost of removing weights, and updates of the remaining ones.
 
-Near a minimum, the loss grows by $\tfrac12 \Delta^\top C \Delta$ if weights change by $\Delta$, with curvature $C$
-after damping.
+Near a minimum, the loss grows by $\tfrac12 \Delta^\top C \Delta$ if weights change by $\Delta$, where $C$ is the damped
+curvature.
 
-- *Optimal brain damage* (LeCun et al., 1989) sets weight $i$ to zero: $\tfrac12 C_{ii} w_i^2$.
-- *Optimal brain surgeon* (Hassibi & Stork, 1992) changes the others, too, such that least is lost:
+- *Optimal brain damage* (LeCun et al., 1989) sets weight $i$ to zero, which costs $\tfrac12 C_{ii} w_i^2$.
+- *Optimal brain surgeon* (Hassibi & Stork, 1992) also changes all other weights to minimize the loss, which costs
   $\tfrac12 w_i^2 / (C^{-1})_{ii}$.
 
-Which weights are removed is decided by these scores of single weights. A score says little once many others are gone:
-weights that make up for them are worth more than they were. So weights are removed in several steps, and after each
-step those that are left adapt, and are scored again. What they become is computed for all weights of a block that were
-removed so far together: with those that are kept, $k$, and removed, $r$,
+Weights are removed in the order of these scores. A score is inaccurate after many other weights were removed: weights
+that compensate for removed ones become more important. Therefore, weights are removed in several steps. After each one,
+the remaining weights adapt and are scored again. Their update is computed for all removed weights of a block together.
+With kept weights $k$ and removed weights $r$, it is
+
 
 $$
 w_k \leftarrow w_k + C_{kk}^{-1} C_{kr} w_r = w_k - (C^{-1})_{kr} \left((C^{-1})_{rr}\right)^{-1} w_r .
 $$
 
-That is the minimum over all weights with $w_r = 0$. The first form is solved by a Cholesky factor if few weights are
-kept, the second one if few are removed, and the first one by conjugate gradients in between.
+This is the minimum over all weights with $w_r = 0$. The first form is solved using a Cholesky factor if few weights are
+kept, the second form if few are removed. In between, the first form is solved using conjugate gradients.
 """
 
 import torch
@@ -29,33 +30,33 @@ from kfs.factors.blocks import Eigenbasis, Kronecker, Structure
 from kfs.operators import LinearOperator, solve
 from kfs.operators.space import Columns, Space
 
-# Systems up to this size are solved by Cholesky factors.
+# Systems up to this size are solved using Cholesky factors.
 _DENSE = 4096
-# Products with so many numbers at once form matrices that have no formula.
+# Submatrices without a formula are formed from products with at most this many numbers at a time.
 _AT_ONCE = 2**24
 _TOLERANCE = 1e-8
-# The same where updates are not the result, but decide what to remove next or which damping to take.
+# The same for intermediate updates, which only decide which weights to remove next, or which damping to use.
 _DENSE_ROUGHLY = 1024
 _TOLERANCE_ROUGHLY = 1e-3
 _ITERATIONS_ROUGHLY = 300
 
 
 def damage(layer: Layer) -> Tensor:
-    """Return what setting single weights to zero costs, twice: `[groups, d_B, d_A]`."""
+    """Return twice the cost of setting single weights to zero, `[groups, d_B, d_A]`."""
     return layer.matrix.square() * (layer.structure.diagonal() + layer.damping)
 
 
 def surgeon(layer: Layer, matrix: Tensor) -> Tensor:
-    """Return twice the cost of removing single weights of some matrices, if all others adapt: `[groups, d_B, d_A]`."""
+    """Return twice the cost of removing single weights if all other weights adapt, `[groups, d_B, d_A]`."""
     return matrix.square() / layer.damped_inverse.diagonal()
 
 
 def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
-    """Return what removing all columns of a channel costs if all other weights adapt, twice: `[channels]`.
+    """Return twice the cost of removing all columns of a channel if all other weights adapt, `[channels]`.
 
     Args:
         layer: The layer, without groups of channels.
-        num_channels: How many input channels it has; each has as many neighboring columns. A bias is in none of them.
+        num_channels: Number of input channels. Each has equally many adjacent columns. The bias belongs to none.
     """
     inverse = layer.damped_inverse
     width = layer.layout.column_size // num_channels
@@ -64,7 +65,7 @@ def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
         part = slice(start, start + width)
         W = layer.matrix[0, :, part]
         if isinstance(inverse, Eigenbasis):
-            # In the eigenbasis of rows, rows are independent of each other: a small system for each of them.
+            # In the eigenbasis of the gradient side, rows are independent: solve one small system for each row.
             W = inverse.Q_B.T.to_dense()[0] @ W
             Q = inverse.Q_A.to_dense()[0][part]
             system = (Q * inverse.values[0].unsqueeze(1)) @ Q.T
@@ -78,15 +79,15 @@ def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
 
 
 def adapted(layer: Layer, kept: Tensor, roughly: bool = False) -> Tensor:
-    """Return the best matrices in which removed weights are zero.
+    """Return the matrices that minimize the quadratic model, with removed weights at zero.
 
     Args:
         layer: The layer.
-        kept: Which weights are kept, `[groups, d_B, d_A]` booleans.
+        kept: Mask of weights to keep, `[groups, d_B, d_A]`.
         roughly: Whether three digits suffice.
 
     Raises:
-        SolverError: If conjugate gradients do not converge, or curvature is singular, and not damped.
+        SolverError: If conjugate gradients do not converge, or if curvature is singular and not damped.
     """
     inverse = layer.damped_inverse
     groups = range(len(layer.matrix))
@@ -94,7 +95,7 @@ def adapted(layer: Layer, kept: Tensor, roughly: bool = False) -> Tensor:
 
 
 def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, roughly: bool) -> Tensor:
-    """Return the best matrix of one group, `[d_B, d_A]`."""
+    """Return the optimal matrix of one group, `[d_B, d_A]`; see `adapted`."""
     W = layer.matrix[group]
     structure = layer.structure[group : group + 1]
     result = torch.where(kept, W, 0.0)
@@ -103,6 +104,7 @@ def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, r
     num_removed = kept.numel() - num_kept
     if 0 in {num_kept, num_removed}:
         return result
+    # Solve the smaller one of both systems; see the formulas above.
     dense = min(_DENSE_ROUGHLY, _DENSE) if roughly else _DENSE
     if num_removed <= min(num_kept, dense):
         system = _submatrix(inverse, ~kept)
@@ -110,7 +112,7 @@ def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, r
         multipliers[~kept] = _solve_dense(system, W[~kept])
         change = -inverse.multiply(multipliers[None, None])[0, 0]
     else:
-        force = structure.multiply(removed[None, None])[0, 0]  # damping has no entries between different weights
+        force = structure.multiply(removed[None, None])[0, 0]  # damping is diagonal, so it does not contribute
         change = torch.zeros_like(W)
         if num_kept <= dense:
             system = _submatrix(structure, kept)
@@ -122,13 +124,13 @@ def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, r
 
 
 def _solve_dense(system: Tensor, b: Tensor) -> Tensor:
-    """Solve a positive definite system."""
+    """Solve a positive definite system using a Cholesky factor."""
     L = torch.linalg.cholesky(system)
     return torch.cholesky_solve(b.unsqueeze(1), L).squeeze(1)
 
 
 def _submatrix(structure: Structure, chosen: Tensor) -> Tensor:
-    """Return the rows and columns of one block that belong to chosen entries `[d_B, d_A]` of its matrix."""
+    """Return the submatrix of one block for entries `[d_B, d_A]` of its matrix, given as a mask."""
     rows, columns = chosen.nonzero(as_tuple=True)
     if isinstance(structure, Kronecker):
         A, B = structure.A.to_dense()[0], structure.B.to_dense()[0]
@@ -145,19 +147,19 @@ def _submatrix(structure: Structure, chosen: Tensor) -> Tensor:
 
 
 def _submatrix_in_eigenbasis(basis: Eigenbasis, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the rows and columns of one block that belong to some entries of its matrix, sorted by rows."""
+    """Return the submatrix of one block for some entries of its matrix, which are sorted by rows."""
     Q_A, Q_B = basis.Q_A.to_dense()[0], basis.Q_B.to_dense()[0]
     vectors = Q_A[columns]
     parts = []
     for row in rows.unique().tolist():
-        # What couples this row of the matrix with all rows, in the eigenbasis of columns.
+        # The coupling of this row with all rows, in the eigenbasis of the input side.
         coupling = (Q_B * Q_B[row]) @ basis.values[0]
         parts.append(vectors[rows == row] @ (vectors * coupling[rows]).T)
     return torch.cat(parts)
 
 
 class _OnKept(LinearOperator):
-    """Blocks restricted to entries that are kept; the identity on others, such that the operator is definite."""
+    """One block on the kept entries, and the identity on removed ones, which makes the operator definite."""
 
     symmetric = True
 
@@ -169,7 +171,6 @@ class _OnKept(LinearOperator):
         self.kept = kept
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply."""
         M = columns["matrix"]
         inside = torch.where(self.kept, M, 0.0)
         product = self.structure.multiply(inside[None])[0] + self.damping * inside
@@ -181,7 +182,7 @@ class _OnKept(LinearOperator):
 def _solve_iteratively(
     layer: Layer, structure: Structure, inverse: Structure, kept: Tensor, force: Tensor, roughly: bool
 ) -> Tensor:
-    """Solve the system of kept weights by conjugate gradients, with the inverse of the whole block as guide."""
+    """Solve the system of kept weights using conjugate gradients, preconditioned by the inverse of the whole block."""
     solution = solve(
         _OnKept(structure, layer.damping, kept),
         {"matrix": force},

@@ -1,4 +1,4 @@
-"""How the listings of single layers check themselves: their factors against the engine's, and against the GGN."""
+"""Check for the listings of single layers: compares their factors with the engine's, and with the GGN."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from kfs.factors.settings import Sharing
 from kfs.problem.risk import EmpiricalRisk
 from kfs.verification import verify, verify_differs
 
-# From both factors to their Kronecker product, in the order that a flattening asks for.
+# Function from both factors to their Kronecker product, in the order that belongs to a flattening.
 Kron = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -27,7 +27,7 @@ from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.label_sampling import hide_ignored, sample_label
 from kfs.basics.reduction_factors import Loss, criterion
 
-# From the loss, and prediction and target of one example, to its vectors [columns, *f_n.shape].
+# Function from the loss, and prediction and target of one example, to its vectors [columns, *f_n.shape].
 OfDatum = Callable[[Loss, Tensor, Tensor], Tensor]
 
 
@@ -45,14 +45,14 @@ def empirical_vectors(loss: Loss, f_n: Tensor, y_n: Tensor) -> Tensor:
 
 
 def mc_vectors(loss: Loss, f_n: Tensor, y_n: Tensor, mc_samples: int = 1, generator: Generator | None = None) -> Tensor:
-    """Return gradients for labels that the model draws, over the root of their number."""
+    """Return gradients for labels that the model draws, divided by the root of their number."""
     labels = [hide_ignored(loss, sample_label(loss, f_n, generator), y_n) for _ in range(mc_samples)]
     gradients = [empirical_vectors(loss, f_n, label)[0] for label in labels]
     return stack(gradients) / sqrt(mc_samples)
 
 
 def backpropagated_vectors(loss: Loss, f: Tensor, y: Tensor, vectors: OfDatum = type2_vectors) -> Tensor:
-    """Return the vectors of all data, `[columns, *f.shape]`, for predictions `f` and targets `y`."""
+    """Return the vectors of all examples, `[columns, *f.shape]`, for predictions `f` and targets `y`."""
     return stack([vectors(loss, f_n.detach(), y_n) for f_n, y_n in zip(f, y, strict=True)], dim=1)
 
 
@@ -81,7 +81,7 @@ if __name__ == "__main__":
         return torch.einsum("cni,cnj->nij", vectors, vectors)
 
     def middle_of_engine(loss: Loss, f: Tensor, y: Tensor, fisher: Fisher) -> Tensor:
-        """Do the same for what the engine sends back."""
+        """Do the same for the engine's vectors."""
         settings = Settings(fisher=fisher, mc_samples=200)
         return middle(torch.cat(list(engine.backpropagated_vectors(describe(loss), f, y, settings, 0, at_once=2))))
 
@@ -100,7 +100,7 @@ if __name__ == "__main__":
             H, (g,) = vec_hessian(c, f_n), grad(c, f_n)
             case = f"{name}, example {n}"
             verify("type-2 vectors are a factor of the criterion's Hessian", type2[n], H, case=case)
-            # 200 draws err by about 10 percent; three times that is allowed.
+            # The error of 200 draws is about 10 percent; allow three times that.
             verify("vectors of drawn labels converge to the Hessian", drawn[n], H, 0.3, case)
             verify("the empirical vector is the gradient", empirical[n], torch.outer(g, g), case=case)
         V = backpropagated_vectors(loss, f, y)

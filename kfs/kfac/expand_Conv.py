@@ -34,7 +34,7 @@ Pair = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """Which pixels an output position sees, for rows and columns: arguments of `Conv2d`, in the same order."""
+    """The pixels that an output position reads, for rows and columns: arguments of `Conv2d`, in the same order."""
 
     kernel_size: Pair
     stride: Pair = (1, 1)
@@ -43,14 +43,14 @@ class Window(NamedTuple):
 
 
 def corners(image: Tensor, window: Window) -> list[Pair]:
-    """Return row and column of the upper left pixel of every output position. In the padding they are negative."""
+    """Return row and column of the upper left pixel of every output position; negative if it is in the padding."""
     axes = zip(image.shape[2:], *window, strict=True)
     tops, lefts = (range(-p, size + p - d * (k - 1), stride) for size, k, stride, p, d in axes)
     return list(product(tops, lefts))
 
 
 def pixel(image: Tensor, row: int, column: int) -> Tensor:
-    """Return all channels of one pixel, `[batch, channels]`: zeros if it lies beyond the border."""
+    """Return all channels of one pixel, `[batch, channels]`; zeros if it is in the padding."""
     inside = 0 <= row < image.shape[2] and 0 <= column < image.shape[3]
     return image[:, :, row, column] if inside else image.new_zeros(image.shape[:2])
 

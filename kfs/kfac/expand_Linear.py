@@ -1,4 +1,4 @@
-r"""KFAC for a linear layer, with weight sharing `expand`: every position counts like a further example.
+r"""KFAC for a linear layer, with weight sharing `expand`: every position counts as a separate example.
 
 A linear layer maps inputs $x_{n,s}$ to $z_{n,s} = W x_{n,s}$, with one weight for all data $n$ and for all
 $S$ positions $s$ of an example: words of a sentence, patches of an image. Without weight sharing, $S = 1$. Let

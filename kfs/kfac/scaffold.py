@@ -1,6 +1,6 @@
 r"""KFAC in five steps: the scaffold that all curvature matrices, layers and losses share.
 
-Every curvature matrix here is a sum over data of outer products of what is sent back through the net, and KFAC
+Every curvature matrix here is a sum over data of outer products of vectors that are sent back through the net. KFAC
 replaces each layer's block of it by one Kronecker product, of an input-based and a gradient-based factor:
 
 $$
@@ -8,9 +8,10 @@ C(\theta^{(i)}) = R \sum_n J_n^\top \Big[ \sum_c \blacktriangle_{n,c} \blacktria
 \approx A^{(i)} \otimes B^{(i)}
 $$
 
-The scaffold leaves two questions open. Which vectors $\blacktriangle_{n,c}$ are sent back? That decides the curvature
-matrix; see `backpropagated_vectors`. And how do a layer's inputs and gradients become factors? That depends on the
-layer; see `expand_Linear` and `reduce_Linear`. Convolutions differ in their inputs alone; see `expand_Conv`.
+The scaffold leaves two questions open. Which vectors $\blacktriangle_{n,c}$ are sent back? This depends on the
+curvature matrix; see `backpropagated_vectors`. And how are factors computed from a layer's inputs and gradients? This
+depends on the layer; see `expand_Linear` and `reduce_Linear`. Convolutions differ only in their inputs; see
+`expand_Conv`.
 
 Implements: the scaffold of KFAC (chapter "KFAC: An Overview", "Algorithmic Outline"). The engine goes through the same
 steps for every operation, loss and size of data, and is checked against this file; its steps are in
@@ -89,7 +90,7 @@ if __name__ == "__main__":
                 verify("for one example, A (x) B equals the GGN's block", kfac_block(A, B, cvec), G, case=case)
             else:
                 verify_differs("for several examples, it approximates it", kfac_block(A, B, cvec), G, case=case)
-            # 100 draws err by about 14 percent; three times that is allowed.
+            # The error of 100 draws is about 14 percent; allow three times that.
             error = ((drawn[name][1] - B).norm() / B.norm()).item()
             verify_at_most("drawn labels converge to the same gradient-based factor", error, 0.42, case)
 

@@ -1,8 +1,8 @@
 r"""KFAC is exact for regression with a deep linear net, on any data set (Bernacchia et al., 2018).
 
-With square loss the backpropagated vectors at the prediction do not depend on the example, and without nonlinearity nor
-do they anywhere else: the factor $\sum_c g_{n,c} g_{n,c}^\top$ is the same for all $n$. So for every layer, with weight
-and bias $\tilde{W} = (W\; b)$, and for both flattenings,
+With square loss the backpropagated vectors at the prediction do not depend on the example. Without nonlinearities, the
+same holds at all layers: the factor $\sum_c g_{n,c} g_{n,c}^\top$ is the same for all $n$. So for every layer, with
+weight and bias $\tilde{W} = (W\; b)$, and for both flattenings,
 
 $$
 \mathrm{KFAC}(G(\mathrm{vec}\, \tilde{W})) = G(\mathrm{vec}\, \tilde{W}),

@@ -1,4 +1,4 @@
-"""Merging models by their curvature: one model from several that have the same architecture.
+"""Merging models of the same architecture into one, using their curvature.
 
 The package is called `merging` because `kfs.merge` is the function.
 """

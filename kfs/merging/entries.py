@@ -1,4 +1,4 @@
-"""Everything in a state dict that curvature does not decide: other parameters, buffers, statistics of batches."""
+"""Merging state dict entries without curvature: other parameters, buffers and BatchNorm statistics."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -18,9 +18,9 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return a weighted mean, in float32 or better, with the first one's dtype and device.
+    """Return a weighted mean, computed in float32 or better, with dtype and device of the first tensor.
 
-    Tensors that are equal are returned as they are, to the last bit.
+    If all tensors are equal, the result is equal to them to the last bit.
     """
     first = tensors[0]
     if all_equal(tensors):
@@ -33,18 +33,18 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def all_equal(values: Sequence[Any]) -> bool:
-    """Whether tensors, or other values, are all the same."""
+    """Whether all tensors, or other values, are equal."""
     if all(isinstance(value, Tensor) for value in values):
         return all(torch.equal(values[0], other.to(values[0].device)) for other in values[1:])
     return all(bool(values[0] == other) for other in values[1:])
 
 
 def check_buffers(buffers: str, data: object, models: Sequence[nn.Module]) -> None:
-    """Refuse buffers that cannot be averaged or recomputed.
+    """Check that buffers can be averaged or recomputed.
 
     Raises:
-        ModelError: If the setting is unknown, or needs data, or there are no statistics.
-        DtypeError: If integers or other values differ between models.
+        ModelError: If the setting is unknown, contradicts `data`, or there are no statistics to recompute.
+        DtypeError: If entries that are not floating-point tensors differ between models.
     """
     if buffers not in {"average", "recompute"}:
         raise ModelError(f"buffers is {buffers!r}.", "Choose 'average' or 'recompute'.")
@@ -62,14 +62,14 @@ def check_buffers(buffers: str, data: object, models: Sequence[nn.Module]) -> No
         is_number = all(isinstance(value, Tensor) and value.is_floating_point() for value in values)
         if not is_number and not is_count(name) and not all_equal(values):
             raise DtypeError(
-                f"The entry {name!r} of the state dicts differs between models, and cannot be averaged: it has no "
-                "floating-point numbers.",
+                f"The entry {name!r} of the state dicts differs between models, and cannot be averaged: it is not a "
+                "floating-point tensor.",
                 "Give it the same value in all models.",
             )
 
 
 def not_saved(models: Sequence[nn.Module]) -> list[str]:
-    """Return the names of buffers that differ between models, and are in no state dict."""
+    """Return the names of buffers that differ between models and are not part of the state dict."""
     saved = models[0].state_dict()
     buffers = [dict(model.named_buffers()) for model in models]
     others = [name for name in buffers[0] if name not in saved]
@@ -77,12 +77,12 @@ def not_saved(models: Sequence[nn.Module]) -> list[str]:
 
 
 def is_count(name: str) -> bool:
-    """Whether an entry counts batches of a normalization."""
+    """Whether an entry is the batch counter of a normalization."""
     return name.rpartition(".")[2] == "num_batches_tracked"
 
 
 def merged_buffer(name: str, values: Sequence[Any], weights: Sequence[float]) -> tuple[Any, str]:
-    """Return an entry that is no parameter, and what was done, in a word; no word if it is the same in all models."""
+    """Return a merged entry that is not a parameter, and a verb for the report; empty if all values are equal."""
     if all_equal(values):
         return (values[0].clone() if isinstance(values[0], Tensor) else deepcopy(values[0])), ""
     if is_count(name):
@@ -98,23 +98,24 @@ def _normalizations(model: nn.Module) -> dict[str, _BatchNorm]:
 def recomputed(
     model: nn.Module, state: Mapping[str, Any], data: object, progress: bool | None
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Compute the statistics of BatchNorm anew, for merged parameters; the model itself is not touched.
+    """Recompute BatchNorm statistics for the merged parameters, in a copy of the model.
 
-    Each is the plain mean over batches, as by `torch.optim.swa_utils.update_bn`. All other modules stay in evaluation
+    Each is the plain mean over batches, as in `torch.optim.swa_utils.update_bn`. All other modules stay in evaluation
     mode.
 
     Args:
         model: One of the models.
         state: The merged state dict.
         data: Batches: inputs, pairs of inputs and targets, or mappings.
-        progress: Whether to show it.
+        progress: Whether to show progress.
 
     Returns:
-        New statistics by name, and the names.
+        The new statistics by name, and their names.
 
     Raises:
         DataError: If there are no data, or a statistic is not finite.
     """
+    # Only modules with statistics are in training mode.
     copied = deepcopy(model)
     copied.load_state_dict(state)
     places = _normalizations(copied)
@@ -125,6 +126,7 @@ def recomputed(
     device = next(copied.parameters()).device
     seen = 0
     batches = tracked(_inputs(data), "statistics of BatchNorm", None, progress, "batch")
+    # The forward passes must not change the global random state.
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for x in batches:
             args, kwargs = arguments(mapped(x, lambda t: t.to(device)), copied)
@@ -145,7 +147,7 @@ def recomputed(
 
 
 def _inputs(data: object) -> Iterator[Any]:
-    """Yield what the model takes, batch by batch."""
+    """Yield the inputs of the model, batch by batch."""
     batches: Iterable[Any] = [data] if isinstance(data, Tensor) else as_batches(data)
     for batch in repeatably(batches):
         is_labeled = isinstance(batch, Mapping) and "labels" in batch

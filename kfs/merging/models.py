@@ -1,4 +1,4 @@
-"""Merging: one state dict from several models, by their curvature. Checks of models and curvatures come first."""
+"""Merging several models into one state dict using their curvature, with checks of models and curvatures."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,12 +41,12 @@ _ONE_PROGRAM = "Build all models by the same code."
 
 
 def check_models(models: object) -> list[nn.Module]:
-    """Refuse what is not a list of different modules of one architecture, in evaluation mode.
+    """Check that models is a list of different modules of the same architecture, in evaluation mode.
 
     Raises:
-        ModelError: If architecture, names, modes or values do not fit.
+        ModelError: If architectures, names, modes or values do not fit.
         ShapeError: If shapes differ.
-        DtypeError: If dtypes differ, or these are no modules.
+        DtypeError: If dtypes differ, or models are not modules.
     """
     if isinstance(models, nn.Module) or not isinstance(models, Iterable):
         raise DtypeError(f"models is a {type(models).__name__}.", "Pass a list of modules.")
@@ -77,11 +77,11 @@ def _check_values(model: nn.Module) -> None:
         if t.is_meta:
             raise ModelError(f"Parameter {name!r} is on the meta device, without values.", "Load its values first.")
         if not t.isfinite().all():
-            raise ModelError(f"Parameter {name!r} has NaN or infinity in it.", "Leave this model out.")
+            raise ModelError(f"Parameter {name!r} contains NaN or infinity.", "Leave this model out.")
 
 
 def _check_same_architecture(first: nn.Module, other: nn.Module, place: int) -> None:
-    """Compare modules with their settings, entries of state dicts, shapes, dtypes, and which parameters are tied."""
+    """Compare modules, their settings, entries of state dicts, shapes, dtypes and tied parameters."""
     mine, theirs = ({name: type(m).__qualname__ for name, m in model.named_modules()} for model in (first, other))
     for name in mine.keys() & theirs.keys():
         if mine[name] != theirs[name]:
@@ -105,27 +105,27 @@ def _check_same_architecture(first: nn.Module, other: nn.Module, place: int) -> 
 
 
 def _check_same_settings(first: nn.Module, other: nn.Module, place: int) -> None:
-    """Compare what no parameter shows: modules without any, and settings such as strides and slopes."""
+    """Compare modules without parameters, and settings such as strides and slopes."""
     modules, others = dict(first.named_modules()), dict(other.named_modules())
     extra = [name for name in (*modules, *others) if name not in modules or name not in others]
     if extra:
         raise ModelError(f"models[0] and models[{place}] do not both have the modules {few(extra)}.", _ONE_PROGRAM)
     for name, module in modules.items():
-        # What modules of other libraries print may depend on values. Dropout does nothing in evaluation mode.
+        # The text of other libraries' modules may depend on values. Dropout does nothing in evaluation mode.
         if not type(module).__module__.startswith("torch.nn.") or isinstance(module, _DropoutNd):
             continue
         mine, theirs = module.extra_repr(), others[name].extra_repr()
         if mine != theirs:
             raise ModelError(
-                f"Module {name!r} ({type(module).__name__}) has other settings: {mine} in models[0], and {theirs} in "
-                f"models[{place}].",
+                f"Module {name!r} ({type(module).__name__}) has different settings: {mine} in models[0], and {theirs} "
+                f"in models[{place}].",
                 _ONE_PROGRAM,
             )
 
 
 def _check_same_kind(name: str, t: Any, other: Any, place: int) -> None:
     if not isinstance(t, Tensor) or not isinstance(other, Tensor):
-        return  # an extra state, which may be anything
+        return  # extra state, which may be of any type
     if t.shape != other.shape:
         raise ShapeError(
             f"{name!r} has shape {list(t.shape)} in models[0] and {list(other.shape)} in models[{place}].",
@@ -139,22 +139,22 @@ def _check_same_kind(name: str, t: Any, other: Any, place: int) -> None:
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Return, for the names of all parameters, the first name of the same parameter."""
+    """Return, for each name of a parameter, the first name of the same parameter."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def check_curvatures(curvatures: object, models: Sequence[nn.Module], what: str) -> list[LinearOperator]:
-    """Refuse what is not one symmetric operator per model, on parameters of this model.
+    """Check that curvatures is a list with one symmetric operator per model, on the parameters of this model.
 
     Args:
-        curvatures: As the user gave them.
-        models: They were checked.
-        what: What the argument is called.
+        curvatures: The user's argument.
+        models: Models that were checked.
+        what: Name of the argument.
 
     Raises:
         ModelError: If number or parameters do not fit, or a curvature belongs to another model.
-        DtypeError: If these are no operators, or dtypes or devices differ.
+        DtypeError: If curvatures are not operators, or their dtypes or devices differ.
     """
     if isinstance(curvatures, LinearOperator) or not isinstance(curvatures, Iterable):
         raise DtypeError(f"{what} is a {type(curvatures).__name__}.", "Pass a list with one operator for each model.")
@@ -190,7 +190,7 @@ def _check_same_space(first: LinearOperator, other: LinearOperator, one: str, tw
         only = [name for name in names if name not in others]
         extra = [name for name in others if name not in names]
         raise ModelError(
-            f"{one} and {two} are curvatures of other parameters: {few(only) or 'none'} only in the first one, and "
+            f"{one} and {two} are curvatures of different parameters: {few(only) or 'none'} only in the first one, and "
             f"{few(extra) or 'none'} only in the second one. Both need the same ones, in the same order.",
             "Compute all of them with the same params=.",
         )
@@ -202,7 +202,7 @@ def _check_same_space(first: LinearOperator, other: LinearOperator, one: str, tw
 
 
 def _check_order(C: LinearOperator, models: Sequence[nn.Module], place: int, what: str) -> None:
-    """Refuse a curvature that was computed at the parameters of another one of the models, if that is known."""
+    """Raise an error if a curvature was computed at the parameters of another one of the models, if that is known."""
     at = computed_at(C)
     if not at:
         return
@@ -217,11 +217,11 @@ def _check_order(C: LinearOperator, models: Sequence[nn.Module], place: int, wha
 
 
 def check_weights(weights: object, count: int) -> list[float]:
-    """Return one weight for each model; refuse others than numbers that are not negative, and zeros alone.
+    """Return one weight for each model, after checking that they are not negative, and not all zero.
 
     Raises:
         ModelError: If number, sign or sum do not fit.
-        DtypeError: If these are no numbers.
+        DtypeError: If weights are not finite numbers.
     """
     if weights is None:
         return [1.0] * count
@@ -245,10 +245,10 @@ def check_weights(weights: object, count: int) -> list[float]:
 
 
 def check_settings(method: object, tolerance: object, max_iterations: object) -> None:
-    """Refuse settings of the solver that make no sense.
+    """Check the settings of the solver.
 
     Raises:
-        ModelError: If one of them is not allowed.
+        ModelError: If a setting is invalid.
     """
     if method not in METHODS:
         raise ModelError(f"method is {method!r}.", f"Choose from {', '.join(map(repr, METHODS))}.")
@@ -259,10 +259,10 @@ def check_settings(method: object, tolerance: object, max_iterations: object) ->
 
 
 def check_preconditioner(found: Sequence[LinearOperator], curvatures: Sequence[LinearOperator]) -> list[BlockDiagonal]:
-    """Refuse preconditioners that cannot be inverted by blocks, or act on other parameters than curvatures do.
+    """Return the preconditioners, after checking that they have blocks and act on the curvatures' parameters.
 
     Raises:
-        ModelError: If one has no blocks, or other parameters.
+        ModelError: If a preconditioner has no blocks, or other parameters.
     """
     blocks = [P for P in found if isinstance(P, BlockDiagonal)]
     if len(blocks) < len(found):
@@ -273,7 +273,7 @@ def check_preconditioner(found: Sequence[LinearOperator], curvatures: Sequence[L
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Put in front of the cause of an error in this context what it is about."""
+    """Context that prefixes the cause of an error with its subject."""
     try:
         yield
     except KfsError as error:
@@ -332,44 +332,44 @@ def merge(
     progress: bool | None = None,
     report: bool = False,
 ) -> State | tuple[State, MergeReport]:
-    r"""Merge models of one architecture: minimize the sum of the quadratic models of their losses.
+    r"""Merge models of the same architecture, by minimizing the sum of the quadratic models of their losses.
 
     The result minimizes $\sum_i w_i (\theta - \theta_i)^\top (C_i + \delta_i I) (\theta - \theta_i)$, where $\theta_i$
-    are the parameters of a model and $C_i$ is its curvature. So each parameter stays close to the models whose loss
-    depends on it. With diagonal curvature (`kfs.factors.exact_diagonal`) this is Fisher merging (Matena & Raffel,
-    2022); with `KFAC(risk, fisher="forward-only")`, it is RegMean (Jin et al., 2023).
+    are the parameters of a model and $C_i$ is its curvature. So each parameter stays close to its value in the models
+    whose losses depend on it. With diagonal curvature (`kfs.factors.exact_diagonal`) this is Fisher merging (Matena &
+    Raffel, 2022); with `KFAC(risk, fisher="forward-only")`, it is RegMean (Jin et al., 2023).
 
-    Blocks are solved one by one: in closed form, if curvature is diagonal or dense, a Kronecker product of which one
-    factor is the identity (RegMean), or any Kronecker product for up to two models with `"factored"` damping; otherwise
-    by conjugate gradients. The models are not changed.
+    Blocks are solved one by one. There is a closed form if curvature is diagonal or dense, or a Kronecker product with
+    an identity factor (RegMean). For up to two models with `"factored"` damping, there is one for any Kronecker
+    product. Other systems are solved using conjugate gradients. The models are not changed.
 
     Args:
         models: At least two modules with the same architecture, in evaluation mode. They should have a common ancestor:
             models that were trained from different initial values have no path of low loss between them.
         curvatures: One symmetric operator for each model: `KFAC`, `EKFAC`, `GGN`, or any other one on its parameters,
-            computed from the data that the model is good at. Curvatures of mean losses count all models equally; those
-            of sums count data equally.
-        damping: Added to each curvature: a number, `kfs.Relative` to the mean eigenvalue of each block (by default one
-            percent of it), or one of these for each block, by name. An operator without blocks counts as one block,
-            `"all parameters"`, whose trace is estimated.
-        weights: How much each model counts: numbers that are not negative. By default, all count the same.
-        buffers: What to do about buffers that differ between models. `"average"` averages them, and adds up numbers of
-            batches. `"recompute"` computes the statistics of BatchNorm from `data`, and averages others.
+            computed on the data that the model is good at. Curvatures of mean losses weight all models equally;
+            curvatures of sums weight all examples equally.
+        damping: Damping to add to each curvature: a number, `kfs.Relative` to the mean eigenvalue of each block (by
+            default one percent of it), or one of these for each block, by name. An operator without blocks counts as
+            one block, `"all parameters"`; its trace is estimated.
+        weights: Weight of each model, not negative. By default, all weights are equal.
+        buffers: How to merge buffers that differ between models. `"average"` averages them, and adds up numbers of
+            batches. `"recompute"` computes the statistics of BatchNorm from `data`, and averages all other buffers.
         data: For `"recompute"`: batches of inputs, of pairs (inputs, targets) or of mappings; targets are not used.
         method: How curvature is damped, as in `K.inverse`. `"exact"` is the formula above, for every operator.
-            `"factored"` and `"per-factor"` add to both factors of Kronecker products, which damps more than the formula
-            does. Two models then have a closed form. Other blocks and operators cannot be damped so.
+            `"factored"` and `"per-factor"` add damping to both factors of Kronecker products, which damps more than the
+            formula. For two models, there is a closed form then. Other blocks and operators do not support them.
         preconditioner: For operators without blocks: a `KFAC` for each model, which makes conjugate gradients faster.
-            `KFAC` and `EKFAC` have one by themselves.
+            `KFAC` and `EKFAC` provide their own preconditioner.
         tolerance: Largest residual of a block, relative to its right-hand side. By default 1e-6 in float64, and the
             root of the precision otherwise: 3.5e-4 in float32.
         max_iterations: Limit for conjugate gradients, for each block.
-        progress: Whether to show how far it is. By default, if it takes longer than two seconds.
-        report: Whether to return also how blocks were solved.
+        progress: Whether to show progress. By default, it is shown if merging takes longer than two seconds.
+        report: Whether to return a report, too.
 
     Returns:
-        A state dict with all entries of that of the first model, on its devices. Parameters that no curvature covers
-        are averaged; a warning names those that differ between models. With `report`, a `MergeReport` in addition.
+        A state dict with all entries of the first model's state dict, on its devices. Parameters that no curvature
+        covers are averaged; a warning names the ones that differ between models. With `report`, also a `MergeReport`.
 
     Raises:
         ModelError: If models differ in architecture or are in training mode, if curvatures belong to other parameters
@@ -393,6 +393,7 @@ def merge(
           1 in closed form, 0 by conjugate gradients (0 iterations); largest residual ...; ... s
           weights: 1, 1; damping: exact
     """
+    # Check all arguments before the first computation.
     began = perf_counter()
     given = check_models(models)
     operators = check_curvatures(curvatures, given, "curvatures")
@@ -403,7 +404,7 @@ def merge(
     if preconditioner is not None:
         near = check_preconditioner(check_curvatures(preconditioner, given, "preconditioner"), operators)
 
-    # A model with a weight of zero has no say. Without it, fewer terms have to be added up.
+    # Omit models with a weight of zero, so that sums have fewer terms.
     used = [i for i, weight in enumerate(numbers) if weight > 0]
     options = Options(tolerance, max_iterations, progress)
     found, blocks = _merged_parameters(
@@ -414,11 +415,13 @@ def merge(
         (damping, method),
         options,
     )
+    # Complete the state dict with entries that are not determined by curvature.
     state, averaged, done = _state_dict(given, numbers, found)
     if data is not None:
         statistics, names = recomputed(given[0], state, data, progress)
         state.update(statistics)
         done |= dict.fromkeys(names, "recomputed")
+    # Warn about entries that the merge cannot determine.
     if averaged:
         warn(
             f"No curvature covers the parameters {few(averaged)}, which differ between models. They are averaged.",
@@ -428,8 +431,8 @@ def merge(
     unsaved = not_saved(given)
     if unsaved:
         warn(
-            f"The buffers {few(unsaved)} differ between models, and are in no state dict (persistent=False). A model "
-            "that loads the result keeps its own. Give them the same values, unless the models compute them anew.",
+            f"The buffers {few(unsaved)} differ between models, and are not in the state dict (persistent=False). A "
+            "model that loads the result keeps its own values. Use equal values, unless the models recompute them.",
             KfsWarning,
             stacklevel=2,
         )
@@ -445,7 +448,7 @@ def _merged_parameters(
     damping: tuple[Damping, Method],
     options: Options,
 ) -> tuple[dict[str, Tensor], list[MergedBlock]]:
-    """Solve all systems. Everything is given by the numbers of models."""
+    """Return the solutions of all systems. Arguments are dictionaries by index of the model."""
     with show_progress("merging", None, options.progress, "block") as line:
         curvatures = _damped(operators, weights, damping, options)
         close = [approximation(C, near[i], curvatures[i], weights[i]) for i, C in operators.items()]
@@ -472,7 +475,7 @@ def _damped(
     damping: tuple[Damping, Method],
     options: Options,
 ) -> dict[int, Damped]:
-    """Damp and weight curvatures: block by block, if all of them have blocks."""
+    """Return damped and weighted curvatures: block by block, if all of them have blocks."""
     have_blocks = all(isinstance(C, BlockDiagonal) for C in operators.values())
     result: dict[int, Damped] = {}
     for i, C in operators.items():
@@ -490,7 +493,7 @@ def _damped(
 
 
 def _values(model: nn.Module, space: Space) -> dict[str, Tensor]:
-    """Return the parameters that curvature covers, in its precision and on its device."""
+    """Return the parameters that curvature covers, with its dtype and device."""
     params = dict(model.named_parameters())
     return {name: params[name].detach().to(space.device, space.dtype) for name in space.shapes}
 
@@ -498,14 +501,14 @@ def _values(model: nn.Module, space: Space) -> dict[str, Tensor]:
 def _state_dict(
     models: Sequence[nn.Module], weights: Sequence[float], found: dict[str, Tensor]
 ) -> tuple[State, list[str], dict[str, str]]:
-    """Put a state dict together.
+    """Build the merged state dict.
 
     Returns:
-        The state dict, the parameters that were averaged, and what was done to buffers.
+        The state dict, the parameters that were averaged, and how buffers were merged.
     """
     states = [model.state_dict() for model in models]
     first_names = tied(models[0])
-    state = models[0].state_dict()  # keeps what PyTorch notes about versions
+    state = models[0].state_dict()  # keeps PyTorch's metadata about versions
     params: dict[str, Tensor] = {}
     averaged = []
     done: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The linear systems of a merge, their solution, and the report on it."""
+"""The linear systems of a merge, their solution, and the report of the merge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,16 +32,16 @@ from kfs.runtime.precision import at_least_float32
 
 @dataclass(frozen=True)
 class MergedBlock:
-    """One linear system: parameters that curvature couples.
+    """Report on one linear system: parameters that are coupled by curvature.
 
     Attributes:
         name: The block's name; `"all parameters"` for operators without blocks.
         params: Names of its parameters.
         closed_form: Whether the system has a closed form.
-        iterations: Iterations of conjugate gradients. Zero for a closed form, unless its round-off had to be refined.
-        residual: Norm of the residual over that of the right-hand side.
-        damping: What was added to the curvature of each model, by its number in `models`: the largest number, if it
-            differs within the block. Models with a weight of zero are left out.
+        iterations: Iterations of conjugate gradients. Zero for a closed form, unless its round-off had to be reduced.
+        residual: Norm of the residual, divided by the norm of the right-hand side.
+        damping: Damping of the curvature of each model, by its index in `models`; the largest, if it differs within the
+            block. Models with a weight of zero are omitted.
     """
 
     name: str
@@ -54,14 +54,14 @@ class MergedBlock:
 
 @dataclass(frozen=True, repr=False)
 class MergeReport(Described):
-    """What a merge did; printing it shows all blocks.
+    """Report of a merge; printing it shows all blocks.
 
     Attributes:
-        blocks: Linear systems, in the order of parameters.
+        blocks: The linear systems, in the order of parameters.
         weights: Weight of each model.
         averaged: Parameters that no curvature covers, and that differ between models.
-        buffers: What became of buffers (and further entries of state dicts) that differ, by name.
-        seconds: How long all of it took.
+        buffers: How buffers (and other entries of state dicts) that differ were merged, by name.
+        seconds: Duration of the merge.
         method: How curvature was damped.
     """
 
@@ -74,16 +74,16 @@ class MergeReport(Described):
 
     @property
     def iterations(self) -> int:
-        """Iterations of conjugate gradients, of all blocks together."""
+        """Total number of iterations of conjugate gradients."""
         return sum(block.iterations for block in self.blocks)
 
     @property
     def residual(self) -> float:
-        """The largest residual of a block."""
+        """The largest residual of all blocks."""
         return max(block.residual for block in self.blocks)
 
     def describe(self) -> Description:
-        """Describe how systems were solved, and what was averaged."""
+        """Describe how systems were solved, and which entries were averaged."""
         closed = sum(block.closed_form for block in self.blocks)
         title = f"Merge of {counted(len(self.weights), 'model')}: {counted(len(self.blocks), 'block')}"
         facts = [
@@ -110,19 +110,19 @@ class MergeReport(Described):
 
 
 ALL = "all parameters"  # name of the only block of operators without blocks
-_PRODUCTS = 60  # that the trace of such an operator is estimated from
+_PRODUCTS = 60  # number of products for estimating the trace of such an operator
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How systems are solved.
+    """Settings for solving the systems.
 
     Attributes:
         tolerance: Largest residual, relative to the right-hand side; `None` for 1e-6 or the root of the precision,
             whichever is larger.
         max_iterations: Limit for conjugate gradients, for each system.
-        progress: Whether to show them.
+        progress: Whether to show progress.
     """
 
     tolerance: float | None
@@ -131,19 +131,19 @@ class Options:
 
 
 class DampedBlocks:
-    """Damped and weighted blocks of one model, made when they are needed.
+    """Damped and weighted blocks of one model, computed when they are used.
 
     Args:
         K: An operator with blocks.
-        damping: One for all blocks, or one for each, by name.
+        damping: One damping for all blocks, or one for each, by name.
         method: How Kronecker products are damped; see `kfs.factors.blocks.damped`.
-        weight: A positive number.
+        weight: Weight of the model, positive.
 
     Attributes:
-        damping: What is added, by block; before weighting.
+        damping: Damping by block, before weighting.
 
     Raises:
-        SolverError: If relative damping is asked for, and no block has curvature.
+        SolverError: If damping is relative, and no block has curvature.
     """
 
     def __init__(self, K: BlockDiagonal, damping: Damping, method: Method | None, weight: float) -> None:
@@ -158,11 +158,11 @@ class DampedBlocks:
             for layout, part in stack.slices():
                 self._parts.append((Stack((layout,), stack.structure[part]), added[part]))
                 self.damping[layout.name] = float(added[part].amax())
-        # Products of half precision are computed in float32, and must not be rounded in between.
+        # Products of half precision are computed in float32, and intermediate results must not be rounded.
         self.dtype = at_least_float32(K.dtype)
 
     def on(self, space: Space) -> BlockDiagonal:
-        """Return the blocks of some parameters."""
+        """Return the operator on a subspace of the parameters."""
         chosen = [(stack, added) for stack, added in self._parts if stack.layouts[0].weight in space.shapes]
         made = [
             (stack.layouts[0], stack.apply(damped, added, self.method).scaled(self.weight)) for stack, added in chosen
@@ -170,24 +170,24 @@ class DampedBlocks:
         return BlockDiagonal(space, stacked(made))
 
     def params(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return the names of all blocks, and of their parameters."""
+        """Return the names of all blocks and their parameters."""
         return [(stack.layouts[0].name, stack.layouts[0].params) for stack, _ in self._parts]
 
 
 class DampedOperator:
-    """The damped and weighted curvature of one model that has products only. It counts as one block.
+    """The damped and weighted curvature of one model, as one block; only products with it are needed.
 
     Args:
         C: The operator.
         damping: A number, or relative to the mean eigenvalue, for which the trace is estimated.
-        weight: A positive number.
-        progress: Whether to show the estimate.
+        weight: Weight of the model, positive.
+        progress: Whether to show the progress of the estimate.
 
     Attributes:
-        damping: What is added, by block; before weighting.
+        damping: Damping by block, before weighting.
 
     Raises:
-        SolverError: If relative damping is asked for an operator whose trace is not positive.
+        SolverError: If damping is relative, and the operator's trace is not positive.
     """
 
     def __init__(self, C: LinearOperator, damping: Damping, weight: float, progress: bool | None) -> None:
@@ -199,7 +199,7 @@ class DampedOperator:
                 total = float(trace(C, products=_PRODUCTS, progress=progress).value)
             if not total > 0:
                 raise SolverError(
-                    f"The curvature has a trace of {total:.1e}, so that relative damping is not positive.",
+                    f"The curvature has a trace of {total:.1e}, so relative damping is not positive.",
                     "Pass a number as damping.",
                 )
             delta = delta.fraction * total / C.shape[0]
@@ -208,11 +208,11 @@ class DampedOperator:
         self._operator = weight * C.shift(float(delta))
 
     def on(self, space: Space) -> LinearOperator:
-        """Return the operator. It acts on all parameters."""
+        """Return the operator. Its only block contains all parameters, so the space is not used."""
         return self._operator
 
     def params(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return the name of the block, and of its parameters."""
+        """Return the name of the block and its parameters."""
         return [(ALL, tuple(self._operator.domain.shapes))]
 
 
@@ -224,7 +224,7 @@ def approximation(C: LinearOperator, near: BlockDiagonal | None, of: Damped, wei
 
     Args:
         C: The curvature.
-        near: What the user wants to use.
+        near: The approximation that the user has passed; `None` if not given.
         of: The damped curvature.
         weight: Its weight.
     """
@@ -232,16 +232,19 @@ def approximation(C: LinearOperator, near: BlockDiagonal | None, of: Damped, wei
         near = C.factors if isinstance(C, EKFAC) else C if isinstance(C, BlockDiagonal) else None
     if near is None:
         return None
-    # Names of blocks may differ. As this is an approximation anyway, others get the largest damping.
+    # The names of blocks may differ. A block with another name gets the largest damping, since this is only an
+    # approximation.
     largest = max(of.damping.values())
     return DampedBlocks(near, {name: of.damping.get(name, largest) for name in near.structures}, None, weight)
 
 
 def systems(curvatures: Sequence[Damped], space: Space) -> list[tuple[str, Space]]:
-    """Return which parameters curvature couples: names of blocks, with their parameters, in the order of the space.
+    """Return the linear systems, with name and parameters, in the order of the space.
 
-    Blocks of one model that have a parameter in common (rows of it), or with blocks of another model, are one system.
+    Blocks with a parameter in common belong to the same system. They may be blocks of different models, or blocks of
+    one model with different rows of the parameter.
     """
+    # Union-find over the names of parameters.
     first: dict[str, str] = {name: name for name in space.shapes}
 
     def root(name: str) -> str:
@@ -272,32 +275,35 @@ def solve_system(
     average: Tensors,
     options: Options,
 ) -> tuple[Tensors, MergedBlock]:
-    """Find the parameters of one system.
+    """Return the merged parameters of one system.
 
     Args:
-        name: What the block is called.
+        name: The block's name.
         space: Its parameters.
-        curvatures: By the numbers of models.
+        curvatures: Damped curvatures, by index of the model.
         near: Their approximations.
-        models: Their parameters.
-        average: The average of all models' parameters, where the iteration starts.
-        options: How to solve it.
+        models: Parameters of the models, by index.
+        average: The average of all models' parameters, the start of the iteration.
+        options: Settings of the solver.
 
     Returns:
-        The parameters, and how they were found.
+        The parameters, and a report of their computation.
 
     Raises:
-        SolverError: If it has not converged, or if a closed form fails because curvature is singular.
+        SolverError: If the iteration has not converged, or if a closed form fails because curvature is singular.
     """
+    # Solve for the change from the average: it is small, which keeps round-off small.
     start = {key: average[key] for key in space.shapes}
     operators = {i: C.on(space) for i, C in curvatures.items()}
     total = reduce(add, operators.values())
     products = [C @ {key: models[i][key] - start[key] for key in start} for i, C in operators.items()]
     b = {key: reduce(add, [product[key] for product in products]) for key in start}
     added = {i: _largest(C.damping, C.params(), space) for i, C in curvatures.items()}
-    # Residuals below the root of the precision are often out of reach, and smaller ones change no prediction.
+    # Residuals below the root of the precision are often unreachable, and do not change predictions.
     tolerance = options.tolerance or max(1e-6, torch.finfo(space.dtype).eps ** 0.5)
 
+    # A closed form suffices unless round-off is too large. Then, it is the start and the preconditioner of an
+    # iteration.
     inverse = _closed_form(total)
     first = None
     if inverse is not None:
@@ -308,7 +314,7 @@ def solve_system(
             return found, MergedBlock(name, tuple(start), True, 0, residual, added)
     elif not any(added.values()):
         raise SolverError(
-            f"Block {name!r} is not damped, so that its curvature may be singular: conjugate gradients cannot tell.",
+            f"Block {name!r} is not damped, so its curvature may be singular, which conjugate gradients cannot detect.",
             "Pass a positive damping.",
         )
     solution = solve(
@@ -333,12 +339,12 @@ def solve_system(
 
 
 def _largest(damping: Mapping[str, float], blocks: Sequence[tuple[str, tuple[str, ...]]], space: Space) -> float:
-    """Return the largest damping of a system's blocks."""
+    """Return the largest damping of the blocks in a system."""
     return max(damping[block] for block, params in blocks if params[0] in space.shapes)
 
 
 def _residual(A: LinearOperator, x: Tensors, b: Tensors) -> float:
-    """Return the norm of the residual, relative to the right-hand side."""
+    """Return the norm of the residual, divided by the norm of the right-hand side."""
     product = A @ x
     rest = torch.cat([(b[key] - product[key]).flatten() for key in b]).norm()
     size = torch.cat([t.flatten() for t in b.values()]).norm()
@@ -346,7 +352,7 @@ def _residual(A: LinearOperator, x: Tensors, b: Tensors) -> float:
 
 
 def _closed_form(total: LinearOperator) -> BlockDiagonal | None:
-    """Invert a sum whose blocks have inverses in closed form; `None` if they do not."""
+    """Return the inverse of a sum if all of its blocks have inverses in closed form, otherwise `None`."""
     if not isinstance(total, BlockDiagonal):
         return None
     sums = [stack.structure for stack in total.stacks if isinstance(stack.structure, KroneckerSum)]
@@ -354,7 +360,10 @@ def _closed_form(total: LinearOperator) -> BlockDiagonal | None:
 
 
 def _preconditioner(near: Sequence[DampedBlocks | None], space: Space) -> LinearOperator | None:
-    """Invert the sum of approximations: in a common basis, or by its diagonal. `None` if a model has none."""
+    """Return a preconditioner from the sum of approximations; `None` if a model has no approximation.
+
+    The sum is inverted in a common basis, or by its diagonal if no structure can store the sum.
+    """
     known = [K.on(space) for K in near if K is not None]
     if len(known) < len(near):
         return None
@@ -366,7 +375,7 @@ def _preconditioner(near: Sequence[DampedBlocks | None], space: Space) -> Linear
 
 
 def _one_product(stack: Stack) -> Structure:
-    """Return inverses that need no iteration."""
+    """Return inverses, or their approximations if they need an iteration."""
     structure = stack.structure
     return structure.near if isinstance(structure, IterativeInverse) else structure
 
@@ -381,7 +390,6 @@ class _Diagonal(LinearOperator):
         self.entries = space.unflatten(entries.unsqueeze(0))
 
     def multiply(self, columns: Columns) -> Columns:
-        """Scale all entries."""
         return {name: self.entries[name] * t for name, t in columns.items()}
 
-    multiply_transposed = multiply  # it is symmetric
+    multiply_transposed = multiply  # diagonal matrices are symmetric

@@ -1,1 +1,1 @@
-"""Figures: one file each, which draws it when it runs. They need matplotlib: `pip install matplotlib`."""
+"""Figures: each file draws one figure when run. They need matplotlib: `pip install matplotlib`."""

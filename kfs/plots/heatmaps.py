@@ -1,6 +1,7 @@
-"""What the matrix figures share: the synthetic problem, heatmaps of block matrices, and how figures are written.
+"""Code shared by the matrix figures: the synthetic problem, heatmaps of block matrices, and saving of figures.
 
-One figure, one colour scale: its panels can be compared. The figures themselves are in the files next to this one.
+All panels of a figure have the same color scale, so they can be compared. The figures are in the other files of this
+folder.
 """
 
 import sys
@@ -26,19 +27,19 @@ FORMATS: Final = ("png", "svg")
 
 
 def problem(num_data: int = 100, seed: int = 6) -> EmpiricalRisk:
-    """Make the synthetic problem: a small ReLU network and random data, in double precision.
+    """Return the synthetic problem: a small ReLU network and random data, in double precision.
 
-    The global random state stays as it is. Weights are drawn wider than PyTorch does, so that no layer's block is too
-    pale to be seen next to another's. The seed was chosen for legible pictures: every unit is on for some data and off
-    for others, and the empirical Fisher is about as large as the GGN, which it is not for most seeds. So errors of
-    approximations here are examples, and not typical ones.
+    The global random state is not changed. Weights have a larger variance than PyTorch's initialization, so that the
+    blocks of all layers are visible. The seed was chosen for legible pictures: every unit is active for some examples
+    and inactive for others, and the empirical Fisher is about as large as the GGN, which is not so for most seeds.
+    Therefore, errors of approximations in these figures are not typical.
 
     Args:
-        num_data: How many examples.
+        num_data: Number of examples.
         seed: Seed for parameters and data.
 
     Returns:
-        A risk whose parameters are three weights and three biases, in turn: 59 numbers.
+        A risk with three weights and three biases as parameters, alternating: 59 numbers.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -48,11 +49,11 @@ def problem(num_data: int = 100, seed: int = 6) -> EmpiricalRisk:
         for layer in layers:
             nn.init.normal_(layer.weight, std=1.25 * layer.in_features**-0.5)
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
-    return EmpiricalRisk(model, nn.MSELoss(), (X, y), progress=False)  # the tour shows its own
+    return EmpiricalRisk(model, nn.MSELoss(), (X, y), progress=False)  # the tour shows its own progress
 
 
 def blocks(risk: EmpiricalRisk) -> dict[str, int]:
-    """Return how many rows each parameter's block has, by its label: `W1`, `b1`, `W2`, and so on."""
+    """Return the number of rows of each parameter's block, by label: `W1`, `b1`, `W2`, and so on."""
     labels: dict[str, int] = {}
     for i, p in enumerate(risk.params.values()):
         labels[f"{'b' if i % 2 else 'W'}{i // 2 + 1}"] = p.numel()
@@ -60,11 +61,11 @@ def blocks(risk: EmpiricalRisk) -> dict[str, int]:
 
 
 def common_limit(matrices: Mapping[str, Tensor], quantile: float = 0.98) -> float:
-    """Return the largest absolute entry that the colours distinguish: a quantile of the non-zero ones of all panels.
+    """Return the limit of the color scale: a quantile of the absolute non-zero entries of all panels.
 
     Args:
-        matrices: What is shown, by panel.
-        quantile: How many of the entries keep their own colour; the few beyond have the last one.
+        matrices: The matrices, by panel.
+        quantile: Share of entries within the limit; the few entries beyond have the last color.
 
     Returns:
         The limit on both sides of zero; one if all entries are zero.
@@ -78,13 +79,13 @@ def draw_matrix(axes: "Axes", matrix: Tensor, labels: Mapping[str, int], limit: 
     """Draw a matrix as a heatmap, with thin lines between blocks and thicker ones between layers.
 
     Args:
-        axes: Where.
+        axes: The axes to draw in.
         matrix: A square matrix.
-        labels: How many rows each block has, by its label. A layer begins at each label that starts with `W`.
-        limit: The absolute value at which the colours end.
+        labels: Number of rows of each block, by label. A layer begins at each label that starts with `W`.
+        limit: The absolute value at which the colors end.
 
     Returns:
-        The image, for a colour bar.
+        The image, for a color bar.
     """
     image = axes.imshow(matrix.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="none")
     ends = torch.tensor([0, *labels.values()]).cumsum(0).tolist()
@@ -92,22 +93,22 @@ def draw_matrix(axes: "Axes", matrix: Tensor, labels: Mapping[str, int], limit: 
         width = 0.6 if label.startswith("W") else 0.25
         axes.axhline(start - 0.5, color=LINE, linewidth=width)
         axes.axvline(start - 0.5, color=LINE, linewidth=width)
-    centres = [(start + end - 1) / 2 for start, end in pairwise(ends)]
+    centers = [(start + end - 1) / 2 for start, end in pairwise(ends)]
     names = [f"${label[0]}_{{{label[1:]}}}$" for label in labels]
-    axes.set_xticks(centres, names)
-    axes.set_yticks(centres, names)
+    axes.set_xticks(centers, names)
+    axes.set_yticks(centers, names)
     quiet(axes)
     axes.tick_params(length=0, pad=2)
     return image
 
 
 def draw_panels(matrices: Mapping[str, Tensor], risk: EmpiricalRisk, columns: int) -> "Figure":
-    """Draw heatmaps in rows, all with the same colours; only the outer ones have labels.
+    """Draw heatmaps in a grid, all with the same colors; only the outer ones have labels.
 
     Args:
-        matrices: What is shown, by the panels' titles.
-        risk: Whose parameters the rows and columns of the matrices belong to.
-        columns: How many panels stand side by side.
+        matrices: The matrices, by title of the panel.
+        risk: The risk with the parameters that rows and columns of the matrices belong to.
+        columns: Number of panels per row.
 
     Returns:
         The figure.
@@ -132,21 +133,21 @@ def draw_panels(matrices: Mapping[str, Tensor], risk: EmpiricalRisk, columns: in
 
 
 def save(figure: "Figure", folder: str | Path, name: str, formats: tuple[str, ...] = FORMATS) -> list[Path]:
-    """Write a figure, equal bytes for equal figures.
+    """Save a figure, with equal bytes for equal figures.
 
     Args:
-        figure: What to write.
-        folder: Where to; it is made if need be.
-        name: Name of the files, without what the format adds.
-        formats: Which ones.
+        figure: The figure.
+        folder: The folder to write to, created if missing.
+        name: Name of the files, without extension.
+        formats: Formats to write.
 
     Returns:
-        Where the files are.
+        Paths of the files.
     """
     from matplotlib import rc_context  # noqa: PLC0415 (optional)
 
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # the layout is done: it must not depend on what was written before
+    figure.set_layout_engine("none")  # freeze the layout, which otherwise could depend on formats written before
     Path(folder).mkdir(parents=True, exist_ok=True)
     paths = [Path(folder) / f"{name}.{kind}" for kind in formats]
     for path in paths:
@@ -162,17 +163,17 @@ def draw_flattenings(
     columns: int,
     formats: tuple[str, ...],
 ) -> list[Path]:
-    """Draw and write one figure per flattening.
+    """Draw and save one figure per flattening.
 
     Args:
-        data: Computes panels, for a flattening and a problem.
-        folder: Where to write figures.
-        name: Name of the files, without flattening and format.
-        columns: How many panels stand side by side.
-        formats: Which files to write of each.
+        data: Function from a flattening and a problem to the matrices of the panels.
+        folder: The folder to write to.
+        name: Name of the files, without flattening and extension.
+        columns: Number of panels per row.
+        formats: Formats to write.
 
     Returns:
-        Where the files are.
+        Paths of the files.
     """
     risk, paths = problem(), []
     for flattening in FLATTENINGS:
@@ -182,6 +183,6 @@ def draw_flattenings(
 
 
 def run(draw: Callable[[str], list[Path]]) -> None:
-    """Draw into the folder that the command line names, or into this one, and print where the files are."""
+    """Draw into the folder given on the command line, or the current one, and print the paths of the files."""
     for path in draw(sys.argv[1] if len(sys.argv) > 1 else "."):
         print(path)

@@ -1,8 +1,8 @@
 r"""The Rosenbrock function and its convex approximation by partial linearization.
 
-The function is a square norm of $h(x)$. With $h$ replaced by its tangent at the anchor, a quadratic remains whose
-Hessian is the GGN: it touches the function at the anchor, and its minimum is where a Gauss-Newton step leads. At
-this anchor the function itself curves down in one direction.
+The function is the squared norm of $h(x)$. Replacing $h$ by its tangent at the anchor gives a quadratic function with
+the GGN as Hessian. It touches the function at the anchor, and a Gauss-Newton step leads to its minimum. At this anchor
+the function itself has negative curvature in one direction.
 
 Run it: `python kfs/plots/linearized_rosenbrock.py figures`.
 """
@@ -29,14 +29,14 @@ SOLID, DASHED = "#2166ac", "#b2182b"
 
 
 def data(points: int = 301) -> dict[str, Tensor]:
-    """Compute what is shown.
+    """Compute the data of the figure.
 
     Args:
         points: Number of grid points per axis.
 
     Returns:
         Coordinates `x1`, `x2` `[points]`; `function` and `approximation` on their grid, `[x2, x1]`; the `anchor`, the
-        `minimum` of the function and that of the approximation, `step`, `[2]` each.
+        `minimum` of the function and the minimum of the approximation, `step`, `[2]` each.
     """
     x1 = torch.linspace(-2, 3, points, dtype=torch.float64)
     x2 = torch.linspace(-2, 3, points, dtype=torch.float64)
@@ -60,11 +60,11 @@ def draw(folder: str | Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
     """Draw the figure.
 
     Args:
-        folder: Where to write it.
-        formats: Which files to write.
+        folder: The folder to write to.
+        formats: Formats to write.
 
     Returns:
-        Where the files are.
+        Paths of the files.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
 
@@ -87,7 +87,7 @@ def draw(folder: str | Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
 
 
 def _rosenbrock(x: Tensor) -> Tensor:
-    """Evaluate the function, composed of its parts."""
+    """Evaluate the Rosenbrock function, composed of its outer and inner function."""
     return rosenbrock_outer(rosenbrock_inner(x, ALPHA))
 
 

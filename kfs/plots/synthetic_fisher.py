@@ -1,8 +1,8 @@
-"""Fisher matrices of a small network, in both flattenings, and how sampling comes closer to the exact one.
+"""Fisher matrices of a small network, in both flattenings, and the convergence of the Monte Carlo Fisher.
 
-For the square loss the exact Fisher is the GGN. The Monte Carlo Fisher scatters around it, less so the more labels
-are drawn per example: its error falls like one over the square root of their number. The empirical Fisher has the
-labels of the data in place of drawn ones and is another matrix, however many examples there are.
+For the square loss the exact Fisher is the GGN. The Monte Carlo Fisher is unbiased but noisy: its error falls like one
+over the square root of the number of labels drawn per example. The empirical Fisher uses the labels of the data
+instead of drawn ones. It is a different matrix, for any number of examples.
 
 Run it: `python kfs/plots/synthetic_fisher.py figures`.
 """
@@ -26,14 +26,14 @@ SEEDS = 10
 
 
 def data(flattening: str, risk: EmpiricalRisk | None = None) -> dict[str, Tensor]:
-    """Compute the matrices that are shown.
+    """Compute the matrices of the figure.
 
     Args:
         flattening: `"cvec"` or `"rvec"`.
-        risk: The problem; by default the synthetic one.
+        risk: The problem; by default, the synthetic one.
 
     Returns:
-        Matrices by the panels' titles.
+        Matrices by title of the panel.
     """
     risk = problem() if risk is None else risk
     return {
@@ -47,14 +47,14 @@ def data(flattening: str, risk: EmpiricalRisk | None = None) -> dict[str, Tensor
 
 
 def convergence(samples: tuple[int, ...] = SAMPLES, seeds: int = SEEDS) -> Tensor:
-    """Compute how far the Monte Carlo Fisher is from the GGN.
+    """Compute the error of the Monte Carlo Fisher, compared to the GGN.
 
     Args:
         samples: Numbers of draws per example.
-        seeds: How many times to draw.
+        seeds: Number of repetitions with different seeds.
 
     Returns:
-        Spectral norms of the residuals over that of the GGN, shape `[seeds, len(samples)]`.
+        Spectral norms of the errors, divided by the norm of the GGN, shape `[seeds, len(samples)]`.
     """
     risk = problem()
     G = GGN(risk).to_dense()
@@ -67,7 +67,7 @@ def convergence(samples: tuple[int, ...] = SAMPLES, seeds: int = SEEDS) -> Tenso
 
 
 def draw_convergence(samples: tuple[int, ...], errors: Tensor) -> "Figure":
-    """Draw errors `[seeds, len(samples)]`, their mean, and the line that falls like one over the square root."""
+    """Draw errors `[seeds, len(samples)]`, their mean, and a line that falls like one over the square root."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
 
     figure = Figure(figsize=(4.2, 2.9), layout="constrained")
@@ -96,13 +96,13 @@ def draw(
     """Draw the figures: matrices in each flattening, and the convergence.
 
     Args:
-        folder: Where to write them.
-        formats: Which files to write of each.
+        folder: The folder to write to.
+        formats: Formats to write.
         samples: As in `convergence`.
         seeds: As in `convergence`.
 
     Returns:
-        Where the files are.
+        Paths of the files.
     """
     paths = draw_flattenings(data, folder, "synthetic_fisher", 3, formats)
     figure = draw_convergence(samples, convergence(samples, seeds))

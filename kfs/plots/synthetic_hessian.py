@@ -1,7 +1,7 @@
-"""Hessian and GGN of a small network, and what their block diagonals leave of them, in both flattenings.
+"""Hessian and GGN of a small network, and their block diagonals, in both flattenings.
 
-A ReLU network is piecewise linear in the parameters of any one layer. The network's own second derivatives are thus
-zero within a layer: on the diagonal the blocks of both matrices are the same, and they differ only beside it.
+A ReLU network is piecewise linear in the parameters of any single layer. The network's own second derivatives are thus
+zero within a layer: both matrices have the same diagonal blocks, and differ only in off-diagonal blocks.
 
 Run it: `python kfs/plots/synthetic_hessian.py figures`.
 """
@@ -16,14 +16,14 @@ from kfs.problem.risk import EmpiricalRisk
 
 
 def data(flattening: str, risk: EmpiricalRisk | None = None) -> dict[str, Tensor]:
-    """Compute what is shown.
+    """Compute the matrices of the figure.
 
     Args:
         flattening: `"cvec"` or `"rvec"`.
-        risk: The problem; by default the synthetic one.
+        risk: The problem; by default, the synthetic one.
 
     Returns:
-        Matrices by the panels' titles: full ones, then those with one diagonal block per parameter.
+        Matrices by title of the panel: full ones, then block-diagonal ones with one block per parameter.
     """
     risk = problem() if risk is None else risk
     return {
@@ -38,11 +38,11 @@ def draw(folder: str | Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
     """Draw the figures, one per flattening.
 
     Args:
-        folder: Where to write them.
-        formats: Which files to write of each.
+        folder: The folder to write to.
+        formats: Formats to write.
 
     Returns:
-        Where the files are.
+        Paths of the files.
     """
     return draw_flattenings(data, folder, "synthetic_hessian", 2, formats)
 

@@ -1,8 +1,9 @@
 """Three curvature matrices of a small network, their exact block diagonals, and KFAC, in both flattenings.
 
-KFAC has one block per layer, for weight and bias together, and approximates the block of the matrix in the middle
-column. Rows and columns are ordered as in the other figures, a weight and then its bias. In `cvec` the picture of a
-block is thus that of a Kronecker product; in `rvec` the bias' entries stand at its end and not at the end of each row.
+KFAC has one block per layer, for weight and bias together, which approximates the block of the matrix in the middle
+column. Rows and columns are ordered as in the other figures, a weight and then its bias. In `cvec`, a block therefore
+looks like a Kronecker product. In `rvec` it does not: the entries of the bias are at the end of the block instead of at
+the end of each row.
 
 Run it: `python kfs/plots/synthetic_kfac.py figures`.
 """
@@ -21,18 +22,18 @@ MC_SAMPLES = 100
 
 
 def data(flattening: str, risk: EmpiricalRisk | None = None) -> dict[str, Tensor]:
-    """Compute what is shown.
+    """Compute the matrices of the figure.
 
     Args:
         flattening: `"cvec"` or `"rvec"`.
-        risk: The problem; by default the synthetic one.
+        risk: The problem; by default, the synthetic one.
 
     Returns:
-        Matrices by the panels' titles: full, block-diagonal and KFAC, for GGN, Monte Carlo Fisher (equal draws for all
-        three) and empirical Fisher.
+        Matrices by title of the panel: full, block-diagonal and KFAC, for GGN, Monte Carlo Fisher (with equal draws for
+        all three) and empirical Fisher.
     """
     risk = problem() if risk is None else risk
-    sampled = partial(Fisher, risk, "type-1", mc_samples=MC_SAMPLES, chunk_size=64)  # all columns at once: drawn once
+    sampled = partial(Fisher, risk, "type-1", mc_samples=MC_SAMPLES, chunk_size=64)  # one chunk: labels are drawn once
     operators = {
         "GGN": GGN(risk),
         "GGN, layer blocks": GGN(risk, block_diagonal="layer"),
@@ -51,11 +52,11 @@ def draw(folder: str | Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
     """Draw the figures, one per flattening.
 
     Args:
-        folder: Where to write them.
-        formats: Which files to write of each.
+        folder: The folder to write to.
+        formats: Formats to write.
 
     Returns:
-        Where the files are.
+        Paths of the files.
     """
     return draw_flattenings(data, folder, "synthetic_kfac", 3, formats)
 

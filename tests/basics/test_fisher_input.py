@@ -126,7 +126,7 @@ class Centred(nn.Module):
         (nn.Dropout(0.5), "drew random numbers"),
         (nn.RReLU(), "drew random numbers"),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), "changed its buffers"),
-        (Centred(), "changes with the other data"),
+        (Centred(), "changes with the other examples"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -34,7 +34,7 @@ def test_names(compress: Any) -> None:
     K = kfs.KFAC(mlp_risk(model))
     with pytest.raises(ModelError, match=r"keep is empty.*Name at least one"):
         compress(model, K, {})
-    with pytest.raises(ModelError, match=r"keep names '1', which is no linear layer.*Choose from '0', '2'"):
+    with pytest.raises(ModelError, match=r"keep names '1', which is not a linear layer.*Choose from '0', '2'"):
         compress(model, K, {"1": 0.5})
 
 

@@ -298,7 +298,7 @@ def test_weights_that_others_read() -> None:
     model = ReadsWeight().double().eval()
     assert not links(model)
     K = kfs.KFAC(mlp_risk(model))
-    with pytest.raises(ModelError, match=r"Layer 'second' does not read all channels of another layer"):
+    with pytest.raises(ModelError, match=r"Layer 'second' does not read exactly the channels of one other layer"):
         prune(model, K, {"second": 0.5}, structured=True)
 
 
@@ -313,7 +313,7 @@ def test_what_cannot_be_reached() -> None:
     K = kfs.KFAC(mlp_risk(model))
     with pytest.raises(ModelError, match=r"Without all channels.* 21 numbers are left, more than the 7 .*Keep more"):
         prune(model, K, 0.1, structured=True)
-    with pytest.raises(ModelError, match=r"Layer '0' does not read all channels of another layer.*Leave it out"):
+    with pytest.raises(ModelError, match=r"Layer '0' does not read exactly the channels of one other.*Leave it out"):
         prune(model, K, {"0": 0.5}, structured=True)
     small, report = prune(model, K, {"0": 1.0, "2": 0.5}, structured=True)
     assert [row.form for row in report.rows] == ["smaller", "smaller"]

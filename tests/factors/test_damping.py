@@ -225,7 +225,7 @@ def test_relative_damping_of_parameters_that_are_not_used(make: Any) -> None:
         rest = inverse.submatrix(unused).to_dense()
         mean = alone.to_dense().diagonal().mean()
         close(rest, torch.eye(len(rest)).double() / (0.1 * mean))
-    with pytest.raises(SolverError, match=r"has no curvature, nor has another block.*absolute number"):
+    with pytest.raises(SolverError, match=r"has no curvature, and neither has any other block.*absolute number"):
         (0 * K).inverse(kfs.Relative(0.1))
 
 

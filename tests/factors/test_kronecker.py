@@ -250,7 +250,7 @@ def test_singular_and_bad_factors_are_named() -> None:
     broken[0, 0] = torch.nan
     methods: tuple[Any, ...] = ("exact", "factored", "per-factor")
     for method in methods:
-        with pytest.raises(SolverError, match="'W' has NaN"):
+        with pytest.raises(SolverError, match="'W' contains NaN"):
             one_block(broken, definite(2)).inverse(0.1, method)
 
 

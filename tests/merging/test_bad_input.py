@@ -85,14 +85,14 @@ MODELS: dict[str, tuple[Change, type[KfsError], str]] = {
     "another slope": (
         other_settings,
         ModelError,
-        r"Module '4' \(LeakyReLU\) has other settings: negative_slope=0\.1 in models\[0\], and negative_slope=1\.1 in",
+        r"Module '4' \(LeakyReLU\) has different settings: negative_slope=0\.1 in models\[0\], and negative_slope=1\.1",
     ),
     "a module": (one_more_module, ModelError, r"models\[0\] and models\[1\] do not both have the modules '3'\. Build"),
     "another width": (wider, ShapeError, r"'0\.weight' has shape \[5, 4\] in models\[0\] and \[6, 4\] in models\[1\]"),
     "no bias": (without_bias, ModelError, r"models\[1\] lacks the parameters or buffers '2\.bias'"),
     "a buffer": (one_more_buffer, ModelError, r"models\[0\] lacks the parameters or buffers 'extra'"),
     "another dtype": (lambda m, _: m[1].float(), DtypeError, r"is torch\.float64 in models\[0\] and torch\.float32 in"),
-    "NaN": (nan, ModelError, r"models\[1\]: Parameter '0\.weight' has NaN.* Leave this model out"),
+    "NaN": (nan, ModelError, r"models\[1\]: Parameter '0\.weight' contains NaN.* Leave this model out"),
     "meta": (on_meta, ModelError, r"models\[1\]: Parameter '0\.weight' is on the meta device.*Load its values"),
     "one model": (lambda m, _: m.pop(), ModelError, r"There is 1 model to merge\. Pass at least two"),
     "the same twice": (
@@ -123,7 +123,7 @@ MODELS: dict[str, tuple[Change, type[KfsError], str]] = {
     "other parameters": (
         only_weights,
         ModelError,
-        r"are curvatures of other parameters: '0\.bias', '2\.bias' only in the first one, and none .* same params=",
+        r"are curvatures of different parameters: '0\.bias', '2\.bias' only in the first one, and none .* same params=",
     ),
     "other names": (
         of_other_names,
@@ -218,7 +218,7 @@ def test_preconditioners() -> None:
     with pytest.raises(ModelError, match=r"preconditioner has 1 operator for 2 models"):
         kfs.merge(models, exact, preconditioner=curvatures[:1])
     some = [K.submatrix(["0.weight", "0.bias"]) for K in curvatures]
-    with pytest.raises(ModelError, match=r"curvatures\[0\] and preconditioner\[0\] are curvatures of other parameters"):
+    with pytest.raises(ModelError, match=r"curvatures\[0\] and preconditioner\[0\] are curvatures of different"):
         kfs.merge(models, exact, preconditioner=some)
 
 

@@ -208,7 +208,7 @@ def test_buffers_that_are_not_saved() -> None:
     for place, model in enumerate(models):
         model.register_buffer("scale", torch.full((2,), float(place)), persistent=False)
     with pytest.warns(
-        KfsWarning, match=r"The buffers 'scale' differ between models, and are in no state dict"
+        KfsWarning, match=r"The buffers 'scale' differ between models, and are not in the state dict"
     ) as caught:
         state = kfs.merge(models, curvatures)
     assert "scale" not in state

@@ -1,4 +1,4 @@
-"""Sums for Kronecker factors, added up over ranks: at all of them, or at the owners of blocks."""
+"""Sums for Kronecker factors, added up over ranks: on all ranks, or on the owner rank of each block."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,27 +18,27 @@ from kfs.runtime.sync import numbers
 
 
 def choose_owners(blocks: Iterable[BlockSums], ranks: int, known: Mapping[str, int]) -> dict[str, int]:
-    """Return the rank that owns each block, by name; the same on all ranks.
+    """Return the owner rank of each block, by name; the result is the same on all ranks.
 
     Args:
         blocks: Sums, which may be on the meta device.
-        ranks: How many ranks there are.
+        ranks: Number of ranks.
         known: Owners that were chosen before.
 
     Returns:
-        Owners of all blocks, and those that were known.
+        The owners of all blocks, including the known ones.
     """
     new = [block for block in blocks if block.layout.name not in known]
     if not new:
         return dict(known)
-    # EKFAC keeps eigenvectors and eigenvalues, and so do inverses with exact damping.
+    # Count memory for eigenvectors and eigenvalues: EKFAC and inverses with exact damping keep them.
     parts = [part for block in new for part in parts_of(block, eigen=True)]
     placed = place(parts, ranks, divide=False).owners
     return dict(known) | {block.layout.name: placed[block.layout.name, "A"] for block in new}
 
 
 def add_up_at_owners(ranks: Ranks, blocks: Iterable[BlockSums], owners: Mapping[str, int]) -> None:
-    """Add up the totals of blocks that all ranks have. Owners keep the sums, and others keep no numbers."""
+    """Add up the totals of blocks that all ranks have. Only the owner of a block keeps the sums."""
     of_rank: dict[int, list[BlockSums]] = {}
     for block in blocks:
         of_rank.setdefault(owners[block.layout.name], []).append(block)
@@ -52,7 +52,7 @@ def add_up_at_owners(ranks: Ranks, blocks: Iterable[BlockSums], owners: Mapping[
 
 
 def keep_own(blocks: Iterable[BlockSums], owners: Mapping[str, int], rank: int) -> None:
-    """Forget the numbers of blocks that others own."""
+    """Free the sums of blocks that other ranks own."""
     for block in blocks:
         if owners[block.layout.name] != rank:
             for s in block.sums:
@@ -60,7 +60,7 @@ def keep_own(blocks: Iterable[BlockSums], owners: Mapping[str, int], rank: int) 
 
 
 class _Stored(NamedTuple):
-    """How a sum is stored."""
+    """Storage format of a sum."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,7 +78,7 @@ class _Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class _Role:
-    """What other ranks have to know about the sums of a role."""
+    """Metadata of a role's sums, exchanged between ranks."""
 
     input: _Stored
     gradient: _Stored
@@ -90,7 +90,7 @@ class _Role:
 
 @dataclass(frozen=True)
 class _Block:
-    """What other ranks have to know about a block."""
+    """Block metadata exchanged between ranks."""
 
     layout: Layout
     sharing: str
@@ -105,14 +105,14 @@ def add_up_blocks(
     """Add up the sums of all blocks, in place.
 
     Args:
-        ranks: Who takes part.
-        blocks: Those of this rank, before they are completed, with settled counts.
-        device: For sums that only other ranks have.
+        ranks: The participating ranks.
+        blocks: The blocks of this rank, before they are completed, with settled counts.
+        device: Device for sums that only other ranks have.
         products: Precision in which further vectors are multiplied.
 
     Returns:
-        The blocks of all ranks, in the same order on all of them, and `(parameter, operation)` of those that do not fit
-        together with what other ranks have seen.
+        The blocks of all ranks, in the same order on each rank, and `(parameter, operation)` of the uses that
+        contradict those on other ranks.
     """
     result, conflicts = agreed_blocks(ranks, blocks, device, products)
     add_up_totals(ranks, result.values())
@@ -122,9 +122,9 @@ def add_up_blocks(
 def agreed_blocks(
     ranks: Ranks, blocks: dict[Key, BlockSums], device: torch.device | str, products: Products
 ) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
-    """Let all ranks have the same blocks, with counts over all ranks. Totals stay those of this rank: summands.
+    """Make the set of blocks equal on all ranks, with counts summed over ranks. Totals are not summed yet.
 
-    Arguments and results are those of `add_up_blocks`.
+    Arguments and results are the same as for `add_up_blocks`.
     """
     found = [block for some in ranks.gather("blocks", _described(blocks)) for block in some]
     # A rank whose first use of a parameter was on the other side has the transposed layout.
@@ -153,14 +153,14 @@ def add_up_totals(ranks: Ranks, blocks: Iterable[BlockSums]) -> None:
 
 
 def summed_tensors(block: BlockSums) -> Iterator[Tensor]:
-    """Yield all tensors of a block that have to be added up; of symmetric ones the upper triangle."""
+    """Yield all tensors of a block that are summed over ranks; for symmetric matrices, the upper triangle."""
     for _, role in sorted(block.roles.items()):
         for s in (role.input, role.gradient):
             yield from [s.total] if s.diagonal else upper_triangle(s.total)
 
 
 def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
-    """Describe all blocks of this rank."""
+    """Return the metadata of this rank's blocks, reading counters on the device once for all of them."""
     squares = [r.inverse_squares for block in blocks.values() for r in block.roles.values()]
     on_host = iter(numbers([one for one in squares if isinstance(one, Tensor)]))
     described = []
@@ -182,7 +182,7 @@ def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
 
 
 def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]]]:
-    """Return one description of every block, and the uses that do not fit together with those of ranks before."""
+    """Return merged metadata of every block, and the uses that contradict those on lower ranks."""
     placement = BlockMap()
     agreed: dict[Key, _Block] = {}
     conflicts: set[tuple[str, str]] = set()
@@ -200,7 +200,7 @@ def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]
 
 
 def _turned_to(layout: Layout, block: _Block) -> _Block:
-    """Do what `BlockSums.turned_to` does."""
+    """Return the metadata after `BlockSums.turned_to`."""
     roles = roles_for(layout, block.layout, block.roles)
     return block if roles is block.roles else replace(block, layout=layout, roles=roles)
 
@@ -214,7 +214,7 @@ def _belongs(block: _Block, layout: Layout) -> bool:
 
 
 def _with_roles(mine: BlockSums | None, block: _Block, device: torch.device | str, products: Products) -> BlockSums:
-    """Return the sums of this rank for a block, with zeros for what only other ranks have."""
+    """Return the sums of this rank for a block, with zeros for roles that only other ranks have."""
     result = BlockSums(block.layout, block.sharing, block.forward_only, operations=set(block.operations))
     for side, role in sorted(block.roles.items()):
         own = None if mine is None or mine.layout != block.layout else mine.roles.get(side)
@@ -225,7 +225,7 @@ def _with_roles(mine: BlockSums | None, block: _Block, device: torch.device | st
 
 
 def _set_counts(role: RoleSums, found: list[_Role]) -> None:
-    """Let the host know what all ranks together have counted."""
+    """Set the counters of a role to their sums over all ranks."""
     role.counted = sum(one.counted for one in found)
     role.positions = sum(one.positions for one in found)
     role.input.ones = sum(one.ones[0] for one in found)

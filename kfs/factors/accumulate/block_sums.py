@@ -1,6 +1,6 @@
-"""The sums of one block, before any scaling: of inputs and of gradients, for each role of its parameter.
+"""The unscaled sums of one block: outer products of inputs and of gradients, for each role of its parameter.
 
-`BlockMap` decides which blocks there are, and to which one a use belongs.
+`BlockMap` assigns uses to blocks.
 """
 
 from collections.abc import Iterable
@@ -23,22 +23,22 @@ Role = TypeVar("Role")
 
 @dataclass
 class RoleSums:
-    """Sums of one role of a parameter: inputs, gradients, and over how many positions (or data) they were taken.
+    """Sums of one role of a parameter: inputs, gradients, and the number of positions (or examples) in them.
 
-    How many positions count may depend on data (a padding index, tokens that are sent to experts). Then an accelerator
-    keeps their number, so that nobody waits for it, until `settle_counts`.
+    The number of positions that count may depend on data (a padding index, tokens routed to experts). It is then kept
+    on the accelerator until `settle_counts`, to avoid synchronizing in every batch.
 
     Attributes:
         input: Outer products of inputs.
         gradient: Outer products of gradients.
-        counted: Number of positions (or data), as far as the host knows it.
-        inverse_squares: Sum over data of `1 / S^2`, for their numbers `S` of positions, if the identity stands in for
-            gradients (forward-only) and sharing is `reduce`.
-        positions: Number of positions that were summed over, if data are counted (`reduce`).
-        terms_on_device: What is to be added to `counted`, in float64; `None` if there never was anything. It is changed
-            in place.
-        positions_on_device: What is to be added to `positions`, likewise.
-        settled: Whether both are zero.
+        counted: Number of positions (or examples) counted on the host.
+        inverse_squares: Sum over examples of `1 / S^2`, where `S` is the number of positions of an example. Used only
+            if the identity replaces gradients (forward-only) and sharing is `reduce`.
+        positions: Number of positions that were summed over, if `counted` counts examples (`reduce`).
+        terms_on_device: Amount to be added to `counted`, in float64, changed in place; `None` if nothing was counted on
+            a device.
+        positions_on_device: Amount to be added to `positions`, likewise.
+        settled: Whether nothing remains to be added from the device.
     """
 
     input: OuterProductSum
@@ -52,40 +52,40 @@ class RoleSums:
 
     @property
     def on_device(self) -> list[Tensor]:
-        """Numbers that only a device knows."""
+        """The counters on the device."""
         return [t for t in (self.terms_on_device, self.positions_on_device) if t is not None]
 
     @property
     def terms(self) -> float:
-        """Number of positions (or data). This waits for an accelerator if counts are not settled."""
+        """Number of positions (or examples). Synchronizes with the accelerator if counts are not settled."""
         if not self.settled:
             settle_counts([self])
         return self.counted
 
     def add_terms(self, count: float | Tensor) -> None:
-        """Add a number of positions (or data); one that is on a device stays there."""
+        """Add a number of positions (or examples); a tensor is added on its device."""
         if isinstance(count, Tensor):
             self.terms_on_device = self._added(self.terms_on_device, count)
         else:
             self.counted += count
 
     def add_summed(self, count: float | Tensor) -> None:
-        """Add a number of positions that were summed over (`reduce`); one that is on a device stays there."""
+        """Add a number of positions that were summed over (`reduce`); a tensor is added on its device."""
         if isinstance(count, Tensor):
             self.positions_on_device = self._added(self.positions_on_device, count)
         else:
             self.positions += count
 
     def _added(self, before: Tensor | None, count: Tensor) -> Tensor:
-        """Add a number that only a device knows, in place if there was one before."""
+        """Add a number to a counter on the device, which is created if it is `None`."""
         self.settled = False
         if before is None:
             before = torch.zeros((), dtype=torch.float64, device=count.device)
         return before.add_(count)
 
     def add_positions(self, counts: Tensor) -> None:
-        """Add the numbers of positions of some data, `[batch]`. The device is not asked for a result."""
-        # The gradients of an example without any position have a sum of zero.
+        """Add the numbers of positions of some examples, `[batch]`, without synchronizing with the device."""
+        # An example without positions contributes nothing: its sum of gradients is zero.
         squares = counts.to(at_least_float32(self.input.total.dtype)).square()
         more = torch.where(squares > 0, 1 / squares, 0.0).sum()
         if not isinstance(self.inverse_squares, Tensor):
@@ -93,7 +93,7 @@ class RoleSums:
         self.inverse_squares.add_(more)
 
     def plus(self, other: "RoleSums") -> "RoleSums":
-        """Return the sums over both."""
+        """Return the sums over the data of both."""
         input_sum, gradient_sum = self.input.plus(other.input), self.gradient.plus(other.gradient)
         squares = self.inverse_squares + other.inverse_squares
         positions = self.positions + other.positions
@@ -113,14 +113,14 @@ class RoleSums:
         self.inverse_squares = self.inverse_squares + other.inverse_squares
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
-        """Complete all sums, and let the host know their counts; nothing is kept on a device for further ones."""
+        """Complete all sums, and move their counts to the host. The counters on the device are discarded."""
         self.input.complete(dtype)
         self.gradient.complete(dtype)
         self.counted = self.terms
         self.terms_on_device = self.positions_on_device = None
 
     def state(self) -> dict[str, Any]:
-        """Return everything, for a file."""
+        """Return all sums and counts, as the content of a file."""
         sums = {"input": self.input.state(), "gradient": self.gradient.state()}
         return sums | {
             "terms": self.terms,
@@ -130,9 +130,9 @@ class RoleSums:
 
 
 def settle_counts(roles: Iterable[RoleSums]) -> None:
-    """Let the host know what was counted on devices; an accelerator is asked once for all of it.
+    """Add the counters on devices to those on the host, with one synchronization.
 
-    Tensors are set to zero in place: a pass that is replayed goes on adding to them.
+    The counters on devices are set to zero in place, because a replayed pass continues to add to them.
     """
     unknown = [role for role in roles if not role.settled]
     pending = [t for role in unknown for t in role.on_device]
@@ -149,19 +149,19 @@ def settle_counts(roles: Iterable[RoleSums]) -> None:
 class BlockSums:
     """All sums of one block.
 
-    Roles are by the side that inputs are on: `"A"`, and also `"B"` for a parameter that is used in a second role, such
-    as an embedding whose transpose computes the logits.
+    The key of a role is the side of its inputs: `"A"`, and also `"B"` if the parameter is used in a second role. An
+    example is an embedding whose transpose computes the logits.
     """
 
     layout: Layout
     sharing: str  # "expand" or "reduce"; "exact" for the diagonal of a parameter that no rule covers
-    forward_only: bool = False  # whether gradients are left out: `B` is a multiple of the identity
+    forward_only: bool = False  # whether gradients are not used: `B` is a multiple of the identity
     roles: dict[Side, RoleSums] = field(default_factory=dict)
-    operations: set[str] = field(default_factory=set)  # what used the parameter
+    operations: set[str] = field(default_factory=set)  # operations that use the parameter
 
     @classmethod
     def of_diagonal(cls, name: str, entries: Tensor) -> "BlockSums":
-        """Make the block of a parameter of which only the curvature's diagonal is known."""
+        """Make the block of a parameter for which only the diagonal of the curvature is known."""
         size = entries.numel()
         one = OuterProductSum(entries.new_ones(1, 1, 1), diagonal=False)
         role = RoleSums(one, OuterProductSum(entries.reshape(1, size), diagonal=True), 1.0)
@@ -169,12 +169,12 @@ class BlockSums:
 
     @property
     def sums(self) -> list[OuterProductSum]:
-        """All of them."""
+        """The sums of inputs and gradients of all roles."""
         return [s for role in self.roles.values() for s in (role.input, role.gradient)]
 
     @property
     def is_local(self) -> bool:
-        """Whether this process has the numbers. If not, another one owns the block, or nothing was computed."""
+        """Whether this process stores the sums. If not, another rank owns the block, or nothing was computed."""
         return all(s.device.type != "meta" for s in self.sums)
 
     @property
@@ -184,20 +184,20 @@ class BlockSums:
 
     @property
     def terms(self) -> float:
-        """Over how many positions (or data) gradients were summed."""
+        """Number of positions (or examples) over which gradients were summed."""
         return sum(role.terms for role in self.roles.values())
 
     @property
     def work(self) -> float:
-        """How many operations it took to add outer products to all sums, with one gradient for each position."""
+        """Number of operations for adding outer products to all sums, with one gradient for each position."""
         roles = self.roles.values()
         return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)
 
     @property
     def inputs(self) -> float:
-        """How many inputs the trace of `A`'s sum is the sum of squares of, if all have the size of an average one.
+        """Effective number of inputs: the trace of `A`'s sum, divided by the squared norm of an average input.
 
-        With `reduce`, the sum over `S` positions of an example counts as `S^2` inputs: it has the size of `S` of them.
+        With `reduce`, the sum over `S` positions of an example counts as `S^2` inputs: it is as large as `S` of them.
         """
         if self.sharing != "reduce":
             return self.terms
@@ -205,11 +205,11 @@ class BlockSums:
 
     @property
     def identity_scale(self) -> Tensor | float:
-        """What multiplies the identity, if it stands in for gradients.
+        """The factor of the identity, if it replaces gradients.
 
-        With `expand`, gradients at all positions are columns of the identity, and `B` is an average over positions.
-        With `reduce`, their sums over positions are, as if positions were averaged. These sums are divided by `S`, and
-        `B` is the average over data of `1 / S^2` times the identity.
+        With `expand`, the gradient at each position is a column of the identity, and `B` is an average over positions.
+        With `reduce`, the sum of gradients over the `S` positions is a column of the identity, as if positions were
+        averaged. This sum is divided by `S`, so `B` is the average over examples of `1 / S^2`, times the identity.
         """
         if self.sharing == "expand" or not self.terms:
             return 1.0
@@ -220,39 +220,39 @@ class BlockSums:
         return [role.input if place == side else role.gradient for place, role in self.roles.items()]
 
     def is_diagonal(self, side: Side) -> bool:
-        """Whether one side is stored by its diagonal."""
+        """Whether only the diagonal of one side is stored."""
         return all(s.diagonal for s in self.on_side(side))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
-        """Move all sums to a device, or convert them, in place. Those without numbers stay where they are."""
+        """Move all sums to a device, or convert them, in place. Sums on the meta device stay there."""
         where = device if self.is_local else None
         for s in self.sums:
             s.convert(where, dtype)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
-        """Complete all sums, and convert them to another precision if asked for."""
+        """Complete all sums, and convert them to `dtype` if given."""
         for role in self.roles.values():
             role.complete(dtype)
 
     def shared(self) -> "BlockSums":
-        """Return a block with the same tensors, for another owner: what one replaces, the other keeps."""
+        """Return a copy that shares the tensors. Replacing a tensor in one of them does not change the other."""
         roles = {s: replace(r, input=copy(r.input), gradient=copy(r.gradient)) for s, r in self.roles.items()}
         return replace(self, roles=roles, operations=set(self.operations))
 
     def turned_to(self, layout: Layout) -> "BlockSums":
-        """Return the block with another layout of the same parameter, if that is the transposed one; else itself.
+        """Return the block in the transposed layout if that is `layout`; otherwise return it unchanged.
 
-        Which of two layouts a block has depends on the use that came first, and so on the data.
+        The layout of a block depends on the use that came first, and therefore on the data.
         """
         roles = roles_for(layout, self.layout, self.roles)
         return self if roles is self.roles else replace(self, layout=layout, roles=roles)
 
     def fits(self, other: "BlockSums") -> bool:
-        """Whether sums of the roles that both have are stored in the same way."""
+        """Whether the roles that both blocks have are stored in the same way."""
         return all(role.fits(other.roles[side]) for side, role in self.roles.items() if side in other.roles)
 
     def merge_in(self, other: "BlockSums") -> None:
-        """Add sums over other data that fit, in place, before both are completed."""
+        """Add the sums of a block that `fits`, over other data, in place, before both are completed."""
         self.operations |= other.operations
         for side, role in other.roles.items():
             if side in self.roles:
@@ -261,22 +261,23 @@ class BlockSums:
                 self.roles[side] = role
 
     def plus(self, other: "BlockSums") -> "BlockSums":
-        """Return the sums over both; one may have a role that the other does not have."""
+        """Return the sums over the data of both. The blocks need not have the same roles."""
         both = {side: role.plus(other.roles[side]) for side, role in self.roles.items() if side in other.roles}
         return replace(self, roles=other.roles | self.roles | both, operations=self.operations | other.operations)
 
     def side_total(self, side: Side) -> Tensor:
-        """Combine the sums on one side, over both roles that a parameter may have: `[G, d, d]` or `[G, d]`.
+        """Return the sum on one side of the block, combined over its roles: `[G, d, d]` or `[G, d]`.
 
-        Inputs and gradients have different units, so one role's are rescaled, such that both roles have the same
-        ratio of the traces of their two sides. The result scales with the gradients as the curvature does.
+        Inputs and gradients have different units. If there are two roles, the second one is therefore rescaled, such
+        that the traces of its two sides have the same ratio as in the first. The result scales with the gradients as
+        the curvature does.
         """
         if len(self.roles) == 1:
             return self.on_side(side)[0].total
         first, second = self.roles["A"], self.roles["B"]
         inputs = _trace(first.input) * _trace(second.input)
         gradients = _trace(first.gradient) * _trace(second.gradient)
-        # All of it stays on the device, which need not be waited for.
+        # Everything stays on the device, to avoid synchronizing.
         ratio = torch.where((inputs > 0) & (gradients > 0), inputs / gradients, 1.0)
         one, other = (first.input, second.gradient) if side == "A" else (first.gradient, second.input)
         if one.diagonal != other.diagonal:
@@ -285,7 +286,7 @@ class BlockSums:
         return one.total + scale * other.total
 
     def state(self) -> dict[str, Any]:
-        """Return everything, also of sums that are not complete, for a file."""
+        """Return the block as the content of a file. Its sums need not be complete."""
         return {
             "layout": asdict(self.layout),
             "sharing": self.sharing,
@@ -296,7 +297,7 @@ class BlockSums:
 
     @classmethod
     def from_state(cls, state: Any, products: Products = "auto") -> "BlockSums":
-        """Undo `state`; further vectors are multiplied in a given precision."""
+        """Load the result of `state`. Further vectors are multiplied in the precision `products`."""
         layout = Layout.from_state(state["layout"])
         block = cls(layout, str(state["sharing"]), bool(state["forward_only"]), operations=set(state["operations"]))
         rows, columns = layout.row_size, layout.column_size
@@ -317,7 +318,7 @@ class BlockSums:
 
 
 def roles_for(wanted: Layout, layout: Layout, roles: dict[Side, Role]) -> dict[Side, Role]:
-    """Return roles of a block by side, as they are for another layout: if that is the transposed one, sides change."""
+    """Return the roles of a block by side, with sides exchanged if `wanted` is the transposed layout."""
     if wanted == layout or wanted.bias is not None or wanted.groups > 1 or wanted != layout.turned():
         return roles
     other: dict[Side, Side] = {"A": "B", "B": "A"}
@@ -333,11 +334,11 @@ class BlockMap:
     """The layouts of all blocks.
 
     Args:
-        layouts: Blocks that are known from before.
+        layouts: Layouts of known blocks.
 
     Attributes:
-        both_ways: Weights that are used both ways round, after their bias has joined them. That does not fit together:
-            a bias is used in one of these ways only.
+        both_ways: Weights that are used both directly and transposed, after their bias has joined the block. This is a
+            conflict, because the bias is used in one of these ways only.
     """
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
@@ -348,10 +349,10 @@ class BlockMap:
             self.admit(layout)
 
     def place(self, layout: Layout, bias: str | None) -> tuple[Layout, Side]:
-        """Return the layout of a weight's block, and on which side of it inputs are.
+        """Return the layout of a weight's block, and the side that inputs belong to.
 
-        The bias joins if that is wanted and does not contradict earlier uses. A weight that was used the other way
-        round before (an embedding whose transpose computes the logits) has its inputs on the side of the gradients.
+        A given bias joins the block unless that contradicts earlier uses. If the transposed weight was used before (an
+        embedding whose transpose computes the logits), the inputs belong to the side of the gradients, `"B"`.
         """
         there = self._layouts.get(layout.key)
         if there is not None:
@@ -366,7 +367,7 @@ class BlockMap:
         return layout if taken else replace(layout, bias=bias), "A"
 
     def fits(self, layout: Layout) -> bool:
-        """Whether no other block has the same parameters in another way."""
+        """Whether a block is compatible with all others that contain its parameters."""
         if layout.key in self._layouts:
             return layout == self._layouts[layout.key]
         start, stop = layout.rows
@@ -376,7 +377,7 @@ class BlockMap:
         )
 
     def admit(self, layout: Layout) -> bool:
-        """Take note of a block if it fits, and return whether it does."""
+        """Add a block if it fits, and return whether it does."""
         if not self.fits(layout):
             return False
         if layout.key not in self._layouts:

@@ -1,7 +1,7 @@
-"""Sums for Kronecker factors: where the inputs and gradients of every use go.
+"""Sums for Kronecker factors, over the inputs and gradients of every use.
 
-With `expand`, inputs are added in the forward pass, and gradients where they arise. With `reduce`, the sums over shared
-positions of all uses of a parameter are collected for one batch, and added when they are complete.
+With `expand`, inputs are added in the forward pass, and gradients as soon as they are computed. With `reduce`, the sums
+over the shared positions of all uses of a parameter are collected for one batch, and added when they are complete.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -31,15 +31,15 @@ class FactorSums(Sums):
     """Sums of outer products of inputs and gradients, for all blocks.
 
     Args:
-        settings: What was asked for.
-        dry: Whether to take note of blocks only, and to compute nothing.
-        chosen: Names of the blocks to compute. By default, all of them are.
-        owners: The ranks that own blocks, as far as they are known.
+        settings: Settings of the computation.
+        dry: Whether to find blocks only, without computing sums.
+        chosen: Names of the blocks to compute. By default, all are computed.
+        owners: The owner rank of each block, as far as known.
 
     Attributes:
-        blocks: The blocks by what identifies them.
-        left_out: Blocks that were not chosen, without numbers.
-        owners: The rank that owns each block, by name; empty if all ranks have all blocks.
+        blocks: The blocks by key.
+        left_out: Blocks that were not chosen, without sums.
+        owners: The owner rank of each block, by name; empty if all ranks have all blocks.
     """
 
     counts_rows = True
@@ -59,15 +59,16 @@ class FactorSums(Sums):
         self.left_out: dict[Key, BlockSums] = {}
         self.by_datum = settings.sharing != "expand" and not dry
         self.blocks: dict[Key, BlockSums] = {}
-        # `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
+        # `(parameter, operation)` of uses that contradict other uses of the parameter.
         self.conflicts: set[tuple[str, str]] = set()
         self._collected: dict[tuple[Key, Side], _Collected] = {}
 
     def adder_of(self, plan: PlannedUse) -> Adder:
-        """Return what adds the uses of a plan; the first use of a block decides how it is stored."""
+        """Return the adder for the uses of a plan. The first use of a block decides how it is stored."""
         layout = plan.layout
         is_chosen = self.chosen is None or layout.name in self.chosen
         blocks = self.blocks if is_chosen else self.left_out
+        # Create block and role at their first use. Sums of blocks that were not chosen are on the meta device.
         if layout.key not in blocks:
             forward_only = self.settings.fisher == "forward-only"
             sharing = self.settings.sharing_of(layout.weight)
@@ -79,7 +80,7 @@ class FactorSums(Sums):
         role = block.roles[plan.side]
         wide = self.settings.is_diagonal(role.input.size)
         if role.input.diagonal and not plan.inputs.sparse and not wide:
-            # Unit vectors came first, and made the factor diagonal.
+            # The first use had unit vectors, so the factor was created diagonal. It cannot store dense inputs.
             self.conflicts.add((layout.weight, plan.operation))
         if not is_chosen:
             return Ignore()
@@ -90,7 +91,7 @@ class FactorSums(Sums):
         return _Reduce(plan, role, block.forward_only, self._collected)
 
     def restart(self) -> None:
-        """Forget all data, and all blocks."""
+        """Discard all data and all blocks."""
         self.adders.clear()
         self.placement = BlockMap()
         self.blocks.clear()
@@ -99,7 +100,7 @@ class FactorSums(Sums):
         self._collected.clear()
 
     def note_conflict(self, plan: PlannedUse) -> None:
-        """Take note of a use that does not fit together with other uses of its parameter."""
+        """Record a use that contradicts other uses of its parameter."""
         self.conflicts.add((plan.layout.weight, plan.operation))
 
     def finish_forward(self) -> None:
@@ -109,8 +110,8 @@ class FactorSums(Sums):
                 total = collected.role.input.on(collected.inputs.device)
                 total.add_whole(collected.inputs)
                 collected.role.input.merge_in(total)
-            # Data that do not use the parameter do not count, in whatever batch they are.
-            if collected.everybody:
+            # Examples that do not use the parameter do not count.
+            if collected.all_used:
                 collected.role.add_terms(len(collected.inputs))
             else:
                 using = (collected.counts > 0).sum()
@@ -131,13 +132,13 @@ class FactorSums(Sums):
             collected.gradients = None
 
     def finish_batch(self) -> None:
-        """Forget the batch."""
+        """Discard the sums of the current batch."""
         self._collected.clear()
 
     def counts(self) -> dict[Any, float]:
-        """Return the numbers of positions, and of vectors with a bias coordinate, by block, side and what is counted.
+        """Return the numbers of positions, and of vectors with a bias coordinate, by block, side and kind of count.
 
-        Numbers that depend on data are on an accelerator, if there is one: see `settle_counts`.
+        On an accelerator, counts that depend on data are not included: see `settle_counts`.
         """
         counts = {}
         for key, side, role in self._roles():
@@ -154,15 +155,15 @@ class FactorSums(Sums):
             role.positions += more.get((key, side, "positions"), 0.0)
             role.input.ones += more.get((key, side, "input.ones"), 0.0)
             role.gradient.ones += more.get((key, side, "gradient.ones"), 0.0)
-            # A pass that was replayed has added to numbers on the device as well.
+            # A replayed pass has changed the counters on the device, too.
             role.settled = not role.on_device
 
     def settle_counts(self) -> None:
-        """Let the host know what was counted on an accelerator, which is asked once for all blocks."""
+        """Add the counters on the device to those on the host, synchronizing once for all blocks."""
         settle_counts(role for _, _, role in self._roles())
 
     def add_up(self, ranks: Ranks, device: torch.device) -> None:
-        """Add up all blocks, also those that only other ranks have."""
+        """Sum all blocks over the ranks, including blocks that only other ranks have."""
         self.settle_counts()
         conflicts = ranks.gather("conflicts", self.conflicts)
         where = self.settings.factor_device or device
@@ -175,26 +176,26 @@ class FactorSums(Sums):
         self.conflicts = more.union(*conflicts)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
-        """Complete all sums, and convert them to another precision if asked for."""
+        """Complete all sums, and convert them to `dtype` if given."""
         self.settle_counts()
         for block in self.blocks.values():
             block.complete(dtype)
 
     def state(self) -> dict[str, Any]:
-        """Return all sums, between two batches, for a file; if blocks have owners, those of this rank."""
+        """Return all sums for a file, between two batches. If blocks have owners, these are the blocks of this rank."""
         self.settle_counts()
         blocks = [block.state() for block in self.blocks.values() if block.is_local]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
     def restore(self, state: Any) -> None:
-        """Undo `state`."""
+        """Load the result of `state`."""
         self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
         blocks = [BlockSums.from_state(block, self.settings.products) for block in state["blocks"]]
         self.blocks = {block.layout.key: block for block in blocks}
         self.placement = BlockMap(block.layout for block in self.blocks.values())
 
     def add(self, state: Any) -> None:
-        """Add sums over other data. Uses that do not fit together with them are conflicts."""
+        """Add sums over other data. Uses that contradict each other are recorded as conflicts."""
         other = FactorSums(self.settings)
         other.restore(state)
         self.settle_counts()
@@ -210,19 +211,19 @@ class FactorSums(Sums):
                 mine.merge_in(block)
 
     def take(self, other: "FactorSums") -> None:
-        """Take the blocks that another pass over the same data was for."""
+        """Take over the blocks that another pass over the same data has computed."""
         self.blocks |= other.blocks
         self.conflicts |= other.conflicts
         self.owners = other.owners
 
     def _roles(self) -> Iterator[tuple[Key, Side, RoleSums]]:
-        """Go through the roles of all blocks."""
+        """Iterate over the roles of all blocks."""
         for key, block in self.blocks.items():
             for side, role in block.roles.items():
                 yield key, side, role
 
     def _new_role(self, block: BlockSums, plan: PlannedUse, dry: bool) -> RoleSums:
-        """Return zeros for the first use of a parameter in a role; without numbers, if nothing is to be computed."""
+        """Return empty sums for a new role of a parameter; on the meta device if nothing is to be computed."""
         layout, s = block.layout, self.settings
         rows, columns = layout.row_size, layout.column_size
         input_size, gradient_size = (columns, rows) if plan.side == "A" else (rows, columns)
@@ -239,7 +240,7 @@ class FactorSums(Sums):
 
 
 class _Count(Adder):
-    """Counts positions, and adds nothing."""
+    """Counts positions, without computing sums."""
 
     def __init__(self, role: RoleSums) -> None:
         self.role = role
@@ -253,7 +254,7 @@ class _Count(Adder):
 
 
 class _Expand(Adder):
-    """Treats shared positions like further data."""
+    """Treats shared positions as separate examples (`expand`)."""
 
     def __init__(self, plan: PlannedUse, role: RoleSums, forward_only: bool) -> None:
         self.inputs = plan.inputs
@@ -262,7 +263,7 @@ class _Expand(Adder):
         self.narrow = None if role.gradient.products == "float32" else plan.narrow
         self.device = plan.device
         self.role = role
-        self.is_local = role.input.device == plan.device  # sums may live on another device than the model
+        self.is_local = role.input.device == plan.device  # sums may be on another device than the model
         self.receive = ignore if forward_only else self.add_gradients
 
     def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
@@ -270,7 +271,7 @@ class _Expand(Adder):
         counted = None if row_map is None else row_map.counted
         if counted is not None:
             self.role.add_terms(self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
-        elif self.are_vectors:  # the most common case, without a detour
+        elif self.are_vectors:  # shortcut for the most common case
             self.role.counted += total.add(x, self.ones)  # type: ignore[arg-type]
         else:
             self.role.add_terms(self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
@@ -280,7 +281,7 @@ class _Expand(Adder):
 
     def add_gradients(self, g: Tensor) -> None:
         if self.narrow is not None and g.dtype == torch.float32:
-            g = g.to(self.narrow)  # as autocast multiplies
+            g = g.to(self.narrow)  # the precision in which autocast multiplies
         total = self.role.gradient if self.is_local else self.role.gradient.on(self.device)
         total.add(g.flatten(0, -3) if g.ndim > 3 else g.flatten(0, -2))
         if not self.is_local:  # pragma: no cover (tested on a GPU)
@@ -291,16 +292,16 @@ class _Expand(Adder):
 class _Collected:
     """Sums over the shared positions of all uses of a parameter in one batch, in one role."""
 
-    role: RoleSums  # where they go
+    role: RoleSums  # the sums that they are added to
     inputs: Tensor  # [batch, groups, d]
     counts: Tensor  # number of positions, [batch]
-    everybody: bool  # whether every example has positions
+    all_used: bool  # whether every example has positions
     gradients: Tensor | None = None  # [columns, batch, groups * d]
 
 
 @dataclass
 class _Reduce(Adder):
-    """Sums over shared positions first."""
+    """Sums over the shared positions of each example first (`reduce`)."""
 
     plan: PlannedUse
     role: RoleSums
@@ -311,36 +312,38 @@ class _Reduce(Adder):
         self.key = (self.plan.layout.key, self.plan.side)
 
     def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (it says that it needs them)
+        assert row_map is not None  # noqa: S101 (sums `by_datum` always get a row map)
         if not row_map.complete:
             raise DataError(
                 f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and the "
                 "order of the others does not say to which example they belong.",
                 "Use sharing='expand' for it, which does not need to know: sharing={name: 'expand', ...}.",
             )
+        # Sum inputs over positions; the bias coordinate of the sum is the number of positions.
         inputs, counts = self.plan.inputs.sums(x, row_map)  # type: ignore[arg-type]
         self.role.add_summed(self._number(x, row_map.counted))
         if self.role.input.bias:
             last = counts if self.plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
             inputs = torch.cat([inputs, last], dim=2)
-        # In a regular order, all data have the same number of positions if all of these count.
+        # If rows are in a regular order and all count, all examples have the same number of positions.
         all_count = row_map.counted is None and self.plan.inputs.not_padding(x) is None
-        everybody = isinstance(row_map, StridedRows) and all_count and prod(self.plan.inputs.leading(x)) > 0
+        all_used = isinstance(row_map, StridedRows) and all_count and prod(self.plan.inputs.leading(x)) > 0
+        # A parameter may have several uses in a batch; their sums are added.
         before = self.collected.get(self.key)
         if before is None:
-            self.collected[self.key] = _Collected(self.role, inputs, counts, everybody)
+            self.collected[self.key] = _Collected(self.role, inputs, counts, all_used)
         else:
             before.inputs = before.inputs + inputs
             before.counts = before.counts + counts
-            before.everybody = before.everybody or everybody
+            before.all_used = before.all_used or all_used
         if self.forward_only:
             return ignore
         leading = len(self.plan.inputs.leading(x))
         return lambda g: self.add_gradients(g, row_map, leading)
 
     def _number(self, x: Tensor | None, counted: Tensor | None) -> float | Tensor:
-        """Return the number of positions that count; on an accelerator if only that knows it."""
+        """Return the number of positions that count; a tensor if reading it would synchronize with the device."""
         if counted is None:
             return self.plan.inputs.positions(x)
         number = counted.sum()

@@ -1,4 +1,4 @@
-r"""The hot spot of KFAC: $X^\top X$, added to a running total, in the precision that was asked for."""
+r"""The hot spot of KFAC: adding $X^\top X$ to a running total, in the requested precision."""
 
 from collections.abc import Collection
 from functools import cache
@@ -15,16 +15,16 @@ _USES_TF32 = {"float32": False, "tf32": True}
 
 
 def check_products(products: Products, dtype: torch.dtype, device: torch.device, name: str) -> None:
-    """Refuse a precision that there is no use for.
+    """Raise an error if the requested precision cannot be used.
 
     Args:
         products: The precision.
-        dtype: That of the sums.
-        device: Where products are computed.
+        dtype: Dtype of the sums.
+        device: Device on which products are computed.
         name: The block's name.
 
     Raises:
-        ModelError: If sums are in float64, or a device has no TF32.
+        ModelError: If sums are in float64, or TF32 is requested on a device that does not support it.
     """
     if products != "auto" and dtype == torch.float64:
         raise ModelError(
@@ -43,22 +43,22 @@ def rounded(x: Tensor, products: Products) -> Tensor:
     if products == "float32" and x.dtype in HALF:
         return x.float()
     if products == "bf16" and x.dtype == torch.float32:
-        # Elsewhere products of bfloat16 are slow, or rounded: numbers with few digits are multiplied in float32.
+        # Other devices multiply bfloat16 slowly, or round the result. There, rounded numbers are multiplied in float32.
         return x.bfloat16() if x.is_cuda else x.bfloat16().float()
     return x
 
 
 def multiplying(products: Products) -> tf32:
-    """Switch TF32 on or off in a context, if products want that."""
+    """Return a context that switches TF32 on or off, if `products` requires it."""
     return tf32(_USES_TF32.get(products))
 
 
-# Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py`
-# measures it.
+# Largest number of columns for which one product is faster than strips, and width of strips; measured by
+# `benchmarks/gram.py`.
 _STRIPS = {"cpu": (128, 96), "cuda": (256, 256), "cuda, tensor cores": (1536, 1024)}
-# On the general cores of a GPU, up to so many columns are cut into two strips, of which the first has two thirds.
+# On the general cores of a GPU, up to this many columns are cut into two strips; the first has two thirds of them.
 _TWO_STRIPS = 768
-# Products with fewer multiplications are not cut: starting another operation takes some 35 us on an accelerator.
+# Smaller products (in multiplications) are not cut: launching another operation takes about 35 us on an accelerator.
 _LAUNCH = 3e9
 # Half-open ranges of rows.
 Strips = tuple[tuple[int, int], ...]
@@ -67,22 +67,22 @@ Strips = tuple[tuple[int, int], ...]
 def add_gram(total: Tensor, x: Tensor, products: Products = "auto") -> Strips:
     """Add the sum of outer products of vectors to the upper triangle of a total.
 
-    What is below the diagonal is complete only after `mirror`.
+    Entries below the diagonal are valid only after `mirror`.
 
     Args:
         total: `[D, D]`, changed in place.
         x: `[..., D]`, with any strides.
-        products: In which precision to multiply.
+        products: Precision of the multiplication.
 
     Returns:
-        What was computed: in each of these rows, everything from the diagonal's square to the right.
+        The strips that were computed. A strip `(start, stop)` covers rows `start:stop` and columns `start:`.
     """
     if products != "auto":
         with multiplying(products):
             return add_gram(total, rounded(x, products))
     if x.ndim > 2:
         features_first = x.ndim == 3 and x.stride(1) == 1 and x.stride(2) != 1
-        # Images lie in memory channel by channel. Products image by image need no copy, and results are small.
+        # Images are stored channel by channel. Products per image need no copy, and their results are small.
         if features_first and len(x) > 1 and x.shape[1] >= 4 * x.shape[2] and x.dtype == total.dtype:
             total += torch.bmm(x.transpose(1, 2), x).sum(0)
             return ((0, len(total)),)
@@ -98,7 +98,7 @@ def add_gram(total: Tensor, x: Tensor, products: Products = "auto") -> Strips:
 
 
 def add_grouped_gram(total: Tensor, x: Tensor, products: Products = "auto") -> None:
-    """Add outer products within groups of features: `x` is `[..., G * D]`, the total `[G, D, D]`."""
+    """Add the sums of outer products within each group of features; `x`: `[..., G * D]`, `total`: `[G, D, D]`."""
     if products != "auto":
         with multiplying(products):
             add_grouped_gram(total, rounded(x, products))
@@ -109,17 +109,18 @@ def add_grouped_gram(total: Tensor, x: Tensor, products: Products = "auto") -> N
 
 
 def is_one_product(size: int, device: torch.device) -> bool:
-    """Whether a Gram matrix of this size is computed by one product, without strips."""
+    """Whether a Gram matrix of this size is computed in a single product, without strips."""
     return device.type == "cpu" and size <= _STRIPS["cpu"][0]
 
 
 def mirror(total: Tensor, computed: Collection[Strips] | None = None) -> None:
-    """Fill in what is below the diagonal of `[..., D, D]`, in place, after all products have been added.
+    """Copy the upper triangle of `[..., D, D]` to the lower one, in place, after all products have been added.
 
     Args:
         total: The matrices.
-        computed: What `add_gram` has returned for all that was added, if that is known. Then an accelerator copies
-            little, and results are symmetric up to round-off. On a CPU, it is always the same.
+        computed: The strips that `add_gram` has returned for all products, if known. Then less is copied on an
+            accelerator, and results are symmetric only up to round-off. Ignored on a CPU, where strips depend only on
+            the size.
     """
     if total.device.type == "cpu":  # pragma: no branch
         computed = [_strips(total.shape[-1], total)]
@@ -133,7 +134,7 @@ def mirror(total: Tensor, computed: Collection[Strips] | None = None) -> None:
 
 
 def _strips(size: int, x: Tensor) -> Strips:
-    """Return the half-open range of rows of every strip; a single one if that is faster."""
+    """Return the half-open range of rows of each strip; a single strip if that is faster."""
     if x.device.type == "cpu":
         return _ranges(size, *_STRIPS["cpu"])
     return _strips_on_accelerator(size, x)  # pragma: no cover (tested on a GPU)
@@ -145,7 +146,7 @@ def _strips_on_accelerator(size: int, x: Tensor) -> Strips:  # pragma: no cover
         return _ranges(size, size, size)
     if kind == "cuda" and (x.dtype in HALF or (x.dtype == torch.float32 and uses_tf32())):
         most, widest = _STRIPS["cuda, tensor cores"]
-        return _ranges(size, most, min(widest, -(-size // (3 * 128)) * 128))  # about three of them
+        return _ranges(size, most, min(widest, -(-size // (3 * 128)) * 128))  # about three strips
     if kind == "cuda" and _STRIPS["cuda"][0] < size <= _TWO_STRIPS:
         return _ranges(size, 0, -(-2 * size // (3 * 64)) * 64)
     return _ranges(size, *_STRIPS.get(kind, (size, size)))
@@ -153,7 +154,7 @@ def _strips_on_accelerator(size: int, x: Tensor) -> Strips:  # pragma: no cover
 
 @cache
 def _ranges(size: int, most: int, width: int) -> Strips:
-    """Cut `size` rows into strips of some width, unless there are at most so many that one product is faster."""
+    """Cut `size` rows into strips of the given width; a single strip if there are at most `most` rows."""
     width = size if size <= most else width
     return tuple((start, min(start + width, size)) for start in range(0, size, width))
 

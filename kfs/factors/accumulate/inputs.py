@@ -1,9 +1,8 @@
-"""The input side of a parametric operation: what it multiplies its parameter with, one vector per shared position.
+"""The input side of a parametric operation: the vectors that it multiplies with its parameter, one per position.
 
-An `Inputs` knows how to read vectors off an activation `x`: how to add their outer products to a sum (weight sharing
-`expand`), how to sum them over the shared positions of each example (`reduce`), and how to combine them with gradients
-to those of the parameter, example by example (eigenvalue correction). It belongs to a plan and has no data of its own.
-Axes are those of `row_map`.
+An `Inputs` reads vectors from an activation `x`. It adds their outer products to a sum (weight sharing `expand`), sums
+them over the shared positions of each example (`reduce`), and combines them with gradients to per-example gradients of
+the parameter (eigenvalue correction). It belongs to a plan and holds no data. Axes are named as in `row_map`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,58 +22,61 @@ from kfs.runtime.precision import at_least_float32
 
 
 class Inputs(ABC):
-    """What every kind of input offers."""
+    """Reads the vectors of one kind of input."""
 
     size: int  # number of features (of one group)
     groups: int = 1  # number of groups of features
     sparse: bool = False  # whether outer products are diagonal, so that only the diagonal is kept
     unit: bool = False  # whether rows are unit vectors
     per_row: int = 1  # number of positions of each row
-    overlap: int = 1  # in how many vectors a number of the activation is; if in several, vectors take memory
+    overlap: int = 1  # number of vectors that contain each entry of the activation; if several, vectors need memory
 
     @abstractmethod
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
-        """Add the outer products of all vectors to a sum, with a bias coordinate of one if asked for.
+        """Add the outer products of all vectors to a sum, with a bias coordinate of one if `ones`.
 
         Returns:
-            The number of vectors; a tensor if it depends on data, and if one would have to wait for it.
+            The number of vectors; a tensor if it depends on data and reading it would synchronize with the device.
         """
 
     @abstractmethod
     def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
-        """Add the outer products of vectors at positions that count, `[rows, positions of a row]`; see `add_to`."""
+        """Add the outer products of vectors where the mask `counted`, `[rows, positions of a row]`, is true.
+
+        Other arguments and the result are the same as for `add_to`.
+        """
 
     @abstractmethod
     def leading(self, x: Any) -> tuple[int, ...]:
         """Return the lengths of the leading axes, along which a row belongs to one example."""
 
     def positions(self, x: Any) -> int:
-        """Return the number of positions of all data together, as far as shapes tell."""
+        """Return the total number of positions, according to the shapes alone."""
         return prod(self.leading(x)) * self.per_row
 
     def not_padding(self, x: Any) -> Tensor | None:
-        """Return which positions are not left out in any case, booleans `[rows, positions of a row]`; `None`: all."""
+        """Return the mask of positions that are not padding, `[rows, positions of a row]`; `None` if all are."""
         return None
 
     @abstractmethod
     def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
         """Return each example's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`.
 
-        Positions that do not count are left out of both.
+        Both exclude positions that do not count.
         """
 
     @abstractmethod
     def rows(self, use: "Use", g: Tensor, by_place: bool = False) -> RowProducts:
-        """Return each example's rows: vectors and gradients, whose outer products sum up to the parameter's gradient.
+        """Return each example's rows: vectors and gradients, the outer products of which sum to its gradient.
 
         Args:
             use: The vectors.
             g: Gradients of one column, `[*leading, groups * d_B]`.
-            by_place: Whether places at which vectors are the same have rows of their own.
+            by_place: Whether places with equal vectors get separate rows.
         """
 
     def shared(self, use: "Use") -> int:
-        """Return how many rows each example has, without writing any down."""
+        """Return the number of rows per example, without forming them."""
         return use.row_map.most(prod(self.leading(use.x)))
 
     def gradients(self, use: "Use", g: Tensor) -> Iterator[Tensor]:
@@ -90,10 +92,10 @@ class Inputs(ABC):
         return self.rows(use, g).matrices()
 
     def add_squares(self, total: Tensor, use: "Use", g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
-        """Add squared per-example gradients, seen in other bases, to a total `[groups, d_B, d_A]`, in place.
+        """Add squared per-example gradients, expressed in other bases, to a total `[groups, d_B, d_A]`, in place.
 
-        The bases of the input side and of the gradient side are the columns of `[groups, d_A, d_A]` and
-        `[groups, d_B, d_B]`; `None` stands for the standard basis.
+        `Q_A` (input side, `[groups, d_A, d_A]`) and `Q_B` (gradient side, `[groups, d_B, d_B]`) have the basis vectors
+        as columns; `None` stands for the standard basis.
         """
         for gradients in self.gradients(use, g):
             add_rotated_squares(total, gradients, Q_A, Q_B)
@@ -101,13 +103,13 @@ class Inputs(ABC):
 
 @dataclass
 class Use:
-    """One use of a parameter: what multiplied it, for all columns of gradients that come back to it."""
+    """One use of a parameter: its inputs, shared by all columns of gradients that come back to it."""
 
     inputs: Inputs  # how vectors are read
-    x: Tensor  # what they are read from
+    x: Tensor  # the activation that they are read from
     row_map: RowMap  # the example of each row
     ones: bool  # whether vectors have a bias coordinate of one
-    cache: dict[str, Tensor] = field(default_factory=dict)  # what is the same for all columns
+    cache: dict[str, Tensor] = field(default_factory=dict)  # intermediate results that all columns share
 
     def gradients(self, g: Tensor) -> Iterator[Tensor]:
         """Yield the parameter's gradients for one column; see `Inputs.gradients`."""
@@ -115,9 +117,10 @@ class Use:
 
 
 def chosen(vectors: Tensor, counted: Tensor) -> tuple[Tensor, float | Tensor]:
-    """Return those of some vectors `[n, features]` that count, `[n]`, and their number.
+    """Return the vectors `[n, features]` selected by the mask `counted`, `[n]`, and their number.
 
-    If an accelerator would have to be waited for, others are zero, and the number stays there.
+    On an accelerator, selecting would synchronize with it. There, the other vectors are set to zero instead, and the
+    number stays on the device.
     """
     if sync.is_asynchronous(vectors.device):
         return torch.where(counted.unsqueeze(1), vectors, 0), counted.sum()
@@ -126,7 +129,7 @@ def chosen(vectors: Tensor, counted: Tensor) -> tuple[Tensor, float | Tensor]:
 
 
 def add_rotated_squares(total: Tensor, gradients: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
-    """Add squares of gradients `[n, groups, d_B, d_A]`, seen in other bases, to a total `[groups, d_B, d_A]`."""
+    """Add squares of gradients `[n, groups, d_B, d_A]`, expressed in other bases, to a total `[groups, d_B, d_A]`."""
     gradients = gradients.to(total.dtype)
     if gradients.shape[3] < total.shape[2]:  # a bias that was not used
         gradients = torch.nn.functional.pad(gradients, (0, 1))
@@ -138,15 +141,16 @@ def add_rotated_squares(total: Tensor, gradients: Tensor, Q_A: Tensor | None, Q_
     else:
         gradients = gradients if Q_A is None else gradients @ Q_A
         gradients = gradients if Q_B is None else Q_B.transpose(1, 2) @ gradients
-    if total.device.type != "cpu":  # pragma: no cover (few operations are faster there)
+    # An accelerator is faster with few large operations. On a CPU, the squares need not be stored.
+    if total.device.type != "cpu":  # pragma: no cover (tested on a GPU)
         total += gradients.square().sum(0)[..., : total.shape[-1]]
         return
-    for gradient in gradients:  # squares are never written down
+    for gradient in gradients:
         total.addcmul_(gradient, gradient)
 
 
 def _aligned(Q: Tensor) -> Tensor:
-    """Return a basis with a few columns of zeros more on a GPU, whose tensor cores want rows of a multiple of 8."""
+    """Pad a basis on a GPU with zero columns, because tensor cores need rows with a multiple of 8 entries."""
     more = -Q.shape[1] % 8
     if more and Q.is_cuda:  # pragma: no cover (tested on a GPU)
         return torch.nn.functional.pad(Q, (0, more))
@@ -154,17 +158,17 @@ def _aligned(Q: Tensor) -> Tensor:
 
 
 class Vectors(Inputs):
-    """Vectors that are there: `x` of shape `[*leading, features]`."""
+    """Vectors that are stored explicitly: `x` of shape `[*leading, features]`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
-        """Add them as they are."""
+        """Add all vectors."""
         return total.add(x, ones)
 
     def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
-        """Add some of them."""
+        """Add the vectors at positions that count."""
         vectors, number = chosen(x.reshape(-1, x.shape[-1]), counted.flatten())
         total.add(vectors, ones, number)
         return number
@@ -174,7 +178,7 @@ class Vectors(Inputs):
         return tuple(x.shape[:-1])
 
     def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
-        """Sum over positions."""
+        """Sum the vectors of each example over its positions."""
         dtype = at_least_float32(x.dtype)
         if row_map.counted is None:
             sums = row_map.by_datum(x).sum(1, dtype=dtype)
@@ -183,13 +187,14 @@ class Vectors(Inputs):
         return rows.sum(1, dtype=dtype).unsqueeze(1), row_map.numbers_counted(dtype).sum((1, 2))
 
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
-        """Return them as they are."""
+        """Return the vectors and gradients, grouped by example."""
         return _as_rows(*self.both(use, g), use.ones)
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
-        """Rotate vectors before they are multiplied, on each side where that is cheaper than rotating the product."""
+        """Add squares, rotating vectors instead of their products on each side where that is cheaper."""
         x, g = (t.to(total.dtype) for t in self.both(use, g))
         ones = use.ones
+        # Rotating is cheaper before the product if there are no more vectors than rows (or columns) of the product.
         if Q_B is not None and x.shape[1] <= x.shape[2]:
             g, Q_B = g @ Q_B[0], None
         if Q_A is not None and x.shape[1] <= g.shape[2]:
@@ -224,9 +229,9 @@ class OneHot(Inputs):
     """Indices `[*leading]` that stand for unit vectors.
 
     Args:
-        size: How many different indices there are.
+        size: Number of different indices.
         dtype: The parameter's dtype; sums are in float32 or better.
-        padding: Positions with this index do not count: they have the zero vector.
+        padding: Positions with this index do not count; their vector is zero.
     """
 
     sparse = True
@@ -238,13 +243,13 @@ class OneHot(Inputs):
         self.dtype = at_least_float32(dtype)
 
     def counted(self, index: Tensor) -> Tensor:
-        """Return which positions count, as a boolean tensor."""
+        """Return the boolean mask of positions that count."""
         if self.padding is None:
             return torch.ones_like(index, dtype=torch.bool)
         return index != self.padding
 
     def not_padding(self, x: Tensor) -> Tensor | None:
-        """Positions of the index that stands for padding are left out."""
+        """Return the mask of positions that do not have the padding index."""
         return None if self.padding is None else self.counted(x).reshape(-1, 1)
 
     def masked(self, g: Tensor, index: Tensor) -> Tensor:
@@ -252,7 +257,7 @@ class OneHot(Inputs):
         return g if self.padding is None else g * self.counted(index).unsqueeze(-1)
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
-        """Count every index."""
+        """Count how often each index occurs."""
         counted = self.counted(x)
         total.entries[0].index_add_(0, x.flatten(), counted.flatten().to(total.total.dtype))
         if self.padding is None:
@@ -261,7 +266,7 @@ class OneHot(Inputs):
         return number if sync.is_asynchronous(number.device) else float(number)
 
     def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
-        """Count indices at some positions."""
+        """Count how often each index occurs at positions that count."""
         counted = self.counted(x).flatten() & counted.flatten()
         total.entries[0].index_add_(0, x.flatten(), counted.to(total.total.dtype))
         number = counted.sum()
@@ -272,11 +277,11 @@ class OneHot(Inputs):
         return tuple(x.shape)
 
     def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
-        """Count every index, example by example."""
+        """Count how often each index occurs in each example."""
         counted = self.counted(x)
         if row_map.counted is not None:
             counted = counted & row_map.counted.reshape(x.shape)
-        # Where an example has fewer positions than others, zeros stand for an index, and count nothing.
+        # Examples with fewer positions than others are filled up with index 0 and a count of zero.
         counts = row_map.by_datum(counted.to(self.dtype), trailing=0)
         index = row_map.by_datum(x, trailing=0)
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
@@ -288,10 +293,11 @@ class OneHot(Inputs):
         return RowProducts(UnitVectors(index, self.size, g.dtype), PlainVectors(g.unsqueeze(0)))
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
-        """Sum over equal tokens of an example, and look only at tokens that occur; their factor is diagonal."""
+        """Add squares after summing over equal tokens of an example. `Q_A` is not used: the factor is diagonal."""
         if sync.is_asynchronous(g.device):
-            self._add_squares_without_waiting(total, use, g, Q_B)
+            self._add_squares_without_sync(total, use, g, Q_B)
             return
+            # Number the pairs of example and token, so that only tokens that occur need memory.
         index, g = self._both(use, g)
         pairs = index + self.size * torch.arange(len(index), device=index.device).unsqueeze(1)
         pairs, places = torch.unique(pairs, return_inverse=True)
@@ -300,11 +306,11 @@ class OneHot(Inputs):
         sums = sums if Q_B is None else sums @ Q_B[0]
         total[0].index_add_(1, pairs % self.size, sums.square().T)
 
-    def _add_squares_without_waiting(self, total: Tensor, use: Use, g: Tensor, Q_B: Tensor | None) -> None:
-        """Do the same with tensors whose sizes do not depend on how many different tokens occur.
+    def _add_squares_without_sync(self, total: Tensor, use: Use, g: Tensor, Q_B: Tensor | None) -> None:
+        """Add squares using tensors of sizes that do not depend on how many different tokens occur.
 
-        There is a row for every position. All positions of an example that have the same token are added to one row,
-        and the others of these rows stay zero. With more zeros to square, a CPU takes longer than with `torch.unique`.
+        There is one row for every position. All positions of an example that have the same token are added to one row,
+        and their remaining rows stay zero. On a CPU, squaring these zeros makes it slower than `torch.unique`.
         """
         index, g = self._both(use, g)
         shared, width = g.shape[1:]
@@ -326,14 +332,14 @@ class OneHot(Inputs):
 
 
 def _rows_by_token(index: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose one row for all positions of an example that have the same token.
+    """Assign one row to all positions of an example that have the same token.
 
     Args:
         index: Tokens, `[batch, shared]`.
 
     Returns:
-        The token of each row, and the row of each position, both `[batch, shared]`. Rows that no position has, have
-        one of the tokens, too.
+        The token of each row, and the row of each position, both `[batch, shared]`. Unused rows have the token of some
+        position, too.
 
     Example:
         >>> tokens, rows = _rows_by_token(torch.tensor([[7, 5, 7, 6]]))
@@ -349,14 +355,14 @@ def _rows_by_token(index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Rows(Inputs):
-    """Every use touches the same rows of a parameter once: unit vectors in order, at `leading` places.
+    """Inputs of a broadcast parameter: each use reads the same rows of it once, at each of `leading` places.
 
-    It does not look at any activation. Gradients are `[columns, *leading, rows, features]`; the axis of rows may be
-    missing if there is only one.
+    The vectors are unit vectors in a fixed order and do not depend on any activation. Gradients are
+    `[columns, *leading, rows, features]`; the axis of rows may be missing if there is only one.
 
     Args:
-        rows: Which rows, `[r]`; `None` if the parameter has only one. Then the input is the number one.
-        size: How many rows the parameter has.
+        rows: Indices of the rows, `[r]`; `None` if the parameter has only one row. Then the input is the number one.
+        size: Number of rows of the parameter.
         leading: The axes over which the parameter was broadcast.
         dtype: The parameter's dtype; sums are in float32 or better.
         device: The parameter's device.
@@ -380,7 +386,7 @@ class Rows(Inputs):
         self.places = prod(leading)
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
-        """Count the places."""
+        """Count each row once per place."""
         if self.rows_used is None:
             total.total.add_(self.places)
             return self.places
@@ -388,7 +394,7 @@ class Rows(Inputs):
         return self.places * len(self.rows_used)
 
     def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
-        """Count some places, for each row of the parameter."""
+        """Count the places that count, for each row of the parameter."""
         number = counted.sum()
         if self.rows_used is None:
             total.total.add_(number)
@@ -401,7 +407,7 @@ class Rows(Inputs):
         return self._leading
 
     def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
-        """Count the places of each example."""
+        """Count how often each example reads each row."""
         if row_map.counted is not None:
             counts = row_map.numbers_counted(self.zero.dtype).sum(1)  # [batch, rows used]
             if self.rows_used is None:
@@ -419,7 +425,7 @@ class Rows(Inputs):
         return 1 if self.rows_used is None else len(self.rows_used)
 
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
-        """Return unit vectors, or ones. Places have the same ones, so that they are summed unless asked for."""
+        """Return unit vectors, or ones. Gradients are summed over places unless `by_place`: their vectors are equal."""
         places = self._by_datum(use, g)
         places = places if by_place else places.sum(1, keepdim=True, dtype=self.zero.dtype)
         gradients = places.flatten(1, 2)
@@ -434,7 +440,7 @@ class Rows(Inputs):
         return use.row_map.by_datum(g, trailing=2)
 
     def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
-        """Sum over the places of each example."""
+        """Sum gradients over the places of each example."""
         sums = self._by_datum(use, g).sum(1, dtype=self.zero.dtype)
         if self.rows_used is not None:
             sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows_used, sums)

@@ -16,27 +16,26 @@ from kfs.runtime.sync import ones as ones_on
 class OuterProductSum:
     """A sum of outer products of vectors, before any scaling.
 
-    Vectors are `[..., G * D]`: any leading axes, and `D` features in each of `G` groups. If the sum has a bias, its
-    last coordinate stands for one: it is one or zero in every vector, and not part of `D`.
+    Vectors are `[..., G * D]`: any leading axes, and `D` features in each of `G` groups. If the sum has a bias, vectors
+    get one more coordinate at the end, which is one or zero and not part of `D`.
 
     Args:
-        total: `[G, D, D]`, or only the diagonals `[G, D]`; with one more coordinate for a bias. Of dense totals the
-            upper triangle counts until `complete`. It is changed in place.
+        total: `[G, D, D]`, or only the diagonals `[G, D]`; with one more coordinate for a bias. Changed in place. Only
+            the upper triangle of a dense total is valid until `complete`.
         diagonal: Whether only diagonals are kept.
-        bias: Whether the last coordinate stands for a bias.
-        products: In which precision vectors are multiplied. It does not matter if only diagonals are kept.
+        bias: Whether there is a coordinate for a bias.
+        products: Precision in which vectors are multiplied. Ignored if only diagonals are kept.
     """
 
     def __init__(self, total: Tensor, diagonal: bool, bias: bool = False, products: Products = "auto") -> None:
-        """Prepare the parts of the total that are written to."""
         self.diagonal = diagonal
         self.bias = bias
         self.products: Products = "auto" if diagonal else products
-        self.ones = 0.0  # how many vectors had a bias coordinate of one, as far as the total does not know yet
-        # What was computed of the total since it was zero; `None` if that is not known.
+        self.ones = 0.0  # number of vectors with a bias coordinate of one that the total does not include yet
+        # The strips of the total that were computed since it was zero; `None` if unknown.
         self.computed: set[Strips] | None = None
         self.total = total
-        self.eps: float = torch.finfo(total.dtype).eps  # precision of the numbers, which may be stored in a better one
+        self.eps: float = torch.finfo(total.dtype).eps  # precision of the entries, which may be stored in a higher one
 
     @classmethod
     def zeros(
@@ -49,7 +48,7 @@ class OuterProductSum:
         device: torch.device | str,
         products: Products = "auto",
     ) -> "OuterProductSum":
-        """Start a sum for vectors of some size (without the bias) and dtype, in float32 or better."""
+        """Return an empty sum for vectors of a given size (without the bias) and dtype, in float32 or better."""
         size += bias
         width = -(-size // 16) * 16  # rows that start at multiples of 64 bytes are faster to write
         shape = [groups, width] if diagonal else [groups, size, width]
@@ -78,27 +77,27 @@ class OuterProductSum:
 
     @property
     def size(self) -> int:
-        """The number of coordinates, the bias included."""
+        """Number of coordinates, including the bias."""
         return self.total.shape[-1]
 
     @property
     def _corner(self) -> Tensor:
-        """The square of the bias coordinate, to write to: `[G]`."""
+        """Writable view of the bias coordinate's square, `[G]`."""
         return self.total[..., -1] if self.diagonal else self.total[..., -1, -1]
 
     @property
     def entries(self) -> Tensor:
-        """The diagonals, to write to: `[G, D]`."""
+        """Writable view of the diagonals, `[G, D]`."""
         return self.total if self.diagonal else self.total.diagonal(dim1=-2, dim2=-1)
 
     def add(self, x: Tensor, ones: bool = False, number: float | Tensor | None = None) -> int:
         """Add vectors, and return their number.
 
-        Their bias coordinate, if there is one, is one if `ones`, otherwise zero. If only a `number` of them counts, the
-        others are zero, also in this coordinate.
+        Their bias coordinate, if there is one, is one if `ones`, otherwise zero. If `number` is given, only this many
+        vectors count; the other ones must be zero, and their bias coordinate is zero, too.
         """
         if number is None and self._is_small and x.ndim == 2 and x.dtype is self._total.dtype:
-            # One product each, without a detour: for small layers every call of a function counts.
+            # Shortcut: for small layers, Python overhead dominates.
             transposed = x.T
             self.inner.addmm_(transposed, x)
             if ones:
@@ -108,8 +107,8 @@ class OuterProductSum:
         if x.ndim == 1:
             x = x.unsqueeze(0)
         if self.products != "auto":
-            # Also for what vectors have with their bias coordinate: the sum belongs to the same vectors everywhere, and
-            # has no negative eigenvalues.
+            # Round before products with the bias coordinate, too. All entries then belong to the same vectors, and the
+            # sum has no negative eigenvalues.
             x = self.rounded(x)
         if self.diagonal:
             self.inner += self._squares(x).view(self.inner.shape)
@@ -123,7 +122,7 @@ class OuterProductSum:
         return count
 
     def _squares(self, x: Tensor) -> Tensor:
-        """Sum squares of vectors, `[G * D]`; on an accelerator without writing them down."""
+        """Sum squares of vectors, `[G * D]`; on an accelerator without storing the squares."""
         rows = tuple(range(x.ndim - 1))
         dtype = self._total.dtype
         if x.is_cpu:
@@ -132,7 +131,7 @@ class OuterProductSum:
         return norms.square_()  # pragma: no cover
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Sum vectors, `[G * D]`; a GPU multiplies them with ones, since its sums over rows are slow."""
+        """Sum vectors, `[G * D]`. A GPU multiplies them with ones, because its reductions over rows are slow."""
         dtype = self._total.dtype
         if x.is_cuda and x.is_contiguous() and dtype == torch.float32:  # pragma: no cover (tested on a GPU)
             flat = x.flatten(0, -2)
@@ -148,11 +147,11 @@ class OuterProductSum:
         return rounded(x, self.products)
 
     def add_ones(self, x: Tensor, count: float | Tensor) -> None:
-        """Add what vectors have with their bias coordinate of one.
+        """Add the products of vectors with their bias coordinate of one.
 
         Args:
             x: The sum of all vectors, `[G * D]`.
-            count: Their number; a tensor if only the device knows it.
+            count: Number of vectors; a tensor if reading it would synchronize with the device.
         """
         if isinstance(count, Tensor):
             self._corner.add_(count)
@@ -162,7 +161,7 @@ class OuterProductSum:
             self._last_column.add_(x if self._groups == 1 else x.view(self._last_column.shape))
 
     def add_whole(self, x: Tensor) -> None:
-        """Add vectors that have all coordinates, the bias included: `[rows, G, D]`."""
+        """Add vectors that contain all coordinates, including the bias: `[rows, G, D]`."""
         if self.diagonal:
             self.total += x.to(self.total.dtype).square().sum(0)
         elif self._groups > 1:
@@ -175,9 +174,9 @@ class OuterProductSum:
             self.computed.add(computed)
 
     def complete(self, dtype: torch.dtype | None = None, roughly: bool = False) -> None:
-        """Fill in what is below the diagonal; convert to another precision if asked for.
+        """Fill in the lower triangle, and convert the total to `dtype` if given.
 
-        An accelerator is faster if results need to be symmetric only `roughly`, up to round-off.
+        With `roughly`, the result is symmetric only up to round-off, which is faster on an accelerator.
         """
         if self.ones:
             self._corner.add_(self.ones)
@@ -189,19 +188,19 @@ class OuterProductSum:
         self.convert(None, dtype)
 
     def convert(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Move the total to a device, or convert it. What was rounded stays so in a better precision."""
+        """Move the total to a device, or convert it. A higher precision does not undo earlier rounding: `eps` stays."""
         self.total = self.total.to(device=device, dtype=dtype)
         self.eps = max(self.eps, torch.finfo(self.total.dtype).eps)
 
     def on(self, device: torch.device) -> "OuterProductSum":
-        """Return a sum on a device to add vectors to: this one, or a new one to `merge_in` afterwards."""
+        """Return a sum on a device for adding vectors: this one, or a new one for `merge_in`."""
         if self.device == device:
             return self
         size, groups = self.size - self.bias, self._groups
         return OuterProductSum.zeros(size, groups, self.diagonal, self.bias, self.total.dtype, device, self.products)
 
     def merge_in(self, other: "OuterProductSum") -> None:
-        """Add what `on` returned, after vectors were added to it."""
+        """Add another sum, unless it is this one; see `on`."""
         if other is not self:
             self.total += other.total.to(self.total.device)
             self.ones += other.ones
@@ -222,13 +221,16 @@ class OuterProductSum:
         return OuterProductSum(torch.diag_embed(self.total), False, self.bias)
 
     def state(self) -> dict[str, Any]:
-        """Return everything, also of a sum that is not complete, for a file."""
+        """Return the sum as the content of a file. It need not be complete."""
         about = {"diagonal": self.diagonal, "bias": self.bias, "ones": self.ones, "eps": self.eps}
         return {"total": self.total, **about}
 
     @classmethod
     def from_state(cls, state: Any, size: int, groups: int, products: Products = "auto") -> "OuterProductSum":
-        """Undo `state`, for vectors of a size (without the bias); further ones are multiplied in a given precision."""
+        """Load the result of `state`, for vectors of a given size (without the bias).
+
+        Further vectors are multiplied in the precision `products`.
+        """
         total, diagonal, bias = state["total"], bool(state["diagonal"]), bool(state["bias"])
         result = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device, products)
         result.computed = None
@@ -238,7 +240,7 @@ class OuterProductSum:
         if not total.is_floating_point():
             raise UnfitError(f"a factor has dtype {total.dtype}")
         if total.dtype == result.total.dtype:
-            # Rows start where they did before, so that results are the same to the last bit.
+            # Keep the alignment of rows, so that results are the same to the last bit.
             result.total.copy_(total)
         else:
             result.total = total
@@ -253,10 +255,10 @@ def _ones(size: int, dtype: torch.dtype) -> Tensor:
 
 
 class full_precision:  # noqa: N801 (used like a function; a generator would take several times as long)
-    """Compute without graph, and in the precision that sums are stored in, whatever `autocast` says."""
+    """Context that disables gradients and `autocast`, so that sums are computed in the precision of their storage."""
 
     def __init__(self, kind: str) -> None:
-        """Remember the kind of device. On `meta`, where nothing is computed, there is no `autocast`."""
+        # There is no `autocast` on `meta`.
         self.kind = "cpu" if kind == "meta" else kind
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""The inputs of convolutions: patches, whose covariance rarely needs them to be written down."""
+"""Inputs of convolutions: patches of images, and their covariance, usually computed without forming them."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -22,7 +22,7 @@ Range = tuple[int, int]
 
 
 class Windows(NamedTuple):
-    """Where a kernel looks, one number (or pair) for each spatial axis."""
+    """The geometry of a convolution, one number (or pair) for each spatial axis."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,7 +37,7 @@ class Windows(NamedTuple):
 
 
 def rows_pay(windows: Windows, height: int) -> bool:
-    """Whether shifts along the first axis need fewer operations than patches; strips save up to 40 % of theirs."""
+    """Whether shifts along the first axis need fewer operations than patches, for which strips save up to 40 %."""
     (kernel, *_), (stride, *_), (out, *_) = windows.kernel, windows.stride, windows.out
     return stride == 1 and kernel * height < 0.6 * kernel**2 * out
 
@@ -46,9 +46,9 @@ def add_by_rows(total: Tensor, x: Tensor, windows: Windows) -> None:
     """Add the covariance of all patches to a total.
 
     Args:
-        total: `[channels * kernel, channels * kernel]`, changed in place, below the diagonal, too.
+        total: `[channels * kernel, channels * kernel]`, changed in place, including entries below the diagonal.
         x: Images, `[images, channels, *spatial]`.
-        windows: Where patches are. The first axis has stride one.
+        windows: Geometry of the patches. The first axis has stride one.
     """
     kernel, _, padding, dilation, out = windows
     channels, height = x.shape[1:3]
@@ -60,12 +60,13 @@ def add_by_rows(total: Tensor, x: Tensor, windows: Windows) -> None:
         if shift >= height:
             break
         whole = _product(z[:, : height - shift], z[:, shift:], split, total.dtype)
-        # All pairs of kernel rows with this distance, the later one second; and first.
+        # Add to all pairs of kernel rows at this distance, in both orders.
         blocks.diagonal(step, 1, 4).add_(whole.unsqueeze(-1))
         if step:
             blocks.diagonal(-step, 1, 4).add_(whole.permute(2, 3, 0, 1).unsqueeze(-1))
         for a in range(kernel[0] - step):
             first = a * dilation[0] - padding[0][0]  # the row of the image that belongs to the first row of outputs
+            # Subtract the rows of the image that this kernel row does not read.
             for start, stop in _missing(first, out[0], height - shift):
                 border = _product(z[:, start:stop], z[:, start + shift : stop + shift], split, total.dtype)
                 blocks[:, a, :, :, a + step].sub_(border)
@@ -74,7 +75,7 @@ def add_by_rows(total: Tensor, x: Tensor, windows: Windows) -> None:
 
 
 def _rows(x: Tensor, windows: Windows) -> Tensor:
-    """Write down patches along all axes but the first: `[channels * kernel, rows, images * positions]`."""
+    """Form patches along all axes but the first: `[channels * kernel, rows, images * positions]`."""
     kernel, stride, padding, dilation, out = windows
     flat = [side for pad in reversed(padding) for side in pad]
     x = F.pad(x, flat) if any(flat) else x
@@ -87,7 +88,7 @@ def _rows(x: Tensor, windows: Windows) -> Tensor:
 
 
 def _missing(first: int, count: int, rows: int) -> Iterator[Range]:
-    """Yield which of the rows `0, ..., rows - 1` are not among `count` rows from `first` on."""
+    """Yield the half-open ranges of the rows `0, ..., rows - 1` outside of `first, ..., first + count - 1`."""
     if first > 0:
         yield 0, min(first, rows)
     if first + count < rows:
@@ -95,7 +96,7 @@ def _missing(first: int, count: int, rows: int) -> Iterator[Range]:
 
 
 def _product(left: Tensor, right: Tensor, split: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """Sum outer products over rows and positions: `[channels, kernel, channels, kernel]`, in a precision."""
+    """Sum outer products over rows and positions, in a given dtype: `[channels, kernel, channels, kernel]`."""
     left, right = left.flatten(1), right.flatten(1).T
     product: Tensor
     if left.dtype in HALF and left.is_cuda:  # pragma: no cover (tested on a GPU)
@@ -105,7 +106,7 @@ def _product(left: Tensor, right: Tensor, split: tuple[int, int, int], dtype: to
     return product.reshape(*split[::2], *split[::2])
 
 
-# Patches are written down for so many examples at a time that they fill about this many bytes.
+# Patches are formed for a few images at a time, so that they fill about this many bytes.
 _PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
 
 
@@ -115,11 +116,11 @@ class Patches(Inputs):
     Args:
         shape: The shape of the images.
         kernel: Kernel size per spatial axis.
-        stride: Per spatial axis.
+        stride: Stride per spatial axis.
         padding: Zeros before and after, per spatial axis (a negative number crops).
-        dilation: Per spatial axis.
+        dilation: Dilation per spatial axis.
         groups: Number of channel groups.
-        mirrored: Whether patches come in the opposite order of the operation's output positions.
+        mirrored: Whether patches are in the reverse order of the operation's output positions.
     """
 
     def __init__(
@@ -151,9 +152,10 @@ class Patches(Inputs):
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
         """Add the patch covariance."""
-        x = total.rounded(self._cropped(x))  # patches have each number several times
+        x = total.rounded(self._cropped(x))  # before patches repeat each number
         positions = len(x) * prod(self.out)
         windows = Windows(self.kernel, self.stride, self.padding, self.dilation, self.out)
+        # Choose the method with the fewest operations; shifts do not form the patches.
         if total.diagonal or self.groups > 1:
             self._add_patches(total, x)
         elif sync.is_asynchronous(x.device) and rows_pay(windows, self.spatial[0]):
@@ -170,7 +172,7 @@ class Patches(Inputs):
         return positions
 
     def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
-        """Write patches down, for some images at a time, and add some of them."""
+        """Add the patches at positions that count, a few images at a time."""
         x = total.rounded(self._cropped(x))
         each = self._at_a_time(x, prod(self.kernel) * prod(self.out))
         numbers = []
@@ -181,25 +183,25 @@ class Patches(Inputs):
         return sum(numbers)
 
     def _in_order_of_patches(self, positions: Tensor) -> Tensor:
-        """Return something of each image's positions, `[images, positions, ...]`, in the order of patches."""
+        """Reorder values at the output positions of each image, `[images, positions, ...]`, to the order of patches."""
         return positions.flip(1) if self.mirrored else positions
 
     def _add_patches(self, total: OuterProductSum, x: Tensor) -> None:
-        """Write patches down, for some images at a time."""
+        """Form patches and add their outer products, a few images at a time."""
         for some_x in x.split(self._at_a_time(x, prod(self.kernel) * prod(self.out))):
             total.add(self._vectors(some_x))
 
     def _at_a_time(self, x: Tensor, numbers: int) -> int:
-        """Return how many images to treat together, given how many numbers are written down for each channel."""
+        """Return how many images to process together, given how many numbers are stored per image and channel."""
         limit = _PATCH_BYTES[x.device.type != "cpu"]
         return max(1, limit // (x.element_size() * self.channels * self.groups * numbers))
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
-        """Images: all positions of one belong to the same example."""
+        """Return the axis of images: all positions of an image belong to the same example."""
         return (len(x),)
 
     def sums(self, x: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
-        """Sum every example's patches."""
+        """Sum the patches of each example."""
         if row_map.counted is not None:
             dtype = at_least_float32(x.dtype)
             counted = self._in_order_of_patches(row_map.counted)
@@ -211,19 +213,19 @@ class Patches(Inputs):
         return sums.unflatten(1, (self.groups, -1)), row_map.counts(len(x), sums) * prod(self.out)
 
     def shared(self, use: Use) -> int:
-        """Return the number of positions."""
+        """Return the number of rows per example: one for each position of its images."""
         return super().shared(use) * prod(self.out)
 
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
-        """Write all patches down."""
+        """Form all patches, with their gradients."""
         ((patches, g),) = self._with_gradients(use.x, g, all_at_once=True)
-        # An example may have several images, whose positions are all its rows.
+        # An example may have several images; the positions of all of them are its rows.
         x, g = (use.row_map.by_datum(t, trailing=2).flatten(1, 2) for t in (patches, g))
         x, g = (t.unflatten(2, (self.groups, -1)).permute(2, 0, 1, 3) for t in (x, g))
         return RowProducts(PlainVectors(x, 1.0 if use.ones else None), PlainVectors(g))
 
     def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
-        """Multiply image by image; patches are written down for a few images at a time."""
+        """Yield per-example gradients, forming patches for a few images at a time."""
         several = self._has_several_images(use)
         for patches, some_g in self._with_gradients(use.x, g, all_at_once=several):
             patches, some_g = (t.unflatten(2, (self.groups, -1)) for t in (patches, some_g))  # noqa: PLW2901
@@ -233,11 +235,12 @@ class Patches(Inputs):
             yield use.row_map.by_datum(gradients, trailing=3).sum(1) if several else gradients
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
-        """Treat patches of a few images at a time like any other vectors; rotating them is a convolution."""
+        """Add squares, treating patches of a few images at a time as vectors; a convolution rotates them."""
         if self.groups > 1 or self._has_several_images(use):
             super().add_squares(total, use, g, Q_A, Q_B)
             return
         vectors = Vectors(self.size)
+        # With few positions, rotating the patches is cheaper than rotating the gradients.
         if Q_A is not None and prod(self.out) <= g.shape[-1]:
             g = self._in_order_of_patches(g)
             step = at_a_time(g, prod(self.out) * Q_A.shape[2])
@@ -251,7 +254,7 @@ class Patches(Inputs):
             vectors.add_squares(total, some, some_g, Q_A, Q_B)
 
     def _cropped(self, x: Tensor) -> Tensor:
-        """Leave pixels out where padding is negative."""
+        """Crop pixels where padding is negative."""
         for axis, (before, after) in enumerate(self.crop, start=2):
             if before or after:
                 x = x.narrow(axis, before, x.shape[axis] - before - after)
@@ -271,7 +274,7 @@ class Patches(Inputs):
         return not use.row_map.in_order(len(use.x))
 
     def _with_gradients(self, x: Tensor, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Write patches down, a few images at a time, with their gradients: `[images, positions, features]` each."""
+        """Yield patches and their gradients, a few images at a time: `[images, positions, features]` each."""
         g = self._in_order_of_patches(g.to(torch.promote_types(g.dtype, x.dtype)))
         step = len(g) if all_at_once else at_a_time(g, self.size * prod(self.out) * self.groups)
         for some_x, some_g in zip(self._cropped(x).split(step), g.split(step), strict=True):
@@ -279,10 +282,10 @@ class Patches(Inputs):
             yield patches.unflatten(1, (len(some_x), -1)).squeeze(0), some_g
 
     def _sums(self, x: Tensor) -> Tensor:
-        """Sum patches over positions, `[images, groups * features]`: one axis after the other."""
+        """Sum patches over positions, one axis after the other: `[images, groups * features]`."""
         sums = x.to(at_least_float32(x.dtype))
         for axis in range(len(self.kernel)):
-            dim = 2 + axis  # axes before it are kernel axes already
+            dim = 2 + axis  # the spatial axes before it have become kernel axes
             parts = []
             total = sums.sum(dim) if self.stride[axis] == 1 else None
             for i in range(self.kernel[axis]):
@@ -297,21 +300,21 @@ class Patches(Inputs):
         return sums.flatten(1)
 
     def _window(self, axis: int, i: int) -> Range:
-        """Return the half-open range of pixels that offset `i` of an axis' kernel touches."""
+        """Return the half-open range of pixels that offset `i` of the kernel reads along an axis."""
         step, offset = self.stride[axis], i * self.dilation[axis] - self.padding[axis][0]
-        first = max(0, -(offset // step))  # outputs before this one touch padding
+        first = max(0, -(offset // step))  # outputs before this one read padding
         last = min(self.out[axis] - 1, (self.spatial[axis] - 1 - offset) // step)
         return (offset + first * step, offset + last * step + 1) if last >= first else (0, 0)
 
     def _outside(self, axis: int, i: int) -> list[Range]:
-        """Return the pixels that offset `i` of an axis' kernel does not touch, at stride one."""
+        """Return the half-open ranges of pixels that offset `i` of the kernel does not read, at stride one."""
         start, stop = self._window(axis, i)
         if stop <= start:
             return [(0, self.spatial[axis])]
         return [(low, high) for low, high in ((0, start), (stop, self.spatial[axis])) if high > low]
 
     def _vectors(self, x: Tensor) -> Tensor:
-        """Write patches down, `[1, positions, groups * features]`, with positions next to each other in memory."""
+        """Form patches, `[1, positions, groups * features]`, with positions next to each other in memory."""
         flat = [side for pad in reversed(self.padding) for side in pad]
         x = F.pad(x, flat).transpose(0, 1)
         patches = x.new_empty(x.shape[0], prod(self.kernel), x.shape[1], *self.out)
@@ -324,7 +327,7 @@ class Patches(Inputs):
         return patches.reshape(self.groups * self.size, -1).T.unsqueeze(0)
 
     def _shifts_pay(self, x: Tensor) -> bool:
-        """Whether autocorrelations need fewer operations than patches do; an accelerator prefers few large ones."""
+        """Whether autocorrelations need fewer operations than patches. Only on a CPU: they are many small products."""
         if any(s != 1 for s in self.stride) or x.device.type != "cpu":
             return False
         gaps = [0, *(d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True))]
@@ -335,7 +338,7 @@ class Patches(Inputs):
 
     def _add_by_shifts(self, total: Tensor, x: Tensor) -> None:
         """Add the patch covariance `[C * kernel, C * kernel]` from autocorrelations and border strips."""
-        # The first axis needs no gap: what is shifted beyond its end is cut off, if it is the slowest one.
+        # The first axis is the slowest one in memory and needs no gap: pixels shifted beyond its end are cut off.
         first, *others = self.spatial
         gaps = [d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True)]
         widths = [n + gap for n, gap in zip(others, gaps, strict=True)]
@@ -345,6 +348,7 @@ class Patches(Inputs):
         image.copy_(x.transpose(0, 1))
         flat, strides = frame.flatten(1), image.stride()[2:]
 
+        # In the flattened frame, every shift is an offset. Gaps of zeros absorb pixels that are shifted beyond an axis.
         @cache
         def autocorrelation(shift: tuple[int, ...]) -> Tensor:
             offset = min(sum(map(prod, zip(shift, strides, strict=True))), flat.shape[1])
@@ -352,7 +356,7 @@ class Patches(Inputs):
 
         @cache
         def strip(ranges: tuple[Range, ...], shift: tuple[int, ...]) -> Tensor | None:
-            """Sum products over the pixels in some ranges whose partner is inside of the image."""
+            """Sum products over pixels within the given ranges, if the shifted pixel is inside of the image."""
             near, far = [slice(None)] * 2, [slice(None)] * 2
             for (low, high), by, n in zip(ranges, shift, self.spatial, strict=True):
                 low, high = max(low, -by), min(high, n - by)  # noqa: PLW2901
@@ -362,10 +366,11 @@ class Patches(Inputs):
                 far.append(slice(low + by, high + by))
             return image[tuple(near)].flatten(1) @ image[tuple(far)].flatten(1).T
 
+        # Each pair of kernel offsets is one block: an autocorrelation, minus products of pixels outside of the patches.
         offsets = list(product(*map(range, self.kernel)))
         blocks = total.unflatten(1, (self.channels, -1)).unflatten(0, (self.channels, -1))
         for i, a in enumerate(offsets):
-            # Pixels outside of the window in one axis are taken off again, those outside in two axes added again, ...
+            # Inclusion-exclusion: subtract pixels outside of the window along one axis, add those along two, ...
             parts = [
                 [((0, n), 1.0), *((outside, -1.0) for outside in self._outside(axis, a[axis]))]
                 for axis, n in enumerate(self.spatial)

@@ -1,4 +1,4 @@
-"""Statistics of the gradients of every example: sums that are taken at once, and gradients kept for a batch."""
+"""Statistics of per-example gradients: sums accumulated right away, and gradients kept for one batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
@@ -43,35 +43,35 @@ class Statistic(ABC):
         """Add gradients, `[n, groups, d_B, d_A]`."""
 
     def add_use(self, use: Use, g: Tensor) -> None:
-        """Add the gradients of a parameter's only use in a batch, given what came back to it for one column."""
+        """Add the gradients of a parameter's only use in a batch, given one column `g` of gradients of its output."""
         for gradients in use.gradients(g):
             self.add(gradients)
 
 
 @dataclass
 class Squares(Statistic):
-    """Sums of squared gradients, seen in other bases, whose vectors are columns. `None` is the standard basis."""
+    """Sums of squared gradients, expressed in other bases (their vectors are columns; `None`: the standard basis)."""
 
     total: Tensor  # [groups, d_B, d_A], changed in place
     Q_A: Tensor | None = None  # basis of the input side, [groups, d_A, d_A]
     Q_B: Tensor | None = None  # basis of the gradient side, [groups, d_B, d_B]
 
     def add(self, gradients: Tensor) -> None:
-        """Rotate and square."""
+        """Rotate gradients to the bases, square them and add them to the total."""
         with self._on(gradients.device) as (total, Q_A, Q_B):
             add_rotated_squares(total, gradients, Q_A, Q_B)
 
     def add_use(self, use: Use, g: Tensor) -> None:
-        """Rotate and square in the way that is cheapest for this kind of inputs.
+        """Rotate, square and add gradients, in the way that is cheapest for this kind of inputs.
 
-        Gradients in half precision have fewer digits than TF32, so that a GPU may round bases to that.
+        Gradients in half precision have no more digits than TF32, so a GPU may use TF32 here.
         """
         with self._on(g.device) as (total, Q_A, Q_B), tf32(True if g.dtype in HALF else None):
             use.inputs.add_squares(total, use, g, Q_A, Q_B)
 
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
-        """Return total and bases on the device of the gradients, if they live on another one."""
+        """Provide total and bases on the device of the gradients, and add the total back if it is stored elsewhere."""
         if self.total.device == device:  # pragma: no branch
             yield self.total, self.Q_A, self.Q_B
             return
@@ -82,14 +82,14 @@ class Squares(Statistic):
 
 
 class PerDatumSums(Sums):
-    """Shows the per-example gradients of blocks to statistics, in a second pass over the data.
+    """Passes per-example gradients to the statistic of their block, in a second pass over the data.
 
     Args:
-        settings: What was asked for.
+        settings: Settings of the computation.
         layouts: The blocks of the first pass.
-        statistics: By block.
-        left_out: Blocks that another pass is for.
-        row_map: The rank that keeps the statistic of each block. By default, all ranks do.
+        statistics: The statistic of each block.
+        left_out: Blocks that another pass computes.
+        owners: The owner rank of each block, which keeps its statistic. By default, all ranks keep all statistics.
     """
 
     by_datum = True
@@ -102,7 +102,6 @@ class PerDatumSums(Sums):
         left_out: Collection[Key] = (),
         owners: Mapping[Key, int] | None = None,
     ) -> None:
-        """Know all blocks from the start."""
         super().__init__(layouts.values())
         self._left_out = left_out
         self._owners = owners
@@ -116,7 +115,7 @@ class PerDatumSums(Sums):
         self._unknown: set[str] = set()
 
     def adder_of(self, plan: PlannedUse) -> Adder:
-        """Return what shows the gradients of a plan's uses to the block's statistic."""
+        """Return the adder that passes the gradients of a plan's uses to the block's statistic."""
         key = plan.layout.key
         self._seen.add(key)
         if key in self._left_out and self._layouts[key] == plan.layout:
@@ -131,7 +130,7 @@ class PerDatumSums(Sums):
         self._unknown.add(plan.layout.name)
 
     def finish_backward(self) -> None:
-        """Show the gradients of parameters with several uses."""
+        """Add the gradients of parameters with several uses, which are summed by now."""
         for key, gradients in self._several_uses.items():
             with full_precision(gradients.device.type):
                 self._statistics[key].add(gradients)
@@ -142,7 +141,7 @@ class PerDatumSums(Sums):
         self._times_used.clear()
 
     def check_complete(self, resumed: bool) -> None:
-        """Refuse a pass that has seen other blocks than the first one; one that was resumed need not see any.
+        """Check that this pass has seen the same blocks as the first one. A resumed pass may have seen fewer.
 
         Raises:
             ModelError: If a block is new, or was not used.
@@ -157,7 +156,7 @@ class PerDatumSums(Sums):
             )
 
     def add_up(self, ranks: Ranks, device: torch.device) -> None:
-        """Add up the statistics of all blocks. Some ranks may have seen a block that others have not."""
+        """Sum the statistics of all blocks over the ranks, which need not have seen the same blocks."""
         seen = ranks.gather("blocks of per-example gradients", (self._seen, self._unknown))
         self._seen = set().union(*(keys for keys, _ in seen))
         self._unknown = set().union(*(names for _, names in seen))
@@ -171,7 +170,7 @@ class PerDatumSums(Sums):
         self._here = {key for key, owner in self._owners.items() if owner == ranks.rank}
 
     def state(self) -> dict[str, Any]:
-        """Return all sums, between two batches, for a file; after they were added up, those that this rank owns."""
+        """Return all sums for a file, between two batches. After `add_up`, these are the sums that this rank owns."""
         here = {key: s for key, s in self._statistics.items() if key in self._here}
         return {"totals": [[self._layouts[key].name, s.total] for key, s in here.items()]}
 
@@ -190,7 +189,7 @@ class PerDatumSums(Sums):
 
 @dataclass
 class _Show(Adder):
-    """Shows gradients at once if a parameter is used once in a batch; otherwise collects those of all its uses."""
+    """Passes gradients on if their parameter is used once in a batch; otherwise sums them over all its uses first."""
 
     plan: PlannedUse
     statistic: Statistic
@@ -201,7 +200,7 @@ class _Show(Adder):
         self.key = self.plan.layout.key
 
     def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (it says that it needs them)
+        assert row_map is not None  # noqa: S101 (sums `by_datum` always get a row map)
         use = Use(self.plan.inputs, x, row_map, self.plan.ones)  # type: ignore[arg-type]
         self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
 
@@ -226,14 +225,15 @@ class _Show(Adder):
 
 
 class KeptGradients(Sums):
-    """Keeps the gradients of every example of a batch, by block.
+    """Keeps the per-example gradients of a batch, by block.
 
     Args:
-        layouts: Blocks that are known. If there are any, uses of parameters in another way are not kept, but noted.
+        layouts: Known blocks. If there are any, uses that do not belong to them are not kept, but recorded as
+            conflicts.
 
     Attributes:
         layouts: The blocks that are known, or were found.
-        conflicts: `(parameter, operation)` of uses that do not fit together with other uses, or with known blocks.
+        conflicts: `(parameter, operation)` of uses that contradict other uses, or the known blocks.
     """
 
     by_datum = True
@@ -247,7 +247,7 @@ class KeptGradients(Sums):
         self._columns: list[dict[Key, list[Captured]]] = []
 
     def adder_of(self, plan: PlannedUse) -> Adder:
-        """Return what keeps the gradients of a plan's uses."""
+        """Return the adder that keeps the gradients of a plan's uses."""
         key = plan.layout.key
         if self._fixed and self.layouts.get(key) != plan.layout:
             self.note_conflict(plan)
@@ -260,7 +260,7 @@ class KeptGradients(Sums):
         self.conflicts.add((plan.layout.weight, plan.operation))
 
     def take(self) -> "list[dict[Key, list[Captured]]]":
-        """Return the gradients of all uses in the last batch, for each column by block, and forget them.
+        """Return and discard the gradients of all uses in the last batch: for each column, by block.
 
         If no parameter was used, there are no columns.
         """
@@ -269,21 +269,21 @@ class KeptGradients(Sums):
         return columns
 
     def state(self) -> dict[str, Any]:
-        """Return nothing: these are not sums over data."""
+        """Return an empty dictionary, because these are not sums over data."""
         return {}
 
     def restore(self, state: Any) -> None:
-        """Do nothing."""
+        """Do nothing, because `state` is empty."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """The gradients that one use gives to a parameter.
+    """The per-example gradients of a parameter from one of its uses.
 
     Attributes:
-        plan: What is known about the use.
+        plan: The plan of the use.
         use: The inputs.
-        gradient: What came back to it, `[*leading, groups * d_B]`.
+        gradient: Gradients of the operation's output, `[*leading, groups * d_B]`.
     """
 
     plan: PlannedUse
@@ -303,35 +303,35 @@ class Captured:
 
     @property
     def work(self) -> tuple[int, int]:
-        """How many multiplications an inner product takes on each side; on both together with groups."""
+        """Multiplications per inner product of rows, on the input side and on the gradient side, for all groups."""
         groups, rows, columns = self.plan.layout.matrix_shape
         on_inputs, on_gradients = self.units
         return 1 if on_inputs else groups * columns, 1 if on_gradients else groups * rows
 
     @cached_property
     def rows(self) -> RowProducts:
-        """Vectors of all rows, as the block has them."""
+        """The vectors of all rows, on the sides of the block that they belong to."""
         return self._as_in_block(self.plan.inputs.rows(self.use, self.gradient))
 
     def by_place(self) -> RowProducts:
-        """Return the rows where places at which inputs are the same have rows of their own."""
+        """Return rows that are separate for all places, also if their inputs are equal."""
         return self._as_in_block(self.plan.inputs.rows(self.use, self.gradient, by_place=True))
 
     @property
     def in_order(self) -> bool:
-        """Whether rows of an example are in the order of the activation, and all data have as many."""
+        """Whether the rows of each example are in the order of the activation, and all examples have equally many."""
         return isinstance(self.use.row_map, StridedRows)
 
     @property
     def places(self) -> int:
-        """At how many places of each example a parameter was broadcast; zero if that did not happen."""
+        """Number of places per example to which a parameter was broadcast; zero if it was not."""
         if not isinstance(self.plan.inputs, Rows):
             return 0
         return self.plan.inputs.places // self.use.row_map.num_data
 
     def matrices(self) -> Iterator[Tensor]:
-        """Form matrices, `[some data, groups, d_B, d_A]`, of a few examples at a time."""
-        # Products of numbers in half precision would be rounded to half precision.
+        """Yield the gradients as matrices, `[some examples, groups, d_B, d_A]`, a few examples at a time."""
+        # In half precision, products would be rounded to half precision.
         wide = at_least_float32(self.gradient.dtype)
         x = mapped(self.use.x, lambda t: t.to(wide) if t.is_floating_point() else t)
         for part in replace(self.use, x=x, cache={}).gradients(self.gradient.to(wide)):
@@ -340,7 +340,7 @@ class Captured:
             yield torch.nn.functional.pad(part, (0, unused)) if unused else part
 
     def _as_in_block(self, rows: RowProducts) -> RowProducts:
-        """Exchange the sides where inputs are on that of gradients, and let a bias that was not used have zeros."""
+        """Exchange sides if inputs belong to the side `"B"`, and add zeros for a bias that was not used."""
         if self.plan.side == "B":
             return RowProducts(rows.g, rows.x)
         if isinstance(rows.x, PlainVectors) and rows.x.size < self.plan.layout.matrix_shape[2]:
@@ -356,14 +356,14 @@ class _Keep(Adder):
     columns: list[dict[Key, list[Captured]]]
 
     def add(self, x: Any, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (it says that it needs them)
-        # What is kept must not hold the graph of the pass.
+        assert row_map is not None  # noqa: S101 (sums `by_datum` always get a row map)
+        # Detached, because the kept tensors must not keep the graph of the pass alive.
         use = Use(self.plan.inputs, mapped(x, Tensor.detach), row_map, self.plan.ones)
 
         received = 0
 
         def receive(g: Tensor) -> None:
-            # Backward passes come one after the other, each with some of the columns.
+            # There may be several backward passes, one after the other, each for some of the columns.
             nonlocal received
             for gradient in g:
                 if received == len(self.columns):

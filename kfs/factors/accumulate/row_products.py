@@ -1,4 +1,4 @@
-"""Gradients of examples as sums over rows of outer products: algebra that needs no more than the vectors."""
+"""Per-example gradients as sums of outer products over rows: algebra on the vectors, without forming matrices."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# What is computed for some data at a time fills about this many bytes.
+# Temporary results, computed for a few examples at a time, fill about this many bytes.
 _BYTES = {False: 2**24, True: 2**28}  # on a CPU, on an accelerator
 
 
 def at_a_time(like: Tensor, numbers: int) -> int:
-    """Return for how many examples to compute something together, given how many numbers each has."""
+    """Return how many examples to process together, given how many numbers are stored for each."""
     return max(1, _BYTES[like.device.type != "cpu"] // (4 * max(numbers, 1)))
 
 
@@ -25,8 +25,8 @@ class RowVectors(ABC):
         num_data: Number of examples.
         shared: Number of rows of each example.
         size: Number of coordinates.
-        work: How many multiplications an inner product takes.
-        numbers: How many numbers are stored for each example.
+        work: Number of multiplications per inner product.
+        numbers: Number of stored values per example.
     """
 
     groups: int
@@ -38,7 +38,7 @@ class RowVectors(ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """Write all coordinates down, `[groups, batch, shared, size]`."""
+        """Return all coordinates, `[groups, batch, shared, size]`."""
 
     @abstractmethod
     def times(self, Q: Tensor) -> "PlainVectors":
@@ -50,7 +50,7 @@ class RowVectors(ABC):
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> "RowVectors":
-        """Convert numbers, if there are any."""
+        """Return the vectors in another dtype."""
 
     def dots(self, other: "RowVectors") -> Tensor:
         """Return the inner products of all pairs of vectors, `[groups, rows, rows of the other]`."""
@@ -63,12 +63,12 @@ class RowVectors(ABC):
 
 @dataclass(frozen=True)
 class PlainVectors(RowVectors):
-    """Vectors that are there.
+    """Vectors that are stored explicitly.
 
     Attributes:
         values: `[groups, batch, shared, features]`.
-        last: The value of one more coordinate, that of a bias: one where the bias was used, zero where it was not.
-            `None` if there is no such coordinate.
+        last: Value of an additional coordinate for the bias: one if the bias was used, zero if not. `None` if there is
+            no such coordinate.
     """
 
     values: Tensor
@@ -88,13 +88,13 @@ class PlainVectors(RowVectors):
             object.__setattr__(self, name, number)
 
     def dense(self) -> Tensor:
-        """Append the coordinate of the bias."""
+        """Return all coordinates, including that of the bias."""
         if self.last is None:
             return self.values
         return torch.nn.functional.pad(self.values, (0, 1), value=self.last)
 
     def times(self, Q: Tensor) -> "PlainVectors":
-        """Multiply; the last row of the matrix belongs to the bias."""
+        """Multiply every vector with a matrix from the right; its last row belongs to the bias."""
         features = self.values.shape[3]
         flat = self.values.flatten(1, 2)
         # A plain product is faster than a batched one with a batch of one.
@@ -108,7 +108,7 @@ class PlainVectors(RowVectors):
         return PlainVectors(self.values[:, data], self.last)
 
     def to(self, dtype: torch.dtype) -> "PlainVectors":
-        """Convert."""
+        """Return the vectors in another dtype."""
         return PlainVectors(self.values.to(dtype), self.last)
 
     def dots(self, other: RowVectors) -> Tensor:
@@ -130,7 +130,7 @@ class PlainVectors(RowVectors):
         return self.values @ other.values.transpose(2, 3) + self._product_of_last(other)
 
     def _differs(self, other: "PlainVectors") -> bool:
-        """Whether others have written their last coordinate down."""
+        """Whether only one of both stores its last coordinate explicitly."""
         return self.values.shape[3] != other.values.shape[3]
 
     def _product_of_last(self, other: "PlainVectors") -> float:
@@ -139,12 +139,12 @@ class PlainVectors(RowVectors):
 
 @dataclass(frozen=True)
 class UnitVectors(RowVectors):
-    """Unit vectors, by the coordinate that is one. There is a single group.
+    """Unit vectors, given by the index of the coordinate that is one. There is a single group.
 
     Attributes:
         index: `[batch, shared]`.
         size: Number of coordinates.
-        dtype: Dtype of numbers that are computed from them.
+        dtype: Dtype of results that are computed from them.
     """
 
     index: Tensor
@@ -159,12 +159,12 @@ class UnitVectors(RowVectors):
             object.__setattr__(self, name, number)
 
     def dense(self) -> Tensor:
-        """Write zeros and ones down."""
+        """Return the vectors as zeros and ones."""
         zeros = torch.zeros(*self.index.shape, self.size, dtype=self.dtype, device=self.index.device)
         return zeros.scatter_(2, self.index.unsqueeze(2), 1.0).unsqueeze(0)
 
     def times(self, Q: Tensor) -> PlainVectors:
-        """Look rows up."""
+        """Multiply every vector with a matrix from the right, by selecting its rows."""
         return PlainVectors(Q[:, self.index])
 
     def some(self, data: slice) -> "UnitVectors":
@@ -172,7 +172,7 @@ class UnitVectors(RowVectors):
         return UnitVectors(self.index[data], self.size, self.dtype)
 
     def to(self, dtype: torch.dtype) -> "UnitVectors":
-        """Say what numbers to compute."""
+        """Return the vectors with another dtype of results."""
         return UnitVectors(self.index, self.size, dtype)
 
     def dots(self, other: RowVectors) -> Tensor:
@@ -192,10 +192,10 @@ class UnitVectors(RowVectors):
 
 
 def joined(parts: Sequence[RowVectors]) -> RowVectors:
-    """Put the vectors of several batches one after the other. Those of a kind have equal sizes and groups.
+    """Concatenate the vectors of several batches, which have equal sizes and groups.
 
-    Where data of one batch have fewer rows, unit vectors and plain ones are filled up with their first coordinate and
-    with zeros. The other side of such rows has to be zero.
+    If the examples of a batch have fewer rows than others, they are padded: unit vectors with index 0, plain vectors
+    with zeros. The other side of padded rows must be zero.
     """
     if len(parts) == 1:
         return parts[0]
@@ -217,14 +217,14 @@ Way = Literal["rows", "matrices"]
 def cheaper(
     pairs: tuple[int, int], rows: tuple[int, int], work: tuple[int, int], numbers: int, formed: tuple[bool, bool]
 ) -> Way:
-    """Return what takes fewer multiplications to compute all inner products between the gradients of two sets of data.
+    """Return the way to compute all inner products between the gradients of two datasets with fewer multiplications.
 
     Args:
-        pairs: How many examples both sets have.
-        rows: How many rows each example has in them.
-        work: How many multiplications an inner product takes, on the input side and on the gradient side.
-        numbers: How many numbers a matrix has.
-        formed: Whether the matrices of a set are there already.
+        pairs: Number of examples in each dataset.
+        rows: Number of rows per example in each dataset.
+        work: Multiplications per inner product, on the input side and on the gradient side.
+        numbers: Number of entries of a matrix.
+        formed: Whether the matrices of each dataset have been formed already.
 
     Example:
         >>> cheaper((100, 100), (1, 1), (257, 256), 257 * 256, (False, False))
@@ -239,7 +239,7 @@ def cheaper(
 
 
 def cheaper_within(rows: tuple[int, int], work: tuple[int, int], numbers: int) -> Way:
-    """Return what takes fewer multiplications for the inner product of two gradients of one example; as `cheaper`."""
+    """Return the cheaper way to compute the inner product of two gradients of the same example; see `cheaper`."""
     by_rows = rows[0] * rows[1] * sum(work)
     return "rows" if by_rows <= (1 + sum(rows)) * numbers else "matrices"
 
@@ -249,8 +249,8 @@ class RowProducts:
     """Each example's sum over rows of outer products `g x^T`.
 
     Attributes:
-        x: On the input side, with `d_A` coordinates.
-        g: On the gradient side, with `d_B` coordinates.
+        x: Vectors on the input side, with `d_A` coordinates.
+        g: Vectors on the gradient side, with `d_B` coordinates.
     """
 
     x: RowVectors
@@ -273,54 +273,54 @@ class RowProducts:
 
     @property
     def work(self) -> tuple[int, int]:
-        """How many multiplications an inner product takes on each side; on both together with groups."""
+        """Multiplications per inner product of rows, on the input side and on the gradient side, for all groups."""
         return self.x.work * self.x.groups, self.g.work * self.x.groups
 
     @property
     def numbers(self) -> int:
-        """How many numbers the matrix of an example has."""
+        """Number of entries of an example's matrix."""
         return self.x.groups * self.x.size * self.g.size
 
     @property
     def stored(self) -> int:
-        """How many numbers are stored for an example."""
+        """Number of stored values per example."""
         return self.x.numbers + self.g.numbers
 
     @property
     def like(self) -> Tensor:
-        """A tensor on their device."""
+        """A tensor on the device of the vectors."""
         side = self.g if isinstance(self.g, PlainVectors) else self.x
         return side.values if isinstance(side, PlainVectors) else side.dense()
 
     def some(self, data: slice) -> "RowProducts":
-        """Return those of some data."""
+        """Return the rows of some examples."""
         return RowProducts(self.x.some(data), self.g.some(data))
 
     def to(self, dtype: torch.dtype) -> "RowProducts":
-        """Convert all numbers."""
+        """Return the rows in another dtype."""
         return RowProducts(self.x.to(dtype), self.g.to(dtype))
 
     def times(self, Q_A: Tensor | None, Q_B: Tensor | None) -> "RowProducts":
-        """Return `Q_B^T G Q_A`. `None` stands for the identity."""
+        """Return `Q_B^T G Q_A` for the gradients `G`. `None` stands for the identity."""
         x = self.x if Q_A is None else self.x.times(Q_A)
         g = self.g if Q_B is None else self.g.times(Q_B)
         return RowProducts(x, g)
 
     def matrices(self) -> Iterator[Tensor]:
-        """Form matrices, `[some data, groups, d_B, d_A]`, of a few examples at a time."""
+        """Yield the gradients as matrices, `[some examples, groups, d_B, d_A]`, a few examples at a time."""
         for part in self._parts(self.numbers):
             yield part._matrices()
 
     def inner(self, other: "RowProducts") -> Tensor:
-        """Return the inner products of all pairs, `[n, m]`, by rows."""
+        """Return the inner products of all pairs of gradients, `[n, m]`, computed from rows."""
         return torch.cat([_summed(*both, by_row=False) for both in self._pairs(other)], 1)
 
     def inner_by_row(self, other: "RowProducts") -> Tensor:
-        """Return the part that each row of the other gradients has in inner products, `[n, m, shared]`."""
+        """Return the contribution of each row of the other gradients to the inner products, `[n, m, shared]`."""
         return torch.cat([_summed(*both, by_row=True) for both in self._pairs(other)], 1)
 
     def inner_within(self, other: "RowProducts") -> Tensor:
-        """Return the inner products of two gradients of every example, `[n]`, by rows."""
+        """Return the inner product of two gradients of each example, `[n]`, computed from rows."""
         step = at_a_time(self.like, 2 * self.x.groups * self.shared * other.shared)
         sums = []
         for start in range(0, self.num_data, step):
@@ -329,7 +329,7 @@ class RowProducts:
         return torch.cat(sums)
 
     def _pairs(self, other: "RowProducts") -> Iterator[tuple["RowProducts", "RowProducts"]]:
-        """Yield pairs such that their inner products by rows are not too many numbers."""
+        """Yield pairs of parts that limit the memory for the inner products of rows."""
         step = at_a_time(self.like, 2 * self.x.groups * self.num_data * self.shared * other.shared)
         for start in range(0, other.num_data, step):
             yield self, other.some(slice(start, start + step))
@@ -350,7 +350,7 @@ class RowProducts:
             return _scattered(self.g, self.x.dense()[0]).unsqueeze(1)
         assert isinstance(self.x, PlainVectors)  # noqa: S101 (there is no third kind)
         g = self.g.dense()
-        # A product entry by entry is faster than one of matrices with a single column.
+        # With a single row, elementwise multiplication is faster than a matrix product.
         product = g.transpose(2, 3) * self.x.values if self.shared == 1 else g.transpose(2, 3) @ self.x.values
         if self.x.last is not None:
             product = torch.cat([product, self.x.last * g.sum(2).unsqueeze(3)], 3)
@@ -358,15 +358,15 @@ class RowProducts:
 
 
 def joined_products(parts: Sequence[RowProducts]) -> RowProducts:
-    """Put those of several batches one after the other."""
+    """Concatenate the rows of several batches."""
     return RowProducts(joined([part.x for part in parts]), joined([part.g for part in parts]))
 
 
 def matrix_inner(matrices: Tensor, parts: Sequence[RowProducts]) -> Tensor:
-    """Return the inner products of matrices `[n, groups, d_B, d_A]` with sums of plain rows, `[n, m]`.
+    """Return the inner products of matrices `[n, groups, d_B, d_A]` with sums over `parts` of plain rows, `[n, m]`.
 
-    A few rows of the other matrices are formed at a time, for all data. These fit into a cache, and large products of
-    matrices use them at once.
+    The matrices of `parts` are formed a few of their rows at a time, for all examples. These fit into the processor's
+    cache, where a large matrix product uses them immediately.
     """
     first = parts[0]
     num_data = first.num_data
@@ -387,12 +387,12 @@ def matrix_inner(matrices: Tensor, parts: Sequence[RowProducts]) -> Tensor:
 
 def _plain_matrices(x: RowVectors, g: Tensor, group: int) -> Tensor:
     """Form `[n, d_B, d_A]` from gradients `[n, shared, d_B]` and plain vectors of a group."""
-    assert isinstance(x, PlainVectors)  # noqa: S101 (whoever calls this has asked)
+    assert isinstance(x, PlainVectors)  # noqa: S101 (the caller has checked it)
     values = x.values[group]
     extra = 0 if x.last is None else 1
     matrices = g.new_empty(g.shape[0], g.shape[2], values.shape[2] + extra)
     inner = matrices[:, :, : values.shape[2]]
-    if g.shape[1] == 1:  # a product entry by entry is faster than one of matrices with a single column
+    if g.shape[1] == 1:  # with a single row, elementwise multiplication is faster than a matrix product
         torch.mul(g.transpose(1, 2), values, out=inner)
     else:
         inner.copy_(g.transpose(1, 2) @ values)
@@ -402,7 +402,7 @@ def _plain_matrices(x: RowVectors, g: Tensor, group: int) -> Tensor:
 
 
 def matrix_inner_by_row(matrices: Tensor, other: RowProducts) -> Tensor:
-    """Return the part of each row in the inner products of matrices `[n, groups, d_B, d_A]` with rows: `[n, m, S]`."""
+    """Return the contribution of each row to the inner products with matrices `[n, groups, d_B, d_A]`: `[n, m, S]`."""
     products = matrices @ other.x.dense().flatten(1, 2).transpose(1, 2)
     summed = (products * other.g.dense().flatten(1, 2).transpose(1, 2)).sum((1, 2))
     shares: Tensor = summed.unflatten(1, (other.num_data, other.shared))
@@ -419,6 +419,6 @@ def _summed(mine: RowProducts, theirs: RowProducts, by_row: bool) -> Tensor:
 
 
 def _scattered(unit: UnitVectors, values: Tensor) -> Tensor:
-    """Add vectors `[n, shared, d]` to the places of unit vectors, `[n, size, d]`."""
+    """Sum outer products of unit vectors with vectors `[n, shared, d]`, by adding to rows: `[n, size, d]`."""
     full = values.new_zeros(len(values), unit.size, values.shape[2])
     return full.scatter_add_(1, unit.index.unsqueeze(2).expand_as(values), values)

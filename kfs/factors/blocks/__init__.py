@@ -1,4 +1,4 @@
-"""Blocks: algebra on blocks of a curvature matrix, however they are stored."""
+"""Blocks: algebra on blocks of a curvature matrix, for all structures in which they are stored."""
 
 from kfs.factors.blocks.block_diagonal import BlockDiagonal, chosen, describe_factor
 from kfs.factors.blocks.congruence import Congruence

@@ -1,6 +1,6 @@
-"""Block-diagonal operators: one structured block per parameter (with its bias), with everything that blocks can do.
+"""Block-diagonal operators: one structured block per parameter (with its bias), and algebra on them.
 
-Algebra of a single block lives in the other files of this folder.
+The algebra of a single block is in the other files of this folder.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ from kfs.operators.space import Columns, Space
 def noise_for(stack: Stack, num_samples: int, seed: int) -> Tensor:
     """Draw standard normal numbers for all blocks of a stack, `[stack, num_samples, d_B, d_A]`.
 
-    Those of a block depend on the seed and its name alone, so that it does not matter which other blocks are in the
-    stack. Numbers are drawn on the CPU, so that they are the same for every device.
+    The numbers of a block depend only on the seed and its name, and not on other blocks in the stack. They are drawn on
+    the CPU, so they are the same for every device.
     """
     like = stack.structure.like
     sizes = num_samples, stack.structure.rows, stack.structure.columns
@@ -65,21 +65,21 @@ def noise_for(stack: Stack, num_samples: int, seed: int) -> Tensor:
 
 
 def colored(root: Structure, noise: Tensor) -> Tensor:
-    """Turn noise into draws from normal distributions with the squares of blocks as covariances, of the same shape."""
+    """Return draws from normal distributions with the squares of blocks as covariances, given standard normal noise."""
     if isinstance(root, Eigenbasis):
-        # Noise looks the same in every basis, so that there is no need to go to that of the block.
+        # Standard normal noise is rotation invariant, so rotating it to the basis of the block is not necessary.
         return root.rotated(root.values.unsqueeze(1) * noise, back=True)
     return root.multiply(noise)
 
 
 def restricted(stacks: Iterable[Stack], names: Collection[str]) -> list[tuple[Layout, Structure]] | None:
-    """Return the parts of blocks that belong to some parameters.
+    """Return the parts of blocks that belong to the named parameters.
 
-    A block that is wanted as a whole stays as it is. Of a weight and a bias that share a block, one may be wanted: some
-    columns of the matrix.
+    If a weight and a bias share a block and only one of them is named, the part is a submatrix: some columns of the
+    matrix that the block acts on. Other blocks are returned unchanged.
 
     Returns:
-        Layouts and structures; `None` if a part has no structure.
+        Layouts and structures; `None` if no structure can store a part.
     """
     result = []
     for stack in stacks:
@@ -99,8 +99,8 @@ def restricted(stacks: Iterable[Stack], names: Collection[str]) -> list[tuple[La
 
 
 def _layout_of_bias(layout: Layout) -> Layout:
-    """Return how a bias that shares the block of a weight becomes a matrix by itself, with one column."""
-    assert layout.bias is not None  # noqa: S101 (it is wanted)
+    """Return the layout of a bias without the weight that it shares a block with: a matrix with one column."""
+    assert layout.bias is not None  # noqa: S101 (its name was given)
     size = layout.groups * layout.row_size
     if not layout.bias_has_rows:
         return Layout(layout.bias, (size,), (0, size), (0,), 1, layout.groups)
@@ -110,7 +110,7 @@ def _layout_of_bias(layout: Layout) -> Layout:
 
 
 def _with_columns(structure: Structure, columns: slice) -> Structure | None:
-    """Return the submatrix of blocks for some columns of the matrix that they act on. `None` if it has no structure."""
+    """Return submatrices of blocks, for some columns of the matrix that they act on; `None` if no structure fits."""
     if isinstance(structure, Kronecker):
         return Kronecker(_submatrix(structure.A, columns), structure.B)
     if isinstance(structure, KroneckerSum):
@@ -120,7 +120,7 @@ def _with_columns(structure: Structure, columns: slice) -> Structure | None:
         return Eigenbasis(_submatrix(structure.Q_A, columns), structure.Q_B, structure.values[:, :, columns], noise)
     if not can_be_dense(structure):
         return None
-    # The eigenvectors of a submatrix are others.
+    # A submatrix has other eigenvectors, so it is formed densely.
     whole = small_dense(structure).matrix
     sizes = (structure.rows, structure.columns)
     part = whole.reshape(-1, *sizes, *sizes)[:, :, columns, :, columns]
@@ -130,7 +130,7 @@ def _with_columns(structure: Structure, columns: slice) -> Structure | None:
 
 
 def _submatrix(factor: Factor, part: slice) -> Factor:
-    """Return some rows and columns of factors."""
+    """Return the same rows and columns of all factors."""
     return replace(factor, values=factor.values[:, part, part] if factor.kind == "dense" else factor.values[:, part])
 
 
@@ -139,17 +139,17 @@ if TYPE_CHECKING:
 
 
 class Listed(NamedTuple):
-    """What is said about a block, also if another process owns it."""
+    """Metadata of a block, known to all ranks."""
 
     layout: Layout
     kind: str
     nbytes: int
     symmetric: bool
-    rank: int | None = None  # that owns it; `None` if all processes have it
+    rank: int | None = None  # the owner rank; `None` if all ranks have the block
 
 
 class VisibleBlocks(LinearOperator):
-    """An operator with blocks that can be looked at: in a table, and by their eigenvalues."""
+    """An operator that shows its blocks: in a table, and by plots of their eigenvalues."""
 
     _formula = ""
     _of = ""
@@ -157,7 +157,7 @@ class VisibleBlocks(LinearOperator):
     @property
     @abstractmethod
     def stacks(self) -> list[Stack]:
-        """The blocks, those of one structure and size together."""
+        """The blocks; blocks of the same structure and size are stacked."""
 
     @property
     def structures(self) -> dict[str, Structure]:
@@ -165,18 +165,18 @@ class VisibleBlocks(LinearOperator):
         return ByName({layout.name: structure for layout, structure in self._blocks_in_order()}, "block")
 
     def _blocks_in_order(self) -> list[tuple[Layout, Structure]]:
-        """Return all blocks in the order of parameters."""
+        """Return all blocks, in the order of parameters."""
         found = [(layout, stack.structure[part]) for stack in self.stacks for layout, part in stack.slices()]
         place_of = self._order()
         return sorted(found, key=lambda block: place_of(block[0]))
 
     def _order(self) -> Callable[[Layout], tuple[int, tuple[int, int]]]:
-        """Return what blocks are sorted by: the place of their parameters, and rows."""
+        """Return the sort key of blocks: the position of their parameter, and their rows."""
         order = {name: place for place, name in enumerate(self.domain.shapes)}
         return lambda layout: (order[layout.weight], layout.rows)
 
     def _listed(self) -> list[Listed]:
-        """List all blocks in the order of parameters. Nothing is exchanged."""
+        """List all blocks in the order of parameters, without communication."""
         return [
             Listed(layout, kind_of(structure), structure.nbytes, structure.symmetric)
             for layout, structure in self._blocks_in_order()
@@ -184,16 +184,16 @@ class VisibleBlocks(LinearOperator):
 
     @property
     def formula(self) -> str:
-        """How it was made, such as `"KFAC.inverse(0.001)"`."""
+        """The expression that the operator was computed by, such as `"KFAC.inverse(0.001)"`."""
         return self._formula or type(self).__name__
 
     @property
     def of(self) -> str:
-        """Model and loss in a few words; empty if they are not known."""
+        """A short description of model and loss; empty if unknown."""
         return self._of
 
     def describe(self) -> Description:
-        """Describe all blocks. Only their sizes are looked at."""
+        """Describe all blocks, without reading their numbers."""
         rows = []
         listed = self._listed()
         for block in listed:
@@ -208,16 +208,15 @@ class VisibleBlocks(LinearOperator):
     def plot_spectrum(
         self, names: Iterable[str] | None = None, *, damping: Damping = 1e-3, axes: "Axes | None" = None
     ) -> "Axes":
-        """Draw the eigenvalues of every block on a log axis, and what damping makes of them.
+        """Plot the eigenvalues of every block on a log axis, with and without damping.
 
         Args:
-            names: Blocks to draw; all by default.
-            damping: What is added to eigenvalues (dashed lines): one number (or `kfs.Relative`), or one for every
-                block, by name.
-            axes: Where to draw; by default in a new figure.
+            names: Names of the blocks to plot; all by default.
+            damping: Damping of the dashed lines: one number (or `kfs.Relative`), or one for every block, by name.
+            axes: Matplotlib axes; by default, those of a new figure.
 
         Returns:
-            Axes of matplotlib.
+            The axes.
         """
         if not self.symmetric:
             raise ModelError("The operator is not symmetric, so it has no real spectrum.", "Plot it before a product.")
@@ -233,20 +232,20 @@ class VisibleBlocks(LinearOperator):
         return draw_spectra(spectra, added, axes)
 
     def made_of(self, one: LinearOperator, sign: str, other: LinearOperator) -> Self:
-        """Say that it is a sum or a product, for `repr`; returns the operator itself."""
+        """Set `formula` to that of a sum or product, for `repr`; return the operator itself."""
         left, right = (one.formula, other.formula) if sign == "+" else (bracketed(one), bracketed(other))
         both = dict.fromkeys(part for part in (one.of, other.of) if part)  # two models, or one
         return self.called(f"{left} {sign} {right}", " and ".join(both))
 
     def called(self, formula: str, of: str | None = None) -> Self:
-        """Say how it was made, and of what model and loss, for `repr`; returns the operator itself."""
+        """Set `formula`, and `of` if given, for `repr`; return the operator itself."""
         self._formula = formula
         self._of = self._of if of is None else of
         return self
 
 
 def kind_of(structure: Structure) -> str:
-    """Name a structure, and its factors.
+    """Return the name of a structure and its factors, for tables.
 
     Example:
         >>> import torch
@@ -281,26 +280,26 @@ def kind_of(structure: Structure) -> str:
 
 
 def describe_factor(factor: Factor) -> str:
-    """Describe a factor of one block of a stack."""
+    """Return kind and size of a factor, such as `"dense 4x4"`."""
     return kind_and_size(factor.kind, factor.size)
 
 
 def kind_and_size(kind: str, size: int, groups: int = 1) -> str:
-    """Describe a factor, such as `"dense 4x4"` or `"diagonal 4"`; `"dense 2x4x4"` for two groups."""
+    """Return kind and size of a factor, such as `"dense 4x4"` or `"diagonal 4"`; `"dense 2x4x4"` for two groups."""
     shape = [groups] * (groups > 1) + [size] * (2 if kind == "dense" else 1)
     return f"{kind} {'x'.join(map(str, shape))}"
 
 
 def shown(damping: object) -> str:
-    """Show a damping in a formula."""
+    """Return the text of a damping in a formula."""
     return "damping of each block" if isinstance(damping, Mapping) else number(damping)
 
 
 def chosen(names: Iterable[str] | None, known: Iterable[str]) -> list[str]:
-    """Return the blocks that are asked for, or all of them.
+    """Return the names of the given blocks; all names by default.
 
     Raises:
-        UnknownNameError: If there is no such block.
+        UnknownNameError: If there is no block of that name.
     """
     known = list(known)
     if names is None:
@@ -313,33 +312,34 @@ def chosen(names: Iterable[str] | None, known: Iterable[str]) -> list[str]:
 
 
 class _Load:
-    """Users look for `load` beside `save`. A file says itself which class it has, so that one function reads all."""
+    """Raises an error that points to `kfs.load`, because users may look for `load` beside `save`.
+
+    There is no such method, because the file determines the class.
+    """
 
     def __get__(self, operator: object, cls: type) -> NoReturn:
-        """Say where it is, for a class and for its objects."""
         raise UnknownAttributeError(
             f"{cls.__name__} has no 'load'.", "Use kfs.load(path), which returns an object of the class that was saved."
         )
 
 
 class OwnedBlocks(VisibleBlocks):
-    """An operator whose blocks are on all ranks, or each on the rank that owns it.
+    """An operator with its blocks on all ranks, or each block on its owner rank.
 
     Args:
-        space: What it acts on.
-        stacks: The blocks of this process. `None` if a subclass makes them later.
-        ranks: Those that own blocks. By default, this process has all of them.
+        space: The space that the operator acts on.
+        stacks: The blocks of this process. `None` if a subclass creates them later.
+        ranks: The ranks that own blocks. By default, this process has all blocks.
 
     Attributes:
         ranks: As above.
     """
 
-    # Items of `_state` that are lists with something for each block, or for some blocks together.
+    # Keys of `_state` with lists of per-block content, which are concatenated over ranks.
     _lists: tuple[str, ...] = ("groups",)
     load = _Load()
 
     def __init__(self, space: Space, stacks: list[Stack] | None, ranks: Ranks | None = None) -> None:
-        """Store the blocks, and let all ranks know who has which."""
         super().__init__(space, space)
         self._stacks = stacks
         self.ranks = Ranks() if ranks is None else ranks
@@ -353,10 +353,10 @@ class OwnedBlocks(VisibleBlocks):
 
     @property
     def stacks(self) -> list[Stack]:
-        """All blocks, those of one structure and size together.
+        """All blocks; blocks of the same structure and size are stacked.
 
         Raises:
-            DistributedError: If blocks have owners, so that this process does not have all of them.
+            DistributedError: If blocks have owners, because this process does not have all of them.
         """
         if self.ranks.are_several:
             raise DistributedError(
@@ -369,8 +369,8 @@ class OwnedBlocks(VisibleBlocks):
 
     @property
     def own_stacks(self) -> list[Stack]:
-        """The blocks that this process has: all of them, or those that it owns."""
-        assert self._stacks is not None  # noqa: S101 (subclasses that make them later override this)
+        """The blocks of this process: all blocks, or the ones that it owns."""
+        assert self._stacks is not None  # noqa: S101 (subclasses that create them later override this)
         return self._stacks
 
     @property
@@ -382,15 +382,15 @@ class OwnedBlocks(VisibleBlocks):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, whoever owns them."""
+        """Bytes of all blocks, on all ranks."""
         return sum(block.nbytes for block in self._listed())
 
     def _listed(self) -> list[Listed]:
-        """List all blocks in the order of parameters. Nothing is exchanged."""
+        """List all blocks in the order of parameters, without communication."""
         return super()._listed() if self._of_all_ranks is None else self._of_all_ranks
 
     def _list_blocks(self) -> None:
-        """Let all ranks know who has which block."""
+        """Exchange the metadata of all blocks between ranks."""
         if not self.ranks.are_several:
             return
         mine = []
@@ -403,30 +403,30 @@ class OwnedBlocks(VisibleBlocks):
         self._of_all_ranks = sorted(found, key=lambda block: place_of(block.layout))
 
     def _check_same(self, **arguments: object) -> None:
-        """Refuse arguments that differ between ranks. Otherwise each block would get those of its owner."""
-        # As text: NaN differs from itself. The order of a dictionary does not matter.
+        """Raise an error if arguments differ between ranks. Otherwise, each block would use those of its owner."""
+        # Compare text, because NaN differs from itself. The order of a dictionary does not matter.
         texts = {n: sorted(map(repr, v.items())) if isinstance(v, Mapping) else repr(v) for n, v in arguments.items()}
         self.ranks.same(f"The arguments for {self.formula}", texts, "Pass the same arguments in all processes.")
 
     def _add_up(self, parts: Iterable[Tensor]) -> None:
-        """Replace what each rank has computed from its own blocks by the sums over all ranks, in place."""
+        """Sum over ranks the tensors that each rank has computed from its own blocks, in place."""
         add_up(self.ranks, self.formula, parts)
 
     def _joined(self, values: Tensor) -> Tensor:
-        """Return the numbers of all ranks in a row, `[number]`, in the order of ranks."""
+        """Return the concatenated numbers of all ranks, in the order of ranks."""
         if not self.ranks.are_several:
             return values
         found = self.ranks.gather("numbers of blocks", (len(values), values.dtype))
         sizes = [size for size, _ in found]
         start = sum(sizes[: self.ranks.rank])
-        # Who owns no block does not know in which precision others compute.
+        # A rank without blocks does not know the precision of the others.
         result = values.new_zeros(sum(sizes), dtype=reduce(torch.promote_types, [dtype for _, dtype in found]))
         result[start : start + len(values)] = values
         self._add_up([result])
         return result
 
     def gathered(self) -> Self:
-        """Return the same operator with copies of all blocks in every process. All processes call it.
+        """Return the same operator with copies of all blocks in every process. All processes must call it.
 
         Example:
             >>> from kfs import KFAC, EmpiricalRisk
@@ -435,18 +435,18 @@ class OwnedBlocks(VisibleBlocks):
         """
         if not self.ranks.are_several:
             return self
-        # Own blocks are copied as well: what is done to the result in place must not change this operator.
+        # Clone own blocks, so that in-place changes of the result do not change this operator.
         own = with_tensors(self._state(), Tensor.clone)
         state = fetched(joined(self.ranks, own, self._lists))
         return type(self)._from_state(state, self.domain).called(self._formula, self.of)
 
     def save(self, path: str | Path) -> None:
-        """Write everything to a file that `kfs.load` reads, in the safetensors format.
+        """Save the operator to a file in the safetensors format; `kfs.load` reads it.
 
-        A file is written completely or not at all; an older one is replaced at once. Its header is readable text: the
-        library's version and the shapes of parameters; for `KFAC` and `EKFAC` also loss, kind of Fisher, sharing,
-        number of examples and seed. If blocks have owners, all processes call this. Rank 0 writes one file, and holds
-        one tensor of the others at a time.
+        The file is replaced atomically. Its header is readable text: the library's version and the shapes of
+        parameters; for `KFAC` and `EKFAC` also loss, kind of Fisher, sharing, number of examples and seed. If blocks
+        have owners, all processes must call this. Rank 0 writes one file, and holds one tensor of other ranks at a
+        time.
 
         Args:
             path: Name of the file, such as `"k.safetensors"`.
@@ -462,16 +462,16 @@ class OwnedBlocks(VisibleBlocks):
             write_joined(self.ranks, path, {"kind": kind} | self._about(), state | {"space": space})
 
     def _about(self) -> dict[str, Any]:
-        """Return what people want to see in a file's header."""
+        """Return the readable part of a file's header."""
         return {"parameters": {name: list(shape) for name, shape in self.domain.shapes.items()}}
 
     def _state(self) -> dict[str, Any]:
-        """Return everything but the space, for a file; of blocks, those of this process."""
+        """Return the content of a file, without the space. Contains only the blocks of this process."""
         return {"groups": [stack.state() for stack in self.own_stacks]}
 
     @classmethod
     def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
-        """Undo `_state`. If there are ranks, they own blocks, and each has its own ones only."""
+        """Load the result of `_state` for all blocks. If there are ranks, each keeps only its own blocks."""
         # In files, stacks are called groups.
         stacks = [Stack.from_state(part) for part in state["groups"]]
         check_coverage([layout for stack in stacks for layout in stack.layouts], space)
@@ -487,7 +487,7 @@ class OwnedBlocks(VisibleBlocks):
 
 
 def of_owner(stacks: list[Stack], owners: Mapping[str, int], ranks: Ranks) -> list[Stack]:
-    """Return the blocks that this process owns: all of them, if it is alone. Rank 0 has those that nobody owns."""
+    """Return the blocks that this process owns; all if it is alone. Rank 0 owns blocks without an assigned owner."""
     if not ranks.are_several:
         return stacks
     parts = [(layout, stack.structure[part]) for stack in stacks for layout, part in stack.slices()]
@@ -495,24 +495,24 @@ def of_owner(stacks: list[Stack], owners: Mapping[str, int], ranks: Ranks) -> li
 
 
 _SAME_VECTORS = "Broadcast vectors, or draw them from the same seed in all processes."
-_LARGE = 256  # rows and columns; with fewer, a product with one column takes longer to read factors than to multiply
+_LARGE = 256  # rows and columns; for smaller factors, products with one column are limited by reading the factors
 
 
 class BlockDiagonal(OwnedBlocks):
     """An operator with structured blocks on its diagonal, and zeros elsewhere.
 
     Args:
-        space: What it acts on.
-        stacks: The blocks of this process. Those of all processes cover every parameter once. `None` if a subclass
-            makes them later.
-        ranks: Those that own blocks. By default, this process has all of them.
+        space: The space that the operator acts on.
+        stacks: The blocks of this process. The blocks of all processes together cover every parameter once. `None` if
+            a subclass creates them later.
+        ranks: The ranks that own blocks. By default, this process has all blocks.
     """
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply block by block."""
+        """Return products with columns, computed block by block."""
         columns = {name: t.contiguous() for name, t in columns.items()}
         check_same(self.ranks, "product", {"The vectors to multiply with": Same(columns, _SAME_VECTORS)})
-        # Rows of blocks that others own stay zero.
+        # Rows of blocks on other ranks stay zero, for the sum over ranks.
         fresh = torch.zeros_like if self.ranks.are_several else torch.empty_like
         result = {name: fresh(t) for name, t in columns.items()}
         num_columns = len(next(iter(columns.values())))
@@ -528,11 +528,11 @@ class BlockDiagonal(OwnedBlocks):
         return result
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply with the transposed blocks."""
+        """Return products with the transposed blocks."""
         return self._map_structures(lambda structure: structure.transposed()).multiply(columns)
 
     def _composed_with(self, other: LinearOperator) -> LinearOperator:
-        """Multiply block by block, if both operators have the same blocks of structures that allow it."""
+        """Return the product, block by block if both operators have the same blocks and a structure can store it."""
         made = self._combine_blocks(other, product)
         return super()._composed_with(other) if made is None else made.made_of(self, "@", other)
 
@@ -544,7 +544,6 @@ class BlockDiagonal(OwnedBlocks):
         return self._map_structures(lambda structure: structure.transposed()).called(f"{bracketed(self)}.T")
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
-        """Add block by block, if both operators have the same blocks of structures that allow it."""
         made = self._combine_blocks(other, plus)
         return super().__add__(other) if made is None else made.made_of(self, "+", other)
 
@@ -569,7 +568,7 @@ class BlockDiagonal(OwnedBlocks):
         return made.called(f"{bracketed(self)}.shift({number(delta)})")
 
     def _block_of(self, rows: Collection[str], columns: Collection[str]) -> LinearOperator:
-        """Return the block with some parameters' rows and columns, with all that this operator can do if they agree."""
+        """Return a submatrix for some parameters; as a `BlockDiagonal` if its rows and columns agree, if possible."""
         space = self.domain.subspace(rows)
         if space == self.codomain.subspace(columns):
             parts = restricted(self.own_stacks, space.shapes)
@@ -579,24 +578,25 @@ class BlockDiagonal(OwnedBlocks):
         return super()._block_of(rows, columns)
 
     def inverse(self, damping: Damping = 0.0, method: Method = "exact") -> "BlockDiagonal":
-        """Invert, after damping.
+        """Return the inverse, after adding damping.
 
         Args:
-            damping: What is added to the curvature: one number, or one for every block, by name. `kfs.Relative(0.1)`
-                in place of a number is a multiple of each block's mean eigenvalue.
-            method: `"exact"` adds `damping` times the identity, up to round-off. `"factored"` adds to both factors such
-                that their product grows by about as much (Martens & Grosse, 2015). It needs Cholesky factors only, and
-                is exact for blocks in which one factor is a single number, or a multiple of the identity.
-                `"per-factor"` adds `damping` to each factor. For a sum of two operators, `K1 + K2`, `"factored"` and
-                `"per-factor"` damping, and none, have closed forms; inverses with `"exact"` damping, and those of more
-                terms, are applied by conjugate gradients.
+            damping: The number to add to eigenvalues: one number, or one for every block, by name. `kfs.Relative(0.1)`
+                instead of a number is a multiple of each block's mean eigenvalue.
+            method: `"exact"` adds `damping` times the identity, up to round-off. `"factored"` adds multiples of the
+                identity to both factors, such that their product grows by about as much (Martens & Grosse, 2015). It
+                needs only Cholesky factors, and is exact for blocks in which one factor is a single number, or a
+                multiple of the identity. `"per-factor"` adds `damping` to each factor. For a sum of two operators,
+                `K1 + K2`, the inverse has a closed form with `"factored"` or `"per-factor"` damping, or without
+                damping. With `"exact"` damping or more terms, it is applied using conjugate gradients.
 
         Returns:
             An operator with the same methods as this one.
 
         Raises:
-            SolverError: If a block is singular, has NaN in it, or is not positive semi-definite. Of singular factors
-                of Kronecker products, inverses without damping are one over round-off, with a warning.
+            SolverError: If a block is singular, contains NaN, or is not positive semi-definite. If a factor of a
+                Kronecker product is singular and there is no damping, its inverse is one over round-off, with a
+                warning.
 
         Example:
             >>> from kfs import KFAC, EmpiricalRisk
@@ -623,14 +623,14 @@ class BlockDiagonal(OwnedBlocks):
         return made.called(f"{bracketed(self)}.inverse({shown(damping)}{how})")
 
     def solve(self, b: Vec, damping: Damping = 0.0, method: Method = "exact") -> Vec:
-        """Return `self.inverse(damping, method) @ b`. To solve for several `b`, keep the inverse."""
+        """Return `self.inverse(damping, method) @ b`. To solve for several `b`, compute the inverse once."""
         return self.inverse(damping, method) @ b
 
     def power(self, exponent: float, damping: Damping = 0.0) -> "BlockDiagonal":
-        """Raise to a power, after adding `damping` times the identity.
+        """Return a power of the operator, after adding `damping` times the identity.
 
         Args:
-            exponent: Any number. A negative one needs damping, or blocks that are not singular.
+            exponent: Any number. Negative ones need damping, or blocks that are not singular.
             damping: One number (or `kfs.Relative`), or one for every block, by name.
         """
         self._check_same(exponent=exponent, damping=damping)
@@ -645,13 +645,13 @@ class BlockDiagonal(OwnedBlocks):
     def logdet(self) -> Tensor:
         """Return the logarithm of the determinant; NaN if the determinant is negative.
 
-        That of a singular operator, as most curvature matrices are, is minus infinity, with a warning. Add damping
+        For a singular operator, it is minus infinity, with a warning. Most curvature matrices are singular; add damping
         first: `K.shift(damping).logdet()`.
         """
         sign, log = self._slogdet()
         if sign == 0:
             warnings.warn(
-                f"{self.formula} is singular, up to round-off, so that the logarithm of its determinant is minus "
+                f"{self.formula} is singular, up to round-off, so the logarithm of its determinant is minus "
                 "infinity. Add damping: K.shift(damping).logdet().",
                 KfsWarning,
                 stacklevel=2,
@@ -690,7 +690,7 @@ class BlockDiagonal(OwnedBlocks):
         return self._joined(values).sort().values
 
     def eigh(self) -> "tuple[Tensor, BlockDiagonal]":
-        """Decompose: return eigenvalues as a flat vector, and an orthogonal operator whose columns belong to them."""
+        """Return the eigenvalues as a flat vector, and an orthogonal operator with the eigenvectors as columns."""
         self._check_symmetric("decomposed")
         with self.ranks.agreed("eigenvectors"):
             pairs = [stack.apply(_eigh) for stack in self.own_stacks]
@@ -708,16 +708,16 @@ class BlockDiagonal(OwnedBlocks):
     def sample(
         self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0, form: Literal["matrix", "dict"] = "matrix"
     ) -> Tensor | dict[str, Tensor]:
-        """Draw from the normal distribution whose precision (inverse covariance) is this operator plus damping.
+        """Draw samples from the normal distribution with this operator plus damping as precision (inverse covariance).
 
         Args:
-            num_samples: Number of draws.
-            damping: Added times the identity, such as the precision of a prior.
-            seed: Seed for the draws. Those of a block depend on the seed and its name alone.
-            form: `"matrix"` for columns of flat vectors, `"dict"` for tensors by the names of parameters.
+            num_samples: Number of samples.
+            damping: Multiple of the identity to add, such as the precision of a prior.
+            seed: Seed for the samples. The samples of a block depend only on the seed and its name.
+            form: `"matrix"` for flat vectors as columns, `"dict"` for tensors by parameter name.
 
         Returns:
-            Columns, `[size, num_samples]`; or `{name: [num_samples, *shape]}`, the same draws.
+            Samples as columns, `[size, num_samples]`; or the same samples as `{name: [num_samples, *shape]}`.
 
         Raises:
             ModelError: If there is no such form.
@@ -738,10 +738,10 @@ class BlockDiagonal(OwnedBlocks):
         return self.domain.flatten(columns).T if form == "matrix" else columns
 
     def to_dense(self, flattening: str = "rvec") -> Tensor:
-        """Form the matrix, block by block.
+        """Return the matrix, formed block by block.
 
         Args:
-            flattening: How each parameter is flattened, `"rvec"` (as flat vectors are) or `"cvec"`.
+            flattening: How to flatten each parameter: `"rvec"` (as in flat vectors) or `"cvec"`.
         """
         order = self.domain.order(flattening)
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -766,27 +766,27 @@ class BlockDiagonal(OwnedBlocks):
         self.domain = self.codomain = space
 
     def _with_structures(self, structures: Iterable[Structure]) -> "BlockDiagonal":
-        """Return an operator with the same layouts and other structures, one for each stack."""
-        with self.ranks.agreed("blocks"):  # structures may be computed in here
+        """Return an operator with the same layouts and new structures, one for each stack."""
+        with self.ranks.agreed("blocks"):  # iterating may compute the structures
             pairs = zip(self.own_stacks, structures, strict=True)
             stacks = [Stack(stack.layouts, structure) for stack, structure in pairs]
         return BlockDiagonal(self.domain, stacks, self.ranks).called("", self.of)
 
     def _map_structures(self, function: Callable[[Structure], Structure]) -> "BlockDiagonal":
-        """Apply a function to all structures."""
+        """Return the operator after applying a function to all structures."""
         return self._with_structures(stack.apply(function) for stack in self.own_stacks)
 
     def _map_damped(self, function: Callable[[Structure, Tensor], Structure], damping: Damping) -> "BlockDiagonal":
-        """Apply a function to all structures and their dampings, `[stack]`."""
+        """Return the operator after applying a function to all structures and their dampings, `[stack]`."""
         numbers = damping_by_name(damping, {block.layout.name for block in self._listed()})
-        # Only blocks of zeros need it; ranks do not know whether others have some.
+        # Only blocks of zeros need the mean, but a rank does not know whether other ranks have such blocks.
         mean = self.mean_eigenvalue() if any(isinstance(d, Relative) for d in numbers.values()) else 0.0
         return self._with_structures(
             stack.apply(function, absolute_damping(stack, numbers, mean)) for stack in self.own_stacks
         )
 
     def mean_eigenvalue(self) -> Tensor:
-        """Return the mean eigenvalue of all blocks together, without blocks of zeros; NaN if there is no other."""
+        """Return the mean eigenvalue of all blocks that are not zero; NaN if there are none."""
         with self.ranks.agreed("mean eigenvalue"):
             found = traces_and_rows(self.own_stacks)
         trace, rows = self._joined(found).reshape(-1, 2).sum(0).unbind()
@@ -795,7 +795,7 @@ class BlockDiagonal(OwnedBlocks):
     def _combine_blocks(
         self, other: object, function: Callable[[Structure, Structure], Structure | None]
     ) -> "BlockDiagonal | None":
-        """Combine two operators block by block. `None` if blocks differ, or if a result has no structure."""
+        """Combine two operators block by block; `None` if blocks differ or no structure can store a result."""
         if not isinstance(other, BlockDiagonal) or self.domain != other.domain:
             return None
         if self.ranks.group is not other.ranks.group:
@@ -811,7 +811,7 @@ class BlockDiagonal(OwnedBlocks):
         return self._with_structures(structure for structure in structures if structure is not None)
 
     def _sum_over_blocks(self, function: Callable[[Structure], Tensor]) -> Tensor:
-        """Sum one number for every block, `[stack]` for each stack."""
+        """Sum a function that returns one number for every block, `[stack]`, over all blocks."""
         with self.ranks.agreed("sum over blocks"):
             parts = [stack.apply(function).sum().to(self.device) for stack in self.own_stacks]
             total = torch.stack(parts or [self._none().sum()]).sum()
@@ -826,7 +826,7 @@ class BlockDiagonal(OwnedBlocks):
         return self._joined(signs).prod(), self._joined(logs).sum()
 
     def _none(self) -> Tensor:
-        """Return no numbers, for a process that owns no block."""
+        """Return an empty tensor, the result of a process that owns no block."""
         return torch.zeros(0, dtype=self.dtype, device=self.device)
 
     def _check_symmetric(self, verb: str) -> None:
@@ -837,7 +837,7 @@ class BlockDiagonal(OwnedBlocks):
 
 
 def _columns_at_once(structure: Structure, num_columns: int) -> int:
-    """Return how many columns to multiply together: on a CPU, one of a large block, which then stays in the cache."""
+    """Return how many columns to multiply together: only one for a large block on a CPU, to make use of its cache."""
     is_large = min(structure.rows, structure.columns) >= _LARGE
     return 1 if is_large and structure.like.device.type == "cpu" else num_columns
 

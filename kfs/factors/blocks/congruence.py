@@ -29,14 +29,14 @@ from kfs.factors.blocks.factor import Factor, kronecker_product
 from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.structure import InBasis, Structure
 
-# Blocks of at most so many rows become dense matrices where there is no closed form.
+# Blocks of at most this many rows are formed as dense matrices if there is no closed form.
 _LARGEST_DENSE = 4096
 _SINGULAR = "is singular, up to round-off"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Congruence(InBasis):
-    """Blocks that are `T diag(values) T^T`, where `T` is a Kronecker product of matrices that need not be orthogonal.
+    """Blocks `T diag(values) T^T`, where `T` is a Kronecker product of matrices that need not be orthogonal.
 
     Attributes:
         T_A: Basis on the input side, with scales of one.
@@ -50,32 +50,32 @@ class Congruence(InBasis):
     field_shapes: ClassVar = {"T_A": ("columns",), "T_B": ("rows",), "values": ("rows", "columns")}
 
     def multiply(self, M: Tensor) -> Tensor:
-        """Go to the basis, scale, and go back."""
+        """Multiply in the common basis: transform, scale, transform back."""
         inside = self.T_B.T.left(self.T_A.T.right(M))
         return self.T_B.left(self.T_A.right(self.values.unsqueeze(1) * inside))
 
     def scaled(self, factor: float) -> "Congruence":
-        """Scale values."""
+        """Return blocks with scaled values."""
         return replace(self, values=factor * self.values)
 
     def to_dense(self) -> Tensor:
-        """Multiply out."""
+        """Return the blocks as matrices."""
         T = kronecker_product(self.T_B, self.T_A)
         return (T * self.values.flatten(1).unsqueeze(1)) @ T.transpose(1, 2)
 
     def diagonal(self) -> Tensor:
-        """Sum squared entries of the basis, weighted by values."""
+        """Return the diagonals: sums of squared entries of the basis, weighted by values."""
         T_A, T_B = (replace(T, values=T.values.square()) for T in (self.T_A, self.T_B))
         return T_B.left(T_A.right(self.values.unsqueeze(1))).squeeze(1)
 
     def squared_norm(self) -> Tensor:
-        """Sum products of values, weighted by squared inner products of the basis."""
+        """Return the sums of squared entries, from values and inner products of basis vectors."""
         G_A, G_B = (Factor.dense(T.T.compose(T).to_dense().square()) for T in (self.T_A, self.T_B))
         weighted = G_B.left(G_A.right(self.values.unsqueeze(1))).squeeze(1)
         return (self.values * weighted).flatten(1).sum(1)
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Multiply values with the squared determinant of the basis."""
+        """Return signs and logarithms of determinants, from values and the determinant of the basis."""
         flat = self.values.flatten(1)
         volume = self.rows * self.T_A.slogdet()[1] + self.columns * self.T_B.slogdet()[1]
         return flat.sign().prod(1), flat.abs().log().sum(1) + 2 * volume
@@ -85,44 +85,44 @@ class Congruence(InBasis):
         return small_dense(self)
 
     def inverse(self) -> "Congruence":
-        """Invert the basis and the values."""
+        """Return the inverses, by inverting the basis and the values."""
         return Congruence(self.T_A.inverse().T, self.T_B.inverse().T, 1 / self.values)
 
     def product(self, other: Structure) -> None:
-        """Return `None`: products have no structure."""
+        """Return `None`: no structure can store products."""
 
     def plus(self, other: Structure) -> None:
-        """Return `None`: sums have no structure."""
+        """Return `None`: no structure can store sums."""
 
     def shift(self, delta: float | Tensor) -> Dense:
-        """Add a multiple of the identity to dense matrices."""
+        """Add a multiple of the identity, as dense matrices."""
         return small_dense(self).shift(delta)
 
 
 def can_be_dense(structure: Structure) -> bool:
-    """Whether blocks are so small that dense matrices may be formed."""
+    """Whether blocks are small enough to form dense matrices."""
     return structure.rows * structure.columns <= _LARGEST_DENSE
 
 
 def small_dense(structure: Structure) -> Dense:
-    """Return blocks as dense matrices, if they are small.
+    """Return small blocks as dense matrices.
 
     Raises:
-        SolverError: If they are not.
+        SolverError: If the blocks are too large.
     """
     size = structure.rows * structure.columns
     if not can_be_dense(structure):
         raise SolverError(
-            f"A block of {size} rows is a sum of Kronecker products, or an inverse of one, for which this has no "
-            f"closed form, and dense matrices are formed up to {_LARGEST_DENSE} rows only.",
-            "Use products and inverses, which need none; for determinants, spectra and samples, the sum of two terms "
-            "without damping, or kfs.operators.spectral_density.",
+            f"A block of {size} rows is a sum of Kronecker products, or an inverse of one. This operation has no "
+            f"closed form for it, and dense matrices are formed only up to {_LARGEST_DENSE} rows.",
+            "Use products and inverses, which do not need dense matrices; for determinants, spectra and samples, use a "
+            "sum of two terms without damping, or kfs.operators.spectral_density.",
         )
     return Dense(structure.to_dense(), structure.rows, structure.columns, structure.symmetric)
 
 
 def inverse_in_common_basis(terms: Sequence[Kronecker]) -> Congruence:
-    """Invert sums of symmetric Kronecker products: exactly for two terms, and approximately for more.
+    """Return inverses of sums of symmetric Kronecker products: exact for two terms, approximate for more.
 
     Raises:
         BlockError: If a sum is not positive definite, up to round-off.
@@ -134,10 +134,11 @@ def inverse_in_common_basis(terms: Sequence[Kronecker]) -> Congruence:
     eps = _eps(terms) or torch.finfo(values.dtype).eps
     noise = (diagonal.rows + diagonal.columns) * eps * values.abs().amax(1)
     if len(terms) == 2:
-        # First of all: in directions that no factor has, values are quotients of rounding errors, of any sign.
+        # Check this first: in directions that are in no factor's range, values are quotients of rounding errors.
         decompositions.check_each(~singular, _SINGULAR)
     else:
-        # A small term, such as damping, may be all that a direction has, and is no noise. Iterations will tell.
+        # A small term, such as damping, may be the only one in a direction, and is not noise. Conjugate gradients
+        # report if the sum is too close to singular.
         noise = torch.zeros_like(noise)
     decompositions.check_definite(values, noise)
     decompositions.check_each((values > noise.unsqueeze(1)).all(1), _SINGULAR)
@@ -145,7 +146,7 @@ def inverse_in_common_basis(terms: Sequence[Kronecker]) -> Congruence:
 
 
 def diagonalized(terms: Sequence[Kronecker]) -> tuple[Congruence, Tensor]:
-    """Return the basis of a sum, with the diagonal that the sum has in it, and which sums are singular, `[stack]`."""
+    """Return the common basis of a sum with the sum's diagonal in it, and which sums are singular, `[stack]`."""
     T_A, singular_A = _common_basis([term.A for term in terms], terms)
     T_B, singular_B = _common_basis([term.B for term in terms], terms)
     values = torch.zeros((), dtype=T_A.scale.dtype, device=T_A.scale.device)
@@ -157,15 +158,15 @@ def diagonalized(terms: Sequence[Kronecker]) -> tuple[Congruence, Tensor]:
 def _common_basis(factors: Sequence[Factor], terms: Sequence[Kronecker]) -> tuple[Factor, Tensor]:
     """Return a matrix `T` such that `T^T F T` is diagonal for two factors `F`, and which stacks are singular.
 
-    The eigenvectors of a positive definite combination make it the identity. Those of the largest term's factor in that
-    basis do the rest.
+    First, a positive definite combination of the factors is whitened by its eigenvectors. In that basis, the
+    eigenvectors of the largest term's factor diagonalize both.
     """
     size = factors[0].size
     no = torch.zeros(len(factors[0]), dtype=torch.bool, device=factors[0].scale.device)
     if all(factor.kind != "dense" for factor in factors):
         return Factor.identity(size, torch.ones_like(factors[0].scale)), no
     weights = _weights(terms)
-    # A factor that is negative (of a difference) counts with its sign turned, so that the combination is positive.
+    # In a difference of operators, a factor is negative. Flip its sign, so that the combination is positive.
     units = [
         factor.scaled(_inverse_or_zero(factor.squared_norm().sqrt()) * factor.trace().sign()) for factor in factors
     ]
@@ -173,7 +174,7 @@ def _common_basis(factors: Sequence[Factor], terms: Sequence[Kronecker]) -> tupl
     noise = decompositions.round_off(values, _eps(terms))
     decompositions.check_definite(values, noise)
     singular = (values <= noise.unsqueeze(1)).any(1)
-    # Directions that no factor has get some finite length.
+    # Directions that are in no factor's range get a finite length.
     floor = torch.maximum(noise, torch.full_like(noise, torch.finfo(noise.dtype).tiny))
     whitening = vectors / torch.maximum(values, floor.unsqueeze(1)).sqrt().unsqueeze(1)
     inside = whitening.transpose(1, 2) @ _combined(units, _largest(terms)).to_dense() @ whitening
@@ -182,7 +183,7 @@ def _common_basis(factors: Sequence[Factor], terms: Sequence[Kronecker]) -> tupl
 
 
 def _combined(units: Sequence[Factor], weights: Sequence[Tensor]) -> Factor:
-    """Add up multiples of factors."""
+    """Return the weighted sum of factors."""
     total = units[0].scaled(weights[0])
     for unit, weight in zip(units[1:], weights[1:], strict=True):
         total = total.plus(unit.scaled(weight))
@@ -190,17 +191,18 @@ def _combined(units: Sequence[Factor], weights: Sequence[Tensor]) -> Factor:
 
 
 def _largest(terms: Sequence[Kronecker]) -> list[Tensor]:
-    """Return one for the largest term of each block, and zero for others, `[stack]` each."""
+    """Return, for each term, a one for the blocks in which it is the largest term, else zero: `[stack]` each."""
     norms = torch.stack([term.squared_norm() for term in terms])
     place = norms.argmax(0)
     return [(place == i).to(norms) for i in range(len(terms))]
 
 
 def _weights(terms: Sequence[Kronecker]) -> list[Tensor]:
-    """Return how much each term counts in the combination that becomes the identity, `[stack]` each.
+    """Return the weight of each term in the combination that is whitened, `[stack]` each.
 
-    For two terms, any positive numbers lead to the same basis, and equal ones are best conditioned. Of more terms,
-    small ones must not disturb the basis of large ones much; the root spreads a term evenly over both sides.
+    For two terms, all positive weights lead to the same basis, and equal ones are best conditioned. If there are more,
+    small terms must not disturb the basis of large ones. The root splits the weight of a term evenly between both
+    sides.
     """
     norms = [term.squared_norm().sqrt() for term in terms]
     if len(terms) == 2:
@@ -222,5 +224,5 @@ def _inverse_or_zero(t: Tensor) -> Tensor:
 
 
 def _eps(terms: Sequence[Kronecker]) -> float | None:
-    """Return the worst precision of all factors."""
+    """Return the largest `eps` of all factors; `None` if none has one."""
     return max(factor.eps or 0.0 for term in terms for factor in (term.A, term.B)) or None

@@ -1,22 +1,22 @@
 r"""Damping: three ways to invert Kronecker products that are close to singular.
 
-Curvature matrices of neural networks have many tiny eigenvalues. They are inverted after adding something:
+Curvature matrices of neural networks have many tiny eigenvalues. Damping is added before they are inverted:
 
 - `"exact"`: $(B \otimes A + \delta I)^{-1}$, up to round-off, from the eigendecompositions of both factors.
 - `"factored"` (Martens & Grosse, 2015): $(B + \tfrac{\sqrt{\delta}}{\pi} I)^{-1} \otimes (A + \pi \sqrt{\delta}
-  I)^{-1}$. It stays a Kronecker product, and Cholesky factors suffice. Multiplied out, it adds $\delta I$ and two more
-  terms, $\pi \sqrt{\delta}\, B \otimes I + \tfrac{\sqrt{\delta}}{\pi} I \otimes A$, which are small for
-  $\pi^2 = \frac{\mathrm{tr}(A) / d_A}{\mathrm{tr}(B) / d_B}$, by the trace norm. It damps more than `"exact"` does. If
-  one factor is a multiple of the identity, $A = a I$, as single numbers are (biases, scales of normalizations), then
-  $(a B + \delta I)^{-1} \otimes I$ is exact, and takes no more. So that is computed instead.
+  I)^{-1}$. It is a Kronecker product and needs only Cholesky factors. Expanded, it adds $\delta I$ and two more terms,
+  $\pi \sqrt{\delta}\, B \otimes I + \tfrac{\sqrt{\delta}}{\pi} I \otimes A$. These are small in the trace norm for
+  $\pi^2 = \frac{\mathrm{tr}(A) / d_A}{\mathrm{tr}(B) / d_B}$. It damps more than `"exact"` does. If one factor is a
+  multiple of the identity, $A = a I$, then $(a B + \delta I)^{-1} \otimes I$ is exact, costs no more, and is computed
+  instead. Factors that are single numbers are an example (biases, scales of normalizations).
 - `"per-factor"`: $(B + \delta I)^{-1} \otimes (A + \delta I)^{-1}$. Simple and common, but factors have no common
-  unit: how much it damps depends on how a scale is split between them.
+  unit: the amount of damping depends on how a scale is split between them.
 
 In a sum of Kronecker products, `"exact"` damping is one more term (see `kronecker_sum`). The other methods damp every
-term: `"factored"` with an equal part of $\delta$, `"per-factor"` with all of it. Two terms then have an inverse in
+term: `"factored"` with an equal share of $\delta$, `"per-factor"` with all of it. Two terms then have an inverse in
 closed form.
 
-Damping is a number, or a multiple of each block's mean eigenvalue, `Relative`.
+Damping is a number, or `Relative`: a multiple of each block's mean eigenvalue.
 """
 
 import warnings
@@ -45,15 +45,15 @@ class Relative(Described):
     """Damping in units of each block's mean eigenvalue: its trace over its number of rows.
 
     Absolute numbers mean little if curvature differs by orders of magnitude between layers, or changes in training.
-    A layer with groups of channels is one block. A block of zeros has no such unit, as that of a parameter that
-    predictions do not depend on (`K.audit.unused`): it gets the multiple of the mean eigenvalue of all other blocks
-    together. Its gradient is zero anyway.
+    A layer with groups of channels is one block. The mean eigenvalue of a block of zeros is zero; an example is the
+    block of a parameter that predictions do not depend on (`K.audit.unused`). Its damping is a multiple of the mean
+    eigenvalue of all other blocks together. Its gradient is zero anyway.
 
     Args:
         fraction: The multiple of the mean eigenvalue that is added.
 
     Raises:
-        DtypeError: If it is not a finite number, or negative.
+        DtypeError: If the fraction is negative or not a finite number.
 
     Example:
         >>> from kfs import KFAC, EmpiricalRisk
@@ -77,11 +77,11 @@ class Relative(Described):
         _check_number(self.fraction, "A relative damping")
 
     def describe(self) -> Description:
-        """Describe it by the call that makes it."""
+        """Describe the damping by the call that creates it."""
         return Description(f"Relative({self.fraction!r})")
 
 
-_NO_CURVATURE = "has no curvature, nor has another block, so that relative damping is zero, too: use an absolute number"
+_NO_CURVATURE = "has no curvature, and neither has any other block, so relative damping is zero: use an absolute number"
 # One number for all blocks, or one for each block, by name.
 Damping = float | Relative | Mapping[str, float | Relative]
 Method = Literal["exact", "factored", "per-factor"]
@@ -102,7 +102,7 @@ def damping_by_name(damping: Damping, names: set[str]) -> Mapping[str, float | R
 
     Raises:
         ModelError: If names are unknown or missing.
-        DtypeError: If a damping is not a finite number, or negative.
+        DtypeError: If a damping is negative or not a finite number.
     """
     numbers = damping if isinstance(damping, Mapping) else dict.fromkeys(names, damping)
     if set(numbers) != names:
@@ -124,11 +124,12 @@ def absolute_damping(stack: Stack, damping: Mapping[str, float | Relative], mean
 
     Args:
         stack: The blocks.
-        damping: By the blocks' names.
-        mean: The mean eigenvalue of all blocks but those of zeros, which get their relative damping from it.
+        damping: Damping of each block, by name.
+        mean: The mean eigenvalue of all blocks that are not zero; it determines the relative damping of blocks of
+            zeros.
 
     Raises:
-        SolverError: If relative damping is asked for, and neither a block nor the others have curvature.
+        SolverError: If damping is relative, and no block has curvature.
     """
     given = {name: damping[name] for name in stack.names}
     absolute = {name: 0.0 if isinstance(d, Relative) else d for name, d in given.items()}
@@ -140,15 +141,15 @@ def absolute_damping(stack: Stack, damping: Mapping[str, float | Relative], mean
     means = mean_eigenvalues(stack).to(relative)
     means = torch.where(means == 0, torch.as_tensor(mean).to(relative), means)
 
-    # Called with the structure, so that an error has the block's name.
+    # Checked within `apply`, so that an error names the block.
     stack.apply(lambda _: decompositions.check_each(~(relative > 0) | (means > 0), _NO_CURVATURE))
     return numbers + relative * means
 
 
 def mean_eigenvalues(stack: Stack) -> Tensor:
-    """Return the mean eigenvalue of the block that each part of a stack belongs to, `[stack]`.
+    """Return the mean eigenvalue of each block, `[stack]`.
 
-    All groups of channels of one layer have the same one.
+    Groups of channels of the same layer are one block and have the same mean.
     """
     size = stack.structure.rows * stack.structure.columns
     means = stack.structure.trace() / size
@@ -156,7 +157,7 @@ def mean_eigenvalues(stack: Stack) -> Tensor:
 
 
 def traces_and_rows(stacks: Iterable[Stack]) -> Tensor:
-    """Return the traces of all blocks that are not zero, and how many rows these have, `[2]`."""
+    """Return the sum of traces and the number of rows of all blocks that are not zero, `[2]`."""
     totals = torch.zeros(2, dtype=torch.float64)
     for stack in stacks:
         traces = stack.structure.trace().double()
@@ -167,7 +168,7 @@ def traces_and_rows(stacks: Iterable[Stack]) -> Tensor:
 
 
 def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Structure:
-    """Invert blocks after damping.
+    """Return the inverses of damped blocks.
 
     Args:
         structure: The blocks. Damping must be exact unless they are Kronecker products, or sums of them.
@@ -175,8 +176,8 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
         method: `"exact"`, `"factored"` or `"per-factor"`.
 
     Returns:
-        The inverses: Kronecker products, or eigenvalues and eigenvectors for exact damping. Those of sums have a common
-        basis, or are applied by conjugate gradients.
+        The inverses: Kronecker products, or eigenvalues and eigenvectors for exact damping. Inverses of sums are stored
+        in a common basis, or applied using conjugate gradients.
     """
     if decompositions.is_zero(damping):
         if not isinstance(structure, Kronecker):
@@ -191,16 +192,16 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
 
 
 def _warn_of_round_off(factor: Factor, inverse: Factor) -> None:
-    """Warn of factors that are singular, but that round-off has made invertible."""
+    """Warn about singular factors that were inverted only because of round-off."""
     if factor.kind != "dense" or not factor.symmetric:
-        return  # Entries of diagonal factors are exact, and others are checked when they are inverted.
+        return  # Entries of diagonal factors are exact, and nonsymmetric factors are checked by their inversion.
     noise = decompositions.unexplained_noise(factor.size, factor.eps or torch.finfo(inverse.values.dtype).eps)
-    # One over this number is what of a feature's square is not a linear combination of the others.
+    # One over this number is the part of a feature's square that is not a linear combination of other features.
     dependence = factor.values.diagonal(dim1=-2, dim2=-1) * inverse.values.diagonal(dim1=-2, dim2=-1)
     singular = (dependence > 1 / noise).any(1)
     if singular.any():
         warnings.warn(
-            f"{int(singular.sum())} of {len(singular)} factors are singular, up to round-off, so that their inverses "
+            f"{int(singular.sum())} of {len(singular)} factors are singular, up to round-off, so their inverses "
             "are one over round-off. Pass damping.",
             KfsWarning,
             stacklevel=2,
@@ -208,7 +209,7 @@ def _warn_of_round_off(factor: Factor, inverse: Factor) -> None:
 
 
 def damped(structure: Structure, damping: Tensor, method: Method | None = None) -> Structure:
-    """Add damping to blocks, and keep them in a form in which they can be added up with others.
+    """Return blocks plus damping, in a form that can be added to other blocks.
 
     `damped(structure, d, method).inverse()` is `damped_inverse(structure, d, method)`, up to round-off. Kronecker
     products are not decomposed.
@@ -216,8 +217,8 @@ def damped(structure: Structure, damping: Tensor, method: Method | None = None) 
     Args:
         structure: The blocks, which are symmetric.
         damping: One number per block, `[stack]`, not negative.
-        method: As in `damped_inverse`. `None` is `"factored"` for Kronecker products with a dense factor, and for sums
-            of Kronecker products; and `"exact"` for all others.
+        method: As in `damped_inverse`. `None` means `"factored"` for Kronecker products with a dense factor and for
+            sums of Kronecker products, and `"exact"` for all other structures.
     """
     if decompositions.is_zero(damping):
         return structure
@@ -230,7 +231,7 @@ def damped(structure: Structure, damping: Tensor, method: Method | None = None) 
     A, B = structure.A, structure.B
     if A.is_multiple_of_identity or B.is_multiple_of_identity:
         return _with_damped_factors(structure, damping, "factored")
-    # The eigenbasis of the product would do, too. But sums of terms share one identity, and need no decomposition.
+    # The eigenbasis of the product would work, too, but a term with the identity needs no decomposition.
     ones = torch.ones_like(A.scale)
     identity = Kronecker(Factor.identity(A.size, damping.to(A.scale)), Factor.identity(B.size, ones))
     return KroneckerSum((structure, identity))
@@ -249,7 +250,7 @@ def _with_all_factors_damped(structure: Structure, damping: Tensor, method: Meth
         part = damping if method == "per-factor" else damping / len(structure.terms)
         return KroneckerSum(tuple(_with_damped_factors(term, part, method) for term in structure.terms))
     if isinstance(structure, Eigenbasis) and not structure.values.any():
-        return structure.shift(damping)  # Factors of parameters that are not used would be zero.
+        return structure.shift(damping)  # blocks of zeros, of unused parameters
     if not isinstance(structure, Kronecker):
         raise ModelError(
             f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them."
@@ -280,7 +281,7 @@ def trace_norm_ratio(structure: Kronecker) -> Tensor:
     """Return `pi` of Martens & Grosse (2015), `[stack]`: the root of the ratio of the factors' mean eigenvalues."""
     mean_A = structure.A.trace() / structure.columns
     mean_B = structure.B.trace() / structure.rows
-    # Without a positive trace on both sides there is no unit to compare, and damping is split evenly.
+    # Unless both traces are positive, their units cannot be compared, and damping is split evenly.
     return torch.where((mean_A > 0) & (mean_B > 0), mean_A / mean_B, 1.0).sqrt()
 
 
@@ -316,6 +317,6 @@ if __name__ == "__main__":
         damped_inverse(bias, damping, "factored").to_dense()[0],
         expected,
     )
-    verify("exact damping does not care how a scale is split between factors", others["exact"], inverses["exact"])
+    verify("exact damping does not depend on how a scale is split between factors", others["exact"], inverses["exact"])
     verify("nor does factored damping", others["factored"], inverses["factored"])
     verify_differs("per-factor damping does", others["per-factor"], inverses["per-factor"])

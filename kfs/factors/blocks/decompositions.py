@@ -1,8 +1,8 @@
 """Cholesky factors and eigendecompositions of factors that should be positive semi-definite.
 
-A decomposition that fails in float32 is tried in float64, then with a small multiple of the identity added, and a
-warning. A matrix with NaN, or with eigenvalues that are negative beyond round-off, is an error. To find out means to
-wait for an accelerator; who cannot wait does all of this in `checking_later`.
+A decomposition that fails in float32 is repeated in float64, then after adding a small multiple of the identity, with
+a warning. A matrix with NaN, or with eigenvalues that are negative beyond round-off, raises an error. These checks
+synchronize with an accelerator. Within `checking_later`, they are deferred instead.
 """
 
 import warnings
@@ -16,22 +16,22 @@ from torch import Tensor
 from kfs.errors import KfsWarning
 from kfs.runtime.precision import tf32
 
-# Up to this size, a GPU decomposes in float64 as fast as in float32, or faster: `benchmarks/decompositions.py`.
+# Up to this size, float64 decompositions on a GPU are at least as fast as float32: `benchmarks/decompositions.py`.
 _SMALL = 512
 _HALF = {torch.float16, torch.bfloat16}
-# What is left of a diagonal entry of a singular factor is round-off, which was found to be up to so many times the
-# precision and the size: of last layers of classifiers with 2 to 500 classes, in both precisions.
+# The Cholesky pivots of a singular factor are round-off. Relative to the diagonal, they were found to be up to this
+# many times precision times size: in last layers of classifiers with 2 to 500 classes, in both precisions.
 _ROUND_OFF = 4.0
-# Where checks are collected; `None` where they raise errors.
+# The list that collects deferred checks; `None` if checks raise errors.
 _later: ContextVar[list[Tensor] | None] = ContextVar("later", default=None)
 
 
 class BlockError(Exception):
-    """One block of a stack is not what it should be. `Stack.apply` replaces its index by its name.
+    """One block of a stack is invalid. `Stack.apply` turns it into an error with the block's name.
 
     Attributes:
-        index: Place of the block in the stack.
-        cause: What is wrong with it.
+        index: Index of the block in the stack.
+        cause: Description of the problem.
     """
 
     def __init__(self, index: int, cause: str) -> None:
@@ -42,10 +42,10 @@ class BlockError(Exception):
 
 @contextmanager
 def checking_later() -> Iterator[list[Tensor]]:
-    """Collect what would be checked: tensors `[stack]` that say which blocks are good.
+    """Context that collects checks instead of raising errors: boolean tensors `[stack]`, true for valid blocks.
 
-    Results for blocks that are not good mean nothing. Nothing is tried again in better precision, and no accelerator is
-    waited for, except by eigendecompositions, for which PyTorch waits.
+    Results for invalid blocks are undefined. Failed decompositions are not repeated in higher precision. Nothing
+    synchronizes with an accelerator, except for eigendecompositions, in which PyTorch synchronizes.
 
     Example:
         >>> with checking_later() as checks:
@@ -62,17 +62,17 @@ def checking_later() -> Iterator[list[Tensor]]:
 
 
 def is_zero(damping: Tensor) -> bool:
-    """Whether dampings are all zero. Where nobody looks at numbers now, they are not."""
+    """Whether all dampings are zero. Conservatively false in `checking_later`, where values are not read."""
     return _later.get() is None and not damping.any()
 
 
 def computable(t: Tensor) -> Tensor:
-    """Return a tensor in a precision in which matrices can be decomposed."""
+    """Return a tensor in a precision in which matrices can be decomposed: half precision becomes float32."""
     return t.float() if t.dtype in _HALF else t
 
 
 def check_each(good: Tensor, cause: str) -> None:
-    """Raise a `BlockError` for the first block that is not good, of `[stack]` booleans."""
+    """Raise a `BlockError` for the first block that is false in `good`, `[stack]`."""
     later = _later.get()
     if later is not None:
         later.append(good)
@@ -81,14 +81,14 @@ def check_each(good: Tensor, cause: str) -> None:
 
 
 def check_finite(matrices: Tensor) -> None:
-    """Refuse NaN and infinity in any of `[stack, ...]`."""
-    check_each(matrices.isfinite().flatten(1).all(1), "has NaN or infinity in it")
+    """Raise a `BlockError` if one of the matrices `[stack, ...]` contains NaN or infinity."""
+    check_each(matrices.isfinite().flatten(1).all(1), "contains NaN or infinity")
 
 
 def check_definite(values: Tensor, noise: Tensor) -> None:
-    """Refuse eigenvalues `[stack, ...]` that are negative beyond noise: `[stack]`, or a level for each of them.
+    """Raise a `BlockError` for eigenvalues `[stack, ...]` that are negative beyond noise, per block or per eigenvalue.
 
-    Errors of sums grow with the number of examples. So the root of the precision counts as noise, too.
+    Errors of sums grow with the number of examples. Therefore, the root of the precision counts as noise, too.
 
     Example:
         >>> with checking_later() as checks:
@@ -115,20 +115,20 @@ def round_off(values: Tensor, eps: float | None = None) -> Tensor:
 
 
 def unexplained_noise(size: int, eps: float) -> float:
-    """Return what round-off leaves of a feature's square that is a linear combination of other features."""
+    """Return the share of a feature's square that can be round-off if it is a linear combination of other features."""
     return _ROUND_OFF * size * eps
 
 
 def slogdet(matrices: Tensor, symmetric: bool, eps: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return signs and logarithms of determinants of `[stack, d, d]`: zero and minus infinity if they are singular.
+    """Return signs and logarithms of determinants of `[stack, d, d]`: zero and minus infinity for singular matrices.
 
-    Symmetric matrices are singular up to round-off if Cholesky factors say so, in which the square of a diagonal entry
-    is what the features before do not explain of that of a feature.
+    A symmetric matrix is singular up to round-off if a pivot of its Cholesky factor is. The pivot of a feature is the
+    part of its square that is not a linear combination of the features before it.
 
     Args:
-        matrices: What to decompose.
+        matrices: The matrices.
         symmetric: Whether they equal their transposes.
-        eps: Their precision; by default that of their dtype.
+        eps: Their precision; by default, the precision of their dtype.
     """
     matrices = computable(matrices)
     sign, log = torch.linalg.slogdet(matrices)
@@ -138,7 +138,7 @@ def slogdet(matrices: Tensor, symmetric: bool, eps: float | None = None) -> tupl
     L, failed = torch.linalg.cholesky_ex(matrices)
     left = L.diagonal(dim1=-2, dim2=-1).square() / matrices.diagonal(dim1=-2, dim2=-1)
     singular = (failed == 0) & (left <= unexplained_noise(matrices.shape[-1], eps)).any(1)
-    # Those without Cholesky factors have negative eigenvalues, if only by round-off, or NaN.
+    # Matrices without a Cholesky factor contain NaN, or have negative eigenvalues, possibly because of round-off.
     unclear = (failed > 0) & matrices.isfinite().flatten(1).all(1)
     if unclear.any():
         values = torch.linalg.eigvalsh(matrices[unclear].double())
@@ -147,7 +147,7 @@ def slogdet(matrices: Tensor, symmetric: bool, eps: float | None = None) -> tupl
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose symmetric matrices.
+    """Return eigenvalues and eigenvectors of symmetric matrices.
 
     Args:
         matrices: `[stack, d, d]`.
@@ -171,7 +171,7 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigh_in_double(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose in float64, and round."""
+    """Return eigenvalues and eigenvectors, computed in float64 and rounded."""
     values, vectors = torch.linalg.eigh(matrices.double())
     return values.to(matrices), vectors.to(matrices).contiguous()
 
@@ -200,7 +200,7 @@ def _with_jitter(matrices: Tensor, singular: Tensor) -> Tensor:
     values = torch.linalg.eigvalsh(precise)
     noise = round_off(values.to(matrices.dtype)).double()
     check_definite(values, noise)
-    # Round-off has made eigenvalues of zero negative, at worst by as much as the lowest one.
+    # Round-off has made zero eigenvalues negative, by at most the absolute value of the lowest one.
     jitter = 2 * torch.maximum(noise, -values.min(1).values) + torch.finfo(matrices.dtype).tiny
     text = (
         f"{int(singular.sum())} of {len(matrices)} factors are singular; up to {float(jitter[singular].max()):.1e} "
@@ -212,18 +212,18 @@ def _with_jitter(matrices: Tensor, singular: Tensor) -> Tensor:
 
 
 def inverse(matrices: Tensor) -> Tensor:
-    """Invert positive definite matrices `[stack, d, d]`.
+    """Return inverses of positive definite matrices `[stack, d, d]`.
 
-    Results are contiguous, as matrices from files are, so that products with both are equal to the last bit.
+    They are contiguous, like matrices from files, so that products with both are equal to the last bit.
     """
     if matrices.is_cuda:
         return _inverse_on_gpu(computable(matrices))  # pragma: no cover (tested on a GPU)
-    # LAPACK's results are stored by columns. They are symmetric to the last bit, so that transposing copies nothing.
+    # LAPACK stores results by columns. They are symmetric to the last bit, so transposing avoids a copy.
     return torch.cholesky_inverse(cholesky(matrices)).mT.contiguous()
 
 
 def _inverse_on_gpu(matrices: Tensor) -> Tensor:  # pragma: no cover (tested on a GPU)
-    """Invert by halves, or by Cholesky factors in better precision if that fails."""
+    """Return inverses using `inverse_by_halves`, or `cholesky` with its higher precision if that fails."""
     with tf32(False):
         result, good = inverse_by_halves(matrices)
         later = _later.get()
@@ -237,9 +237,9 @@ def _inverse_on_gpu(matrices: Tensor) -> Tensor:  # pragma: no cover (tested on 
 
 
 def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor]:
-    r"""Invert positive definite matrices by products of stacks, which a GPU is much faster at than at decompositions.
+    r"""Return inverses of positive definite matrices, computed mostly by matrix products.
 
-    `python -m benchmarks.algebra cuda` measures both.
+    A GPU is much faster at products than at decompositions; `python -m benchmarks.algebra cuda` measures both.
 
     With the Cholesky factor $L$ of a matrix and $W = L^{-1}$, the inverse is $W^\top W$.
 
@@ -259,7 +259,7 @@ def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor
 
 
 def _inverse_cholesky(M: Tensor, W: Tensor, smallest: int) -> Tensor:
-    r"""Write inverses of Cholesky factors to zeros `W`, and return which of them could be computed, `[stack]`.
+    r"""Write inverses of Cholesky factors to `W`, which is zero before; return which could be computed, `[stack]`.
 
     With halves $P, Q, R$ of a matrix, its Cholesky factor and the inverse of that are
 
@@ -272,7 +272,7 @@ def _inverse_cholesky(M: Tensor, W: Tensor, smallest: int) -> Tensor:
     $$
 
     where $X = Q W_1^\top$ and $L_2 L_2^\top = R - X X^\top$. The same with $P^{-1}$ instead of $W_1$ would take fewer
-    products, but the square of the condition number would multiply round-off. What is above the diagonal of `M` is not
+    products, but multiply round-off by the square of the condition number. Entries above the diagonal of `M` are not
     read.
     """
     size = M.shape[-1]
@@ -298,7 +298,7 @@ def _inverse_cholesky(M: Tensor, W: Tensor, smallest: int) -> Tensor:
 
 
 def _gram_of_triangular(W: Tensor, result: Tensor, smallest: int) -> None:
-    """Write `W^T W` for lower triangular matrices; what is above the diagonal is correct after `_mirror`."""
+    """Write `W^T W` for lower triangular matrices. Entries above the diagonal are valid only after `_mirror`."""
     size = W.shape[-1]
     if size <= smallest:
         torch.bmm(W.mT, W, out=result)
@@ -313,7 +313,7 @@ def _gram_of_triangular(W: Tensor, result: Tensor, smallest: int) -> None:
 
 
 def _mirror(M: Tensor, smallest: int) -> None:
-    """Copy halves from below the diagonal to above it, in place; matrices of the smallest size are complete."""
+    """Copy entries below the diagonal to above it, in place; matrices of the smallest size are complete already."""
     size = M.shape[-1]
     if size > smallest:
         half = _first_half(size)
@@ -323,7 +323,7 @@ def _mirror(M: Tensor, smallest: int) -> None:
 
 
 def _multiply(L: Tensor, Y: Tensor, result: Tensor, smallest: int) -> None:
-    """Write `L Y` for lower triangular matrices. Half of the zeros are left out, which saves a quarter."""
+    """Write `L Y` for lower triangular matrices. Skipping half of the zeros saves a quarter of the operations."""
     half = _first_half(L.shape[-1]) if L.shape[-1] > smallest else 0
     if half:
         torch.bmm(L[:, :half, :half], Y[:, :half], out=result[:, :half])
@@ -339,7 +339,7 @@ def _multiply_transposed(L: Tensor, Y: Tensor, result: Tensor, smallest: int) ->
 
 
 def _lower_parts(size: int, smallest: int) -> list[tuple[slice, slice]]:
-    """Return rows and columns of what is computed of a symmetric matrix: all, or three quarters with the diagonal."""
+    """Return the parts of a symmetric matrix to compute: rows and columns that cover the diagonal and all below it."""
     if size <= smallest:
         return [(slice(size), slice(size))]
     half = _first_half(size)
@@ -347,13 +347,13 @@ def _lower_parts(size: int, smallest: int) -> list[tuple[slice, slice]]:
 
 
 def _first_half(size: int) -> int:
-    """Return the size of the first half of a matrix. Products of aligned sizes are faster."""
+    """Return the size of the first half of a matrix, aligned to make products faster."""
     half = -(-size // 2)
     return half + -half % min(64, half)
 
 
 def _inverse_of_triangular(L: Tensor) -> Tensor:
-    """Invert Cholesky factors. TF32 would spoil them: PyTorch solves triangular systems in it, too."""
+    """Return inverses of Cholesky factors, without TF32, which PyTorch would use for triangular systems, too."""
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
     with tf32(False):
         inverse: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
@@ -361,7 +361,7 @@ def _inverse_of_triangular(L: Tensor) -> Tensor:
 
 
 def general_inverse(matrices: Tensor, eps: float | None = None) -> Tensor:
-    """Invert matrices `[stack, d, d]` with a precision of `eps` that need not be symmetric, such as products."""
+    """Return inverses of matrices `[stack, d, d]` with a precision of `eps`, which need not be symmetric."""
     matrices = computable(matrices)
     check_finite(matrices)
     inverses: Tensor = torch.linalg.inv_ex(matrices).inverse

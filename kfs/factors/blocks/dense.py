@@ -35,19 +35,19 @@ class Dense(Structure):
         return self.matrix
 
     def multiply(self, M: Tensor) -> Tensor:
-        """Multiply with matrices."""
+        """Multiply with the matrices."""
         return (self.matrix @ M.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(M.shape)
 
     def transposed(self) -> "Dense":
-        """Transpose."""
+        """Return the transposes."""
         return self if self.symmetric else replace(self, matrix=self.matrix.transpose(1, 2))
 
     def scaled(self, factor: float) -> "Dense":
-        """Scale."""
+        """Return the matrices multiplied by a number."""
         return replace(self, matrix=factor * self.matrix)
 
     def eigenvalues(self) -> Tensor:
-        """Decompose."""
+        """Return the eigenvalues."""
         return decompositions.eigh(self.matrix)[0]
 
     def to_dense(self) -> Tensor:
@@ -55,15 +55,15 @@ class Dense(Structure):
         return self.matrix
 
     def inverse(self) -> "Dense":
-        """Invert. Singular blocks are an error."""
+        """Return the inverses. A singular block raises an error."""
         if self.symmetric:
             return self.power(-1.0)
         return replace(self, matrix=decompositions.general_inverse(self.matrix))
 
     def power(self, exponent: float, damping: Tensor | None = None) -> "Dense":
-        """Decompose, and raise damped eigenvalues to a power."""
+        """Return powers of the damped blocks, computed from their eigenvalues."""
         values, vectors = decompositions.eigh(self.matrix)
-        # Any block is diagonal in its own eigenvectors: an eigenbasis with a trivial input side.
+        # A dense block is an `Eigenbasis` with a trivial input side. Use its checks and powers.
         Q_A = Factor.identity(1, values.new_ones(len(values)))
         noise = decompositions.round_off(values)
         basis = Eigenbasis(Q_A, Factor.dense(vectors), values.unsqueeze(2), noise)
@@ -71,16 +71,16 @@ class Dense(Structure):
         return replace(self, matrix=(vectors * powered) @ vectors.transpose(1, 2))
 
     def product(self, other: Structure) -> "Dense":
-        """Multiply with any structure."""
+        """Return products with blocks of any structure."""
         return replace(self, matrix=self.matrix @ other.to_dense(), symmetric=False)
 
     def plus(self, other: Structure) -> "Dense":
-        """Add any structure."""
+        """Return sums with blocks of any structure."""
         symmetric = self.symmetric and other.symmetric
         return replace(self, matrix=self.matrix + other.to_dense(), symmetric=symmetric)
 
     def shift(self, delta: float | Tensor) -> "Dense":
-        """Add to the diagonals."""
+        """Add a number to the diagonals."""
         identity = torch.eye(self.matrix.shape[1]).to(self.matrix)
         each = torch.as_tensor(delta, dtype=self.matrix.dtype, device=self.matrix.device).reshape(-1, 1, 1)
         return replace(self, matrix=self.matrix + each * identity)

@@ -1,9 +1,9 @@
-"""Blocks by eigenvalues, with eigenvectors that are Kronecker products: EKFAC, damped inverses, diagonals.
+"""Blocks stored as eigenvalues, with eigenvectors that are Kronecker products: EKFAC, damped inverses, diagonals.
 
-An eigenvalue that is zero up to round-off must not be inverted. So blocks know the *noise* of their eigenvalues: a
-bound on their errors. Operations compute the noise of their result from that of their operands, as errors propagate:
-an eigenvalue `v` that is wrong by `e`, times another one `w` that is wrong by `f`, is wrong by `|v| f + |w| e + e f`.
-A singular block stays singular that way, whatever it is multiplied with.
+An eigenvalue that is zero up to round-off must not be inverted. Therefore, blocks store the *noise* of their
+eigenvalues: a bound on their errors. Operations propagate it from their operands to their result. For example, an
+eigenvalue `v` with an error up to `e`, times an eigenvalue `w` with an error up to `f`, has an error up to
+`|v| f + |w| e + e f`. In this way, a singular block stays singular after any multiplication.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from kfs.factors.blocks.structure import InBasis, Structure
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Eigenbasis(InBasis):
-    """Blocks by eigenvalues of any sign, and eigenvectors that are Kronecker products.
+    """Blocks stored as eigenvalues of any sign, with eigenvectors that are Kronecker products.
 
     Attributes:
         Q_A: Orthogonal matrices on the input side.
@@ -37,7 +37,7 @@ class Eigenbasis(InBasis):
 
     @classmethod
     def of_diagonal(cls, values: Tensor) -> "Eigenbasis":
-        """Make diagonal blocks from `[stack, d_B, d_A]`."""
+        """Return diagonal blocks with the given entries, `[stack, d_B, d_A]`."""
         ones = values.new_ones(len(values))
         Q_A = Factor.identity(values.shape[2], ones)
         Q_B = Factor.identity(values.shape[1], ones)
@@ -45,23 +45,23 @@ class Eigenbasis(InBasis):
 
     @classmethod
     def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
-        """Undo `state`. Noise has one of two shapes."""
+        """Load the result of `state`. The noise has one of two shapes."""
         noise = state["noise"]
         basis = super().from_state(state | {"noise": noise.new_zeros(count)}, count, rows, columns)
         shape = (count,) if noise.ndim == 1 else (count, rows, columns)
         return replace(basis, noise=check_shape(noise, *shape))
 
     def rotated(self, M: Tensor, back: bool = False) -> Tensor:
-        """Return `Q_B^T M Q_A`, or `Q_B M Q_A^T` to go back."""
+        """Return `Q_B^T M Q_A`, or `Q_B M Q_A^T` if `back`."""
         Q_A, Q_B = (self.Q_A, self.Q_B) if back else (self.Q_A.T, self.Q_B.T)
         return Q_B.left(Q_A.right(M))
 
     def multiply(self, M: Tensor) -> Tensor:
-        """Rotate, scale, rotate back."""
+        """Multiply in the eigenbasis: rotate, scale, rotate back."""
         return self.rotated(self.values.unsqueeze(1) * self.rotated(M), back=True)
 
     def scaled(self, factor: float) -> "Eigenbasis":
-        """Scale eigenvalues."""
+        """Return blocks with scaled eigenvalues."""
         return replace(self, values=factor * self.values, noise=abs(factor) * self.noise)
 
     def eigenvalues(self) -> Tensor:
@@ -69,7 +69,7 @@ class Eigenbasis(InBasis):
         return self.values.flatten(1)
 
     def to_dense(self) -> Tensor:
-        """Multiply out."""
+        """Return the blocks as matrices."""
         Q = kronecker_product(self.Q_B, self.Q_A)
         return (Q * self.values.flatten(1).unsqueeze(1)) @ Q.transpose(1, 2)
 
@@ -87,16 +87,16 @@ class Eigenbasis(InBasis):
         return self.values.square().flatten(1).sum(1)
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Multiply eigenvalues. Those that are zero up to round-off are taken for zero."""
+        """Return signs and logarithms of determinants. Eigenvalues that are zero up to round-off count as zero."""
         flat = self.values.flatten(1)
-        # Damping may be smaller than the noise of large eigenvalues, and is no round-off for that.
+        # Damping may be smaller than the noise of large eigenvalues; it must not be mistaken for round-off.
         least = torch.finfo(flat.dtype).eps ** 1.5 * flat.abs().max(1, keepdim=True).values
         is_zero = flat.abs() <= torch.minimum(self.noise.reshape(len(flat), -1), least)
         flat = torch.where(is_zero, 0.0, flat)
         return flat.sign().prod(1), flat.abs().log().sum(1)
 
     def power(self, exponent: float, damping: Tensor | None = None) -> "Eigenbasis":
-        """Raise damped eigenvalues to a power."""
+        """Return powers of the damped blocks."""
         decompositions.check_finite(self.values)
         decompositions.check_definite(self.values, self.noise)
         values = self.values.clamp(min=0)
@@ -105,19 +105,19 @@ class Eigenbasis(InBasis):
         if damping is not None and not decompositions.is_zero(damping):
             damping = damping.to(values).reshape(-1, 1, 1)
             values = values + damping
-            # Eigenvalues are now at least the damping, so that none of them is zero up to round-off.
+            # Eigenvalues are now at least as large as the damping, so none is zero up to round-off.
             known = torch.where(damping > 0, 0.0, noise)
         powered = positive_power(values, exponent, known)
         if exponent < 0:
-            # Noise was smaller than the eigenvalues, or they were damped. So what comes out is not zero.
+            # Eigenvalues were larger than their noise, or damped, so no result is zero up to round-off.
             return replace(self, values=powered, noise=powered.new_zeros(len(powered)))
-        # The function is steepest above an eigenvalue or below it, depending on the exponent.
+        # Depending on the exponent, the larger error is above or below the eigenvalue.
         above = (values + noise) ** exponent - powered
         below = powered - (values - noise).clamp(min=0) ** exponent
         return replace(self, values=powered, noise=torch.maximum(above, below))
 
     def product(self, other: Structure) -> "Eigenbasis | None":
-        """Multiply eigenvalues, if the eigenvectors are the same."""
+        """Multiply eigenvalues if the eigenvectors are equal; otherwise return `None`."""
         if not self.same_basis(other):
             return None
         mine, theirs = self._noise_of_each(), other._noise_of_each()
@@ -125,25 +125,25 @@ class Eigenbasis(InBasis):
         return replace(self, values=self.values * other.values, noise=noise)
 
     def plus(self, other: Structure) -> "Eigenbasis | None":
-        """Add eigenvalues, if the eigenvectors are the same."""
+        """Add eigenvalues if the eigenvectors are equal; otherwise return `None`."""
         if not self.same_basis(other):
             return None
         values = self.values + other.values
-        # A large sum is rounded, which is seen if most of it is subtracted again.
+        # Rounding of a large sum becomes visible if most of it is subtracted again.
         rounding = torch.finfo(values.dtype).eps * values.abs()
         return replace(self, values=values, noise=self._noise_of_each() + other._noise_of_each() + rounding)
 
     def shift(self, delta: float | Tensor) -> "Eigenbasis":
-        """Add to all eigenvalues."""
+        """Add a number to all eigenvalues."""
         each = torch.as_tensor(delta, dtype=self.values.dtype, device=self.values.device).expand(len(self.values))
         rounding = torch.finfo(self.values.dtype).eps * each.abs()
         noise = self.noise + rounding.reshape(-1, *[1] * (self.noise.ndim - 1))
         return replace(self, values=self.values + each.reshape(-1, 1, 1), noise=noise)
 
     def _noise_of_each(self) -> Tensor:
-        """Return the noise such that it can be added to eigenvalues, `[stack, 1, 1]` or `[stack, d_B, d_A]`."""
+        """Return the noise in a shape that broadcasts with eigenvalues, `[stack, 1, 1]` or `[stack, d_B, d_A]`."""
         return self.noise.reshape(-1, 1, 1) if self.noise.ndim == 1 else self.noise
 
     def same_basis(self, other: Structure) -> TypeGuard["Eigenbasis"]:
-        """Whether another structure has the same eigenvectors."""
+        """Whether another structure has equal eigenvectors."""
         return isinstance(other, Eigenbasis) and self.Q_A.equals(other.Q_A) and self.Q_B.equals(other.Q_B)

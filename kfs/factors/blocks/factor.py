@@ -1,6 +1,6 @@
-"""One side of a Kronecker product: dense, diagonal or identity matrices, a stack of them at once.
+"""Factors of Kronecker products: stacks of dense, diagonal or identity matrices.
 
-`Stackable` is the base of all objects that are stacked, sliced, moved and stored field by field.
+`Stackable` is the base class of dataclasses that are stacked, sliced, moved and stored field by field.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from kfs.display.describe import shaped
 from kfs.factors.blocks import decompositions
 from kfs.files import UnfitError
 
-# Metadata of a field that files do not have, because something else in the file determines it.
+# Metadata of a field that is not stored in files, because other content of the file determines it.
 NOT_STORED = {"stored": False}
 S = TypeVar("S", bound="Stackable")
 
 
 class Stackable:
-    """Several blocks, or factors of blocks, of one size."""
+    """Base of stacks of blocks, or of factors, of one size."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # subclasses are dataclasses
 
@@ -31,14 +31,12 @@ class Stackable:
         return parts[0] if len(parts) == 1 else _combined(torch.cat, parts)
 
     def __getitem__(self, part: slice) -> Self:
-        """Return some of the blocks; tensors are views."""
         return _combined(lambda tensors: tensors[0][part], [self])
 
     def __len__(self) -> int:
         return len(getattr(self, fields(self)[0].name))
 
     def __repr__(self) -> str:
-        """Return all fields; of tensors, only shape, dtype and device."""
         return f"{type(self).__name__}({', '.join(f'{f.name}={_shown(getattr(self, f.name))}' for f in fields(self))})"
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
@@ -46,21 +44,21 @@ class Stackable:
         return _combined(lambda tensors: tensors[0].to(device=device, dtype=dtype), [self])
 
     def empty_on(self, device: torch.device | str) -> Self:
-        """Return blocks of the same sizes, with numbers that are not set yet, also of those on the meta device."""
+        """Return uninitialized blocks of the same sizes on a device. This also works for blocks on the meta device."""
         return _combined(lambda tensors: torch.empty(tensors[0].shape, dtype=tensors[0].dtype, device=device), [self])
 
     def overwrite(self, other: Self, where: Tensor | None = None) -> None:
-        """Write the blocks of another stack of the same key over these, in place.
+        """Overwrite these blocks in place with the blocks of another stack that has the same key.
 
         Args:
-            other: What to write.
-            where: Which blocks to write, `[stack]`; all by default.
+            other: The blocks to write.
+            where: Mask of blocks to write, `[stack]`; all by default.
         """
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             if isinstance(mine, Stackable):
                 mine.overwrite(theirs, where)
-            # What is one expanded number, such as the diagonal of an identity, is the same in both.
+            # A single expanded number, such as the diagonal of an identity, is equal in both stacks.
             elif isinstance(mine, Tensor) and 0 not in mine.stride():
                 if where is not None:
                     theirs = torch.where(where.view(-1, *[1] * (mine.ndim - 1)), theirs, mine)
@@ -68,18 +66,18 @@ class Stackable:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What must be equal for blocks to be stacked: sizes, kinds and the device."""
+        """Key of blocks that can be stacked: sizes, kinds and the device."""
         return type(self).__name__, *(_key(getattr(self, f.name)) for f in fields(self))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, except those with one number per block and those that are one expanded number."""
+        """Bytes of all tensors, except tensors with one number per block and expanded ones."""
         values = [part for f in fields(self) for part in _parts(getattr(self, f.name))]
         nested = sum(value.nbytes for value in values if isinstance(value, Stackable))
         return nested + sum(t.nbytes for t in values if isinstance(t, Tensor) and t.ndim > 1 and t.stride(-1) > 0)
 
     def state(self) -> dict[str, Any]:
-        """Return what a file stores, by field."""
+        """Return the fields as the content of a file."""
         stored = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata != NOT_STORED}
         return {n: v.state() if isinstance(v, Stackable) else v for n, v in stored.items()}
 
@@ -92,7 +90,7 @@ def check_shape(t: Tensor, *shape: int) -> Tensor:
 
 
 def _combined(function: Callable[[list[Tensor]], Tensor], parts: Sequence[S]) -> S:
-    """Combine parts into one object. The function takes the tensors that one field has in all parts."""
+    """Combine parts into one object, by applying a function to the tensors of each field."""
     result: dict[str, Any] = {}
     for f in fields(parts[0]):
         values = [getattr(part, f.name) for part in parts]
@@ -103,18 +101,18 @@ def _combined(function: Callable[[list[Tensor]], Tensor], parts: Sequence[S]) ->
         elif isinstance(values[0], Tensor):
             result[f.name] = function(values)
         else:
-            # A stack has a property (to be symmetric) if all of its blocks have it. Other values are equal, by the key.
+            # A stack is symmetric if all of its blocks are. Other values are equal, because keys are.
             result[f.name] = all(values) if isinstance(values[0], bool) else values[0]
     return type(parts[0])(**result)
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    """Return what a field consists of: itself, or the members of a tuple."""
+    """Return the members of a tuple, or the value itself as the only member."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def _key(value: Any) -> Any:
-    """Return what must be equal in one field."""
+    """Return the contribution of one field to `Stackable.key`."""
     if isinstance(value, Stackable):
         return value.key
     if isinstance(value, tuple):
@@ -129,20 +127,20 @@ def _shown(value: Any) -> str:
 
 
 Kind = Literal["dense", "diagonal", "identity"]
-_FEW = 32  # On a CPU, matrices with fewer columns than this are multiplied side by side.
+_FEW = 32  # on a CPU, several matrices with fewer columns than this are joined for one product
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Factor(Stackable):
-    """A stack of matrices: scales times dense, diagonal or identity matrices.
+    """A stack of scaled matrices: dense, diagonal or identity.
 
     Attributes:
         values: `[stack, d, d]` for dense matrices, `[stack, d]` for diagonals. For identities, `[stack, d]` of ones,
-            which are expanded and take no memory.
+            which are expanded and need no memory.
         scale: `[stack]`.
         kind: `"dense"`, `"diagonal"` or `"identity"`.
         symmetric: Whether matrices equal their transposes.
-        eps: Precision that values were stored in. `None` for that of their dtype.
+        eps: Precision in which values were stored; `None` for the precision of their dtype.
     """
 
     values: Tensor
@@ -152,32 +150,32 @@ class Factor(Stackable):
     eps: float | None = field(default=None, metadata=NOT_STORED)
 
     def __post_init__(self) -> None:
-        """Expand the ones of identities again, if concatenation or conversion has stored them."""
+        # Concatenation or conversion may have allocated the ones of an identity.
         if self.kind == "identity" and self.values.stride(-1) != 0:
             object.__setattr__(self, "values", self.scale.new_ones(()).expand(self.values.shape))
 
     @classmethod
     def dense(cls, values: Tensor, scale: Tensor | None = None, symmetric: bool = True) -> "Factor":
-        """Wrap matrices `[stack, d, d]`."""
+        """Return factors with the given matrices, `[stack, d, d]`."""
         return cls(values, values.new_ones(len(values)) if scale is None else scale, "dense", symmetric)
 
     @classmethod
     def diagonal(cls, values: Tensor, scale: Tensor | None = None) -> "Factor":
-        """Wrap diagonals `[stack, d]`."""
+        """Return diagonal factors with the given entries, `[stack, d]`."""
         return cls(values, values.new_ones(len(values)) if scale is None else scale, "diagonal")
 
     @classmethod
     def identity(cls, size: int, scale: Tensor) -> "Factor":
-        """Make multiples of the identity, with scales `[stack]`."""
+        """Return multiples of the identity with the given scales, `[stack]`."""
         return cls(scale.new_ones(()).expand(len(scale), size), scale, "identity")
 
     def state(self) -> dict[str, Any]:
-        """Return what a file stores. Identities store their size instead of their values."""
+        """Return the factors as the content of a file. Identities store their size instead of their values."""
         return super().state() | ({"values": self.size} if self.kind == "identity" else {})
 
     @classmethod
     def from_state(cls, state: Any, count: int, size: int) -> Self:
-        """Undo `state`, for a number of matrices of some size."""
+        """Load the result of `state`, for `count` matrices of the given size."""
         kind = state["kind"]
         scale = check_shape(state["scale"], count)
         values = scale.new_ones(count, int(state["values"])) if kind == "identity" else state["values"]
@@ -186,12 +184,12 @@ class Factor(Stackable):
 
     @property
     def size(self) -> int:
-        """Rows of a matrix."""
+        """Number of rows of each matrix."""
         return self.values.shape[-1]
 
     @property
     def is_multiple_of_identity(self) -> bool:
-        """Whether one can tell from kind and size that all matrices are multiples of the identity."""
+        """Whether kind and size imply that all matrices are multiples of the identity."""
         return self.kind == "identity" or self.size == 1
 
     @property
@@ -210,7 +208,7 @@ class Factor(Stackable):
         return values * self.scale.unsqueeze(1)
 
     def left(self, M: Tensor) -> Tensor:
-        """Multiply `[stack, columns, d, e]` from the left with the matrices, without their scales."""
+        """Multiply `[stack, columns, d, e]` from the left with the unscaled matrices."""
         if self.kind == "diagonal":
             return self.values[:, None, :, None] * M
         if self.kind == "identity":
@@ -219,7 +217,7 @@ class Factor(Stackable):
             return (self.values @ M.squeeze(1)).unsqueeze(1)
         is_on_cpu = M.device.type == "cpu"
         if is_on_cpu and M.shape[3] < _FEW:
-            # Thin products would read the whole factor once per column.
+            # Otherwise, each thin product would read the whole factor.
             return self.right(M.transpose(2, 3)).transpose(2, 3)
         if len(self.values) == 1 or not is_on_cpu:
             return self.values.unsqueeze(1) @ M
@@ -227,7 +225,7 @@ class Factor(Stackable):
         return torch.stack([matrix @ columns for matrix, columns in zip(self.values, M, strict=True)])
 
     def right(self, M: Tensor) -> Tensor:
-        """Multiply `[stack, columns, e, d]` from the right with the transposes, without their scales."""
+        """Multiply `[stack, columns, e, d]` from the right with the transposed, unscaled matrices."""
         if self.kind == "diagonal":
             return self.values[:, None, None, :] * M
         if self.kind == "identity":
@@ -235,7 +233,7 @@ class Factor(Stackable):
         return (M.flatten(1, 2) @ self.values.transpose(1, 2)).reshape(M.shape)
 
     def compose(self, other: "Factor") -> "Factor":
-        """Multiply matrix by matrix."""
+        """Return the products, matrix by matrix."""
         scale = self.scale * other.scale
         if "identity" in {self.kind, other.kind}:
             return replace(other if self.kind == "identity" else self, scale=scale)
@@ -251,7 +249,7 @@ class Factor(Stackable):
         return replace(Factor.dense(product, scale, symmetric=False), eps=eps)
 
     def plus(self, other: "Factor") -> "Factor":
-        """Add matrix by matrix."""
+        """Return the sums, matrix by matrix."""
         if self.kind == other.kind == "identity":
             return replace(self, scale=self.scale + other.scale)
         eps = self._common_eps(other)
@@ -261,7 +259,7 @@ class Factor(Stackable):
         return replace(Factor.dense(self.to_dense() + other.to_dense(), symmetric=symmetric), eps=eps)
 
     def _common_eps(self, other: "Factor") -> float | None:
-        """Return the precision of a product or a sum: the worse one of both."""
+        """Return the precision of a product or sum: the larger `eps` of both."""
         return max(self.eps or 0.0, other.eps or 0.0) or None
 
     def shift(self, delta: Tensor) -> "Factor":
@@ -273,15 +271,15 @@ class Factor(Stackable):
         return Factor.dense(values, symmetric=self.symmetric)
 
     def scaled(self, factor: Tensor | float) -> "Factor":
-        """Scale all matrices by a number, or by one each, `[stack]`."""
+        """Multiply all matrices by one number, or each by its own, `[stack]`."""
         return replace(self, scale=self.scale * factor)
 
     def unscaled(self) -> "Factor":
-        """Replace all scales by one."""
+        """Return the matrices with scales of one."""
         return replace(self, scale=torch.ones_like(self.scale))
 
     def equals(self, other: "Factor") -> bool:
-        """Whether all matrices are the same, up to scales."""
+        """Whether all matrices are equal, up to scales."""
         if self.kind != other.kind:
             return False
         return self.values is other.values or torch.equal(self.values, other.values)
@@ -305,7 +303,7 @@ class Factor(Stackable):
 
     @cached_property
     def _unscaled_eigh(self) -> "tuple[Tensor, Factor]":
-        """Eigenvalues and eigenvectors without scales, decomposed once for all uses of the factor."""
+        """Eigenvalues and eigenvectors of the unscaled matrices, computed once per factor."""
         if self.kind == "dense":
             values, vectors = decompositions.eigh(self.values)
             return values, Factor.dense(vectors, symmetric=False)
@@ -318,7 +316,7 @@ class Factor(Stackable):
         return values * self.scale.unsqueeze(1), vectors
 
     def inverse(self) -> "Factor":
-        """Invert, by Cholesky factors if matrices are symmetric."""
+        """Return the inverses, using Cholesky factors if matrices are symmetric."""
         decompositions.check_each(self.scale != 0, "is singular: its scale is zero")
         values: Tensor = self.values
         if self.kind == "diagonal":
@@ -332,7 +330,7 @@ class Factor(Stackable):
         return replace(self, values=values, scale=1 / self.scale.to(values.dtype))
 
     def power(self, exponent: float) -> "Factor":
-        """Raise positive semi-definite matrices to a power. A negative power of zero is an error."""
+        """Return powers of positive semi-definite matrices. Negative powers of singular ones raise an error."""
         values, vectors = self.eigh()
         powered = positive_power(values, exponent, decompositions.round_off(values, self.eps))
         if self.kind == "identity":
@@ -350,15 +348,15 @@ def kronecker_product(B: Factor, A: Factor) -> Tensor:
 
 
 def positive_power(values: Tensor, exponent: float, noise: Tensor) -> Tensor:
-    """Raise eigenvalues that are not negative, up to noise, to a power.
+    """Return powers of eigenvalues, which must not be negative beyond noise.
 
     Args:
         values: `[stack, ...]`.
         exponent: Any number.
-        noise: Bound on the round-off in the eigenvalues: `[stack]`, or one for each of them.
+        noise: Bound on the round-off in the eigenvalues: `[stack]`, or one number for each of them.
 
     Raises:
-        BlockError: If one is negative, or zero and the exponent is negative.
+        BlockError: If an eigenvalue is negative, or if it is zero and the exponent is negative.
     """
     decompositions.check_definite(values, noise)
     if exponent >= 0:

@@ -1,6 +1,6 @@
-r"""Kronecker products: what can be computed from $B \otimes A$ without forming it.
+r"""Kronecker products $B \otimes A$, and operations on them that do not form them.
 
-For a block that maps a matrix $M$ to $B M A^\top$, that is, in row-wise flattening, multiplies with $B \otimes A$:
+A block maps a matrix $M$ to $B M A^\top$; if $M$ is flattened row by row, this is a product with $B \otimes A$. Then
 
 $$
 \begin{aligned}
@@ -16,8 +16,9 @@ $$
 $$
 
 If $B = Q_B \Lambda_B Q_B^\top$ and $A = Q_A \Lambda_A Q_A^\top$, then the eigenvectors of $B \otimes A$ are the columns
-of $Q_B \otimes Q_A$. So functions of $B \otimes A + \delta I$, which is not a Kronecker product, are easy too: see
-`eigenbasis`. A sum of two Kronecker products is one again if they share a factor; for other sums, see `kronecker_sum`.
+of $Q_B \otimes Q_A$. This also gives functions of $B \otimes A + \delta I$, which is not a Kronecker product: see
+`eigenbasis`. The sum of two Kronecker products that share a factor is a Kronecker product; for other sums, see
+`kronecker_sum`.
 """
 
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ class Kronecker(Structure):
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
-        """Whether both factors are."""
+        """Whether both factors are symmetric."""
         return self.A.symmetric and self.B.symmetric
 
     @property
@@ -68,67 +69,67 @@ class Kronecker(Structure):
         return self.A.scale
 
     def multiply(self, M: Tensor) -> Tensor:
-        """Multiply from both sides. Scales come last: they are not applied to large factors."""
+        """Return `B M A^T`. Scales are applied last, to the small result instead of large factors."""
         scale = self.A.scale * self.B.scale
-        # Plain products of two matrices are faster than batched ones with a batch of one.
+        # Plain matrix products are faster than batched ones with a batch of one.
         if M.shape[:2] == (1, 1) and self.A.kind == self.B.kind == "dense":
             product = self.B.values[0] @ M[0, 0] @ self.A.values[0].T
             return product.mul_(scale)[None, None]
         return self.B.left(self.A.right(M)) * scale.reshape(-1, 1, 1, 1)
 
     def transposed(self) -> "Kronecker":
-        """Transpose both factors."""
+        """Return the transposes: transposes of both factors."""
         return Kronecker(self.A.T, self.B.T)
 
     def scaled(self, factor: float) -> "Kronecker":
-        """Scale one factor."""
+        """Return the blocks multiplied by a number."""
         return Kronecker(self.A.scaled(factor), self.B)
 
     def eigenbasis(self) -> Eigenbasis:
-        """Decompose both factors."""
+        """Return eigenvalues and eigenvectors, from those of both factors."""
         a, Q_A = self.A.eigh()
         b, Q_B = self.B.eigh()
         values = b.unsqueeze(2) * a.unsqueeze(1)
-        # Round-off in an eigenvalue of one factor is multiplied by an eigenvalue of the other, at most its largest.
+        # Round-off in an eigenvalue of one factor is multiplied by at most the largest eigenvalue of the other.
         noise_a = decompositions.round_off(a, self.A.eps) * b.abs().max(1).values
         noise_b = decompositions.round_off(b, self.B.eps) * a.abs().max(1).values
         return Eigenbasis(Q_A, Q_B, values, noise_a + noise_b)
 
     def to_dense(self) -> Tensor:
-        """Multiply out."""
+        """Return the blocks as matrices."""
         return kronecker_product(self.B, self.A)
 
     def diagonal(self) -> Tensor:
-        """Multiply the factors' diagonals."""
+        """Return the products of the factors' diagonals."""
         return self.B.entries().unsqueeze(2) * self.A.entries().unsqueeze(1)
 
     def trace(self) -> Tensor:
-        """Multiply the factors' traces."""
+        """Return the products of the factors' traces."""
         return self.A.trace() * self.B.trace()
 
     def squared_norm(self) -> Tensor:
-        """Multiply the factors' squared norms."""
+        """Return the products of the factors' squared norms."""
         return self.A.squared_norm() * self.B.squared_norm()
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Add the factors' logarithms of determinants, each as often as the other one's size."""
+        """Return signs and logarithms of determinants, from those of both factors."""
         sign_a, log_a = self.A.slogdet()
         sign_b, log_b = self.B.slogdet()
         sign = sign_a**self.rows * sign_b**self.columns
         return sign, self.rows * log_a + self.columns * log_b
 
     def inverse(self) -> "Kronecker":
-        """Invert both factors."""
+        """Return the inverses: Kronecker products of inverse factors."""
         return Kronecker(*side_by_side(self.A.inverse, self.B.inverse))
 
     def power(self, exponent: float, damping: Tensor | None = None) -> Structure:
-        """Raise both factors to a power. With damping, the result is not a Kronecker product."""
+        """Return powers: Kronecker products of powers, unless there is damping."""
         if damping is not None and not decompositions.is_zero(damping):
             return super().power(exponent, damping)
         return Kronecker(self.A.power(exponent), self.B.power(exponent))
 
     def product(self, other: Structure) -> Structure | None:
-        """Multiply factor by factor."""
+        """Return products: Kronecker products of products."""
         if isinstance(other, Dense):
             return replace(other, matrix=self.to_dense() @ other.matrix, symmetric=False)
         if not isinstance(other, Kronecker):
@@ -140,7 +141,7 @@ class Kronecker(Structure):
         return self.eigenbasis().shift(delta)
 
     def plus(self, other: Structure) -> Structure | None:
-        """Add the factors that differ, if the others are the same."""
+        """Return sums, if one factor is equal in both or all are diagonal; otherwise return `None`."""
         if isinstance(other, Dense):
             return other.plus(self)
         if not isinstance(other, Kronecker):

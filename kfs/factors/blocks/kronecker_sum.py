@@ -1,9 +1,9 @@
 r"""Sums of Kronecker products: $\sum_i B_i \otimes A_i$, and their inverses.
 
-Any number of terms multiplies, and has a trace, a diagonal and a Frobenius norm in closed form:
+Products, trace, diagonal and Frobenius norm have closed forms for any number of terms:
 $\|\sum_i B_i \otimes A_i\|_F^2 = \sum_{i,j} \langle B_i, B_j \rangle \langle A_i, A_j \rangle$. The inverse and the
-determinant of two terms have closed forms, too; see `congruence`. The inverse of more terms is applied by conjugate
-gradients, preconditioned by what the closed form would be for two terms. Damping is one more term,
+determinant of two terms have closed forms, too; see `congruence`. The inverse of more terms is applied using conjugate
+gradients, with an approximate common basis as preconditioner. Damping is one more term,
 $\delta\, I \otimes I$, unless it can be added to a factor.
 """
 
@@ -31,7 +31,7 @@ class KroneckerSum(Structure):
     """Blocks that are sums of Kronecker products.
 
     Attributes:
-        terms: At least two of them.
+        terms: The terms, at least two.
 
     Example:
         >>> from kfs import KFAC, EmpiricalRisk
@@ -57,7 +57,7 @@ class KroneckerSum(Structure):
         return cls(tuple(Kronecker.from_state(part, count, rows, columns) for part in state["terms"]))
 
     def state(self) -> dict[str, Any]:
-        """Return what a file stores."""
+        """Return the terms as the content of a file."""
         return {"terms": [term.state() for term in self.terms]}
 
     @property
@@ -72,12 +72,12 @@ class KroneckerSum(Structure):
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
-        """Whether all terms are."""
+        """Whether all terms are symmetric."""
         return all(term.symmetric for term in self.terms)
 
     @property
     def like(self) -> Tensor:
-        """The scales of a term."""
+        """The scales of the first term."""
         return self.terms[0].like
 
     def _map(self, function: Callable[[Kronecker], Kronecker]) -> "KroneckerSum":
@@ -87,7 +87,7 @@ class KroneckerSum(Structure):
         return torch.stack([function(term) for term in self.terms]).sum(0)
 
     def multiply(self, M: Tensor) -> Tensor:
-        """Add up the products with all terms."""
+        """Return the sum of the products with all terms."""
         result = self.terms[0].multiply(M)
         for term in self.terms[1:]:
             result = result + term.multiply(M)
@@ -102,19 +102,19 @@ class KroneckerSum(Structure):
         return self._map(lambda term: term.scaled(factor))
 
     def to_dense(self) -> Tensor:
-        """Multiply out."""
+        """Return the blocks as matrices."""
         return self._sum(Kronecker.to_dense)
 
     def diagonal(self) -> Tensor:
-        """Add up the diagonals."""
+        """Return the sum of the terms' diagonals."""
         return self._sum(Kronecker.diagonal)
 
     def trace(self) -> Tensor:
-        """Add up the traces."""
+        """Return the sum of the terms' traces."""
         return self._sum(Kronecker.trace)
 
     def squared_norm(self) -> Tensor:
-        """Add up the inner products of all pairs of terms."""
+        """Return the sums of squared entries: inner products of all pairs of terms."""
         total = torch.zeros_like(self.like)
         for one in self.terms:
             for other in self.terms:
@@ -122,7 +122,7 @@ class KroneckerSum(Structure):
         return total
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Multiply the diagonal in a common basis; more than two terms become dense."""
+        """Return signs and logarithms of determinants, in a common basis. More than two terms are formed densely."""
         if len(self.terms) > 2 or not self.symmetric:
             return small_dense(self).slogdet()
         diagonal, singular = diagonalized(self.terms)
@@ -136,27 +136,27 @@ class KroneckerSum(Structure):
         return small_dense(self)
 
     def inverse(self) -> Structure:
-        """Invert: two symmetric terms in closed form, more of them by conjugate gradients in every product."""
+        """Return inverses: in closed form for two symmetric terms, else applied using conjugate gradients."""
         if not self.symmetric:
             return small_dense(self).inverse()
         near = inverse_in_common_basis(self.terms)
         return near if len(self.terms) == 2 else IterativeInverse(self, near, torch.ones_like(self.like))
 
     def power(self, exponent: float, damping: Tensor | None = None) -> Structure:
-        """Raise to a power: -1 by `inverse`, others by dense matrices."""
+        """Return powers of the damped blocks: inverses as in `inverse`, other powers using dense matrices."""
         if exponent != -1:
             return super().power(exponent, damping)
         damped = self if damping is None else self.shift(damping)
         return damped.inverse()
 
     def product(self, other: Structure) -> Structure | None:
-        """Multiply term by term."""
+        """Return products, term by term."""
         if isinstance(other, Dense):
             return replace(other, matrix=self.to_dense() @ other.matrix, symmetric=False)
         return _product_of_terms(self, other)
 
     def plus(self, other: Structure) -> Structure | None:
-        """Add a term, or several."""
+        """Return sums: the terms of both."""
         return other.plus(self) if isinstance(other, Dense) else _sum_of_terms(self, other)
 
     def shift(self, delta: float | Tensor) -> Structure:
@@ -169,12 +169,12 @@ class KroneckerSum(Structure):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class IterativeInverse(Structure):
-    """Inverses of sums, applied by conjugate gradients.
+    """Inverses of sums, applied using conjugate gradients.
 
     Attributes:
         total: The sums, which are symmetric and positive definite.
-        near: Approximations of their inverses, as preconditioners.
-        scale: What inverses are multiplied with, `[stack]`.
+        near: Approximate inverses, used as preconditioners.
+        scale: Factors of the inverses, `[stack]`.
     """
 
     total: KroneckerSum
@@ -205,7 +205,7 @@ class IterativeInverse(Structure):
         return self.total.like
 
     def multiply(self, M: Tensor) -> Tensor:
-        """Solve for every block.
+        """Solve a linear system for every block.
 
         Raises:
             SolverError: If the iteration does not converge.
@@ -214,9 +214,9 @@ class IterativeInverse(Structure):
         return solutions * self.scale.reshape(-1, 1, 1, 1)
 
     def _solve(self, place: int, M: Tensor) -> Tensor:
-        """Solve for `[columns, d_B, d_A]` with one block."""
+        """Solve for right-hand sides `[columns, d_B, d_A]` with one block."""
         block = slice(place, place + 1)
-        # What round-off leaves of a right-hand side, with some digits to spare; more would be chance.
+        # This tolerance is somewhat above round-off; a smaller one would not be reached reliably.
         eps = torch.finfo(M.dtype).eps
         near = _Block(self.near[block])
         solution = solve(_Block(self.total[block]), M.flatten(1).T, preconditioner=near, tolerance=eps**0.85)
@@ -229,16 +229,16 @@ class IterativeInverse(Structure):
         return solution.x.T.reshape(M.shape)
 
     def scaled(self, factor: float) -> "IterativeInverse":
-        """Change the scales."""
+        """Return inverses multiplied by a number."""
         return replace(self, scale=factor * self.scale)
 
     def to_dense(self) -> Tensor:
-        """Invert the dense sums."""
+        """Return the inverses of the dense sums."""
         inverses: Tensor = torch.linalg.inv(self.total.to_dense())
         return self.scale.reshape(-1, 1, 1) * inverses
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Change the sign of the sum's logarithm."""
+        """Return signs and logarithms of determinants, from those of the sums."""
         sign, log = self.total.slogdet()
         size = self.rows * self.columns
         return sign * self.scale.sign() ** size, size * self.scale.abs().log() - log
@@ -248,23 +248,23 @@ class IterativeInverse(Structure):
         return small_dense(self)
 
     def inverse(self) -> KroneckerSum:
-        """Return the sum."""
+        """Return the sums, divided by the scales."""
         decompositions.check_each(self.scale != 0, "is singular: its scale is zero")
         return KroneckerSum(tuple(Kronecker(term.A.scaled(1 / self.scale), term.B) for term in self.total.terms))
 
     def product(self, other: Structure) -> None:
-        """Return `None`: products have no structure."""
+        """Return `None`: no structure can store products."""
 
     def plus(self, other: Structure) -> None:
-        """Return `None`: sums have no structure."""
+        """Return `None`: no structure can store sums."""
 
     def shift(self, delta: float | Tensor) -> Dense:
-        """Add a multiple of the identity to dense matrices."""
+        """Add a multiple of the identity, as dense matrices."""
         return small_dense(self).shift(delta)
 
 
 class _Block(LinearOperator):
-    """One symmetric block as an operator, for solvers."""
+    """One symmetric block as a linear operator, for `solve`."""
 
     symmetric = True
 
@@ -274,19 +274,18 @@ class _Block(LinearOperator):
         self.structure = structure
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply matrices `[columns, d_B, d_A]`."""
         return {"M": self.structure.multiply(columns["M"].unsqueeze(0)).squeeze(0)}
 
     multiply_transposed = multiply  # blocks are symmetric
 
 
 def plus(one: Structure, other: Structure) -> Structure | None:
-    """Add block by block. `None` if the result has no structure."""
+    """Return sums, block by block; `None` if no structure can store them."""
     return one.plus(other) or _sum_of_terms(one, other)
 
 
 def product(one: Structure, other: Structure) -> Structure | None:
-    """Multiply block by block. `None` if the result has no structure."""
+    """Return products, block by block; `None` if no structure can store them."""
     return one.product(other) or _product_of_terms(one, other)
 
 
@@ -301,14 +300,14 @@ def _product_of_terms(one: Structure, other: Structure) -> KroneckerSum | None:
 
 
 def _terms(structure: Structure) -> tuple[Kronecker, ...]:
-    """Return the terms of a sum of Kronecker products; none for another structure."""
+    """Return the terms of a sum of Kronecker products; an empty tuple for other structures."""
     if isinstance(structure, KroneckerSum):
         return structure.terms
     return (structure,) if isinstance(structure, Kronecker) else ()
 
 
 def _simplified(terms: tuple[Kronecker, ...]) -> Structure:
-    """Return a sum, after adding terms that share a factor."""
+    """Return a sum of terms, merging terms that share a factor."""
     distinct: list[Kronecker] = []
     for term in terms:
         for place, before in enumerate(distinct):
@@ -322,8 +321,8 @@ def _simplified(terms: tuple[Kronecker, ...]) -> Structure:
 
 
 def _inner(one: Factor, other: Factor) -> Tensor:
-    """Return the sums of products of entries, `[stack]`."""
+    """Return the inner products, `[stack]`."""
     if one.kind == other.kind == "dense":
         return (one.values * other.values).flatten(1).sum(1) * one.scale * other.scale
-    # One of them is diagonal, so that all other entries are multiplied by zero.
+    # One of both is diagonal, so only diagonal entries contribute.
     return (one.entries() * other.entries()).sum(1)

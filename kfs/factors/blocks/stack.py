@@ -21,7 +21,7 @@ from kfs.operators.space import Space
 from kfs.runtime.precision import at_least_float32
 
 Answer = TypeVar("Answer")
-# Structures by the names that files have for them.
+# Structures by their names in files.
 _CLASSES: dict[str, type[Structure]] = {
     "kronecker": Kronecker,
     "eigenbasis": Eigenbasis,
@@ -37,7 +37,7 @@ class Stack:
     """Blocks that are processed together.
 
     Attributes:
-        layouts: How parameters become matrices. A layout with groups of channels has one block for each group.
+        layouts: The matrix layouts of parameters. A layout with groups of channels has one block for each group.
         structure: The blocks of all layouts, in order.
     """
 
@@ -46,7 +46,7 @@ class Stack:
 
     @property
     def names(self) -> list[str]:
-        """The name of each block, as long as the stack. Groups of channels have the name of their layout."""
+        """The name of each block of the stack. Groups of channels have the name of their layout."""
         return [layout.name for layout in self.layouts for _ in range(layout.groups)]
 
     @property
@@ -55,7 +55,7 @@ class Stack:
         return [name for layout in self.layouts for name in layout.params]
 
     def slices(self) -> Iterator[tuple[Layout, slice]]:
-        """Yield all layouts, each with the part of the stack that has its blocks."""
+        """Yield each layout with the slice of the stack that contains its blocks."""
         start = 0
         for layout in self.layouts:
             yield layout, slice(start, start + layout.groups)
@@ -67,37 +67,37 @@ class Stack:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Undo `read`: write `[stack, columns, d_B, d_A]` into tensors `[columns, *shape]`."""
+        """Write matrices `[stack, columns, d_B, d_A]` into tensors `[columns, *shape]`; the opposite of `read`."""
         for layout, part in self.slices():
             layout.write(M[part].transpose(0, 1), columns)
 
     def per_block(self, numbers: Mapping[str, float]) -> Tensor:
-        """Return numbers that are given by the blocks' names as a tensor, `[stack]`."""
+        """Return numbers given by block name as a tensor, `[stack]`."""
         return self.structure.like.new_tensor([numbers[name] for name in self.names])
 
     def apply(self, function: Callable[..., Answer], *args: Any) -> Answer:
-        """Call a function with the structure, and further arguments.
+        """Return the result of a function of the structure and further arguments.
 
         Raises:
-            SolverError: If the function raises a `BlockError`. The message has the block's name.
+            SolverError: If the function raises a `BlockError`. The message contains the block's name.
         """
         try:
             return function(self.structure, *args)
         except BlockError as error:
             raise SolverError(
                 f"A factor of block {self.names[error.index]!r} {error.cause}.",
-                "Look at its data and gradients; for singular factors, pass damping.",
+                "Check its data and gradients; for singular factors, pass damping.",
             ) from error
 
     def state(self) -> dict[str, Any]:
-        """Return what a file stores."""
+        """Return the stack as the content of a file."""
         kind = next(kind for kind, cls in _CLASSES.items() if type(self.structure) is cls)
         layouts = [asdict(layout) for layout in self.layouts]
         return {"layouts": layouts, "kind": kind, "blocks": self.structure.state()}
 
     @classmethod
     def from_state(cls, state: Any) -> "Stack":
-        """Undo `state`."""
+        """Load the result of `state`."""
         layouts = tuple(map(Layout.from_state, state["layouts"]))
         sizes = {layout.matrix_shape[1:] for layout in layouts}
         if len(sizes) != 1:
@@ -107,7 +107,7 @@ class Stack:
 
 
 def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
-    """Stack blocks of one structure and size."""
+    """Return stacks, each of all blocks with the same structure and size."""
     by_key: dict[Any, list[tuple[Layout, Structure]]] = {}
     for layout, structure in parts:
         by_key.setdefault(structure.key, []).append((layout, structure))
@@ -119,18 +119,18 @@ def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
 
 
 def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) -> list[Stack]:
-    """Stack blocks, together with blocks of zeros for rows of parameters that no block has."""
+    """Return stacks of blocks, with blocks of zeros for rows of parameters that no block contains."""
     parts = list(parts)
     return stacked([*parts, *zero_blocks([layout for layout, _ in parts], space)])
 
 
 def zero_blocks(layouts: Iterable[Layout], space: Space) -> list[tuple[Layout, Structure]]:
-    """Return blocks of zeros for rows of parameters that no block has; they take no memory."""
+    """Return blocks of zeros for rows of parameters that no block contains; they need no memory."""
     return [(layout, zero_block(layout, space)) for layout in layouts_of_unused_rows(layouts, space)]
 
 
 def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
-    """Return layouts for rows of parameters that no block has. Their curvature is zero."""
+    """Return layouts for rows of parameters that no block contains. Their curvature is zero."""
     shapes = {name: tuple(shape) or (1,) for name, shape in space.shapes.items()}
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
     for layout in layouts:
@@ -150,7 +150,7 @@ def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layo
 
 
 def check_coverage(layouts: Iterable[Layout], space: Space) -> None:
-    """Raise an `UnfitError` if blocks do not cover all entries of all parameters once."""
+    """Raise an `UnfitError` unless blocks cover every entry of every parameter exactly once."""
     counts = {name: torch.zeros(1, *shape) for name, shape in space.shapes.items()}
     for layout in layouts:
         layout.write(layout.matrix(counts) + 1, counts)

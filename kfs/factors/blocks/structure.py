@@ -30,8 +30,8 @@ class Structure(Stackable, ABC):
         rows: `d_B`.
         columns: `d_A`.
         symmetric: Whether blocks equal their transposes.
-        field_shapes: The shape of every tensor without its stack axis, and the size of every factor, by field: names of
-            sizes, of which `"size"` is `d_B * d_A`.
+        field_shapes: For each field, the shape of the tensor without its stack axis, or the size of the factor. Shapes
+            consist of the names `"rows"`, `"columns"` and `"size"` (`d_B * d_A`).
     """
 
     rows: int
@@ -42,14 +42,14 @@ class Structure(Stackable, ABC):
     @property
     @abstractmethod
     def like(self) -> Tensor:
-        """A tensor with the device and the dtype that products are computed in."""
+        """A tensor with the device and dtype in which products are computed."""
 
     @classmethod
     def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
-        """Undo `state`, for a number of blocks of shape `[rows, columns]`.
+        """Load the result of `state`, for `count` blocks that act on matrices `[rows, columns]`.
 
         Raises:
-            UnfitError: If something has another shape than it should.
+            UnfitError: If a tensor does not have the expected shape.
         """
         sizes = {"rows": rows, "columns": columns, "size": rows * columns}
         values: dict[str, Any] = {}
@@ -65,25 +65,25 @@ class Structure(Stackable, ABC):
 
     @abstractmethod
     def multiply(self, M: Tensor) -> Tensor:
-        """Multiply `[stack, columns, d_B, d_A]`."""
+        """Return the products of the blocks with matrices `M`, `[stack, columns, d_B, d_A]`."""
 
     def transposed(self) -> "Structure":
-        """Return the transposes: the blocks themselves, if they are always symmetric."""
+        """Return the transposes. By default, the blocks themselves, because most structures are symmetric."""
         return self
 
     @abstractmethod
     def scaled(self, factor: float) -> "Structure":
-        """Scale all blocks."""
+        """Return all blocks multiplied by a number."""
 
     def eigenbasis(self) -> "Structure":
-        """Return symmetric blocks in a form that has `eigenvalues` and `power` of its own."""
+        """Return symmetric blocks as a structure that implements `eigenvalues` and `power` itself."""
         return self
 
     @abstractmethod
     def to_dense(self) -> Tensor:
-        """Return `[stack, d_B * d_A, d_B * d_A]`. Matrices are flattened by rows."""
+        """Return the blocks as matrices, `[stack, d_B * d_A, d_B * d_A]`, which act on row-wise flattened `M`."""
 
-    # The numbers below come from dense matrices. Structures that have a cheaper formula override them.
+    # The defaults below form dense matrices. Structures with a cheaper formula override them.
 
     def diagonal(self) -> Tensor:
         """Return the diagonals, `[stack, d_B, d_A]`."""
@@ -106,28 +106,28 @@ class Structure(Stackable, ABC):
         return self.eigenbasis().eigenvalues()
 
     def power(self, exponent: float, damping: Tensor | None = None) -> "Structure":
-        """Raise blocks to a power, after adding damping `[stack]` times the identity."""
+        """Return powers of the blocks, after adding damping `[stack]` times the identity."""
         return self.eigenbasis().power(exponent, damping)
 
     def inverse(self) -> "Structure":
-        """Invert."""
+        """Return the inverses of the blocks."""
         return self.power(-1.0)
 
     @abstractmethod
     def product(self, other: "Structure") -> "Structure | None":
-        """Multiply block by block. `None` if the result has none of these structures."""
+        """Return products, block by block; `None` if no structure can store them."""
 
     @abstractmethod
     def plus(self, other: "Structure") -> "Structure | None":
-        """Add block by block. `None` if the result has none of these structures."""
+        """Return sums, block by block; `None` if no structure can store them."""
 
     @abstractmethod
     def shift(self, delta: float | Tensor) -> "Structure":
-        """Add a multiple of the identity: one number, or one for each block, `[stack]`."""
+        """Add a multiple of the identity: one number for all blocks, or one for each, `[stack]`."""
 
 
 class InBasis(Structure):
-    """Blocks that are diagonal in some basis: their values are `[stack, d_B, d_A]`."""
+    """Base of structures that are diagonal in some basis, with values `[stack, d_B, d_A]`."""
 
     values: Tensor
 
