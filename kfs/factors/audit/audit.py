@@ -420,9 +420,7 @@ class _Audit:
         return list(range(self.num_data))[: -(self.num_data // 2) - 1 : -1]
 
     def _alone(self, chosen: list[int]) -> Tensor | None:
-        """Return predictions for some examples alone; `None` if the batch cannot be cut, such as one of ragged
-        graphs.
-        """
+        """Return predictions for some examples alone; `None` if the batch cannot be cut, such as ragged graphs."""
         if self.halves and not can_be_cut(self.x, self.num_data, len(chosen), self.batch_axis):
             return None
         try:
@@ -482,7 +480,7 @@ class _Audit:
         if difference_of(self.run(self.x, self.num_data, None).detach(), once) > tolerance:
             return NotRepeatableError(
                 "The model is not the same function in every call: its predictions for the same data differ.",
-                "Remove random draws and counters outside of PyTorch. If you are sure that they are harmless, pass audit=False.",
+                "Remove random draws and counters outside of PyTorch. If you know the cause, pass audit=False.",
             )
         capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
         self._forward(capture, both(capture, captured))

@@ -182,9 +182,8 @@ class Audits:
         """Return the cached audit for such a batch, if any."""
         key, loose = self._keys(x, num_data)
         found = self._done.get(key) or self._done.get(loose)
-        if found is None or (
-            found.report.num_data == 1 and num_data > 1
-        ):  # one example does not show whether examples mix
+        # The audit of one example does not show whether examples mix.
+        if found is None or (found.report.num_data == 1 and num_data > 1):
             return None
         # The cached audit may be for another loss or mask. This does not matter if no rows are to be left out.
         return found if self._counts is None or found.counts == self._counts else None
@@ -233,9 +232,7 @@ class Audits:
 
 
 def distrust(model: Any, known: AuditResult) -> None:
-    """Measure which rows count in every batch from now on, because there is padding that the audited examples
-    lacked.
-    """
+    """Measure which rows count in every batch from now on: there is padding that audited examples lacked."""
     for audited in _done(model).values():
         if audited.known is known:
             audited.known = replace(known, distrusted=True)

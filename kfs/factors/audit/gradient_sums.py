@@ -134,9 +134,7 @@ class _Add(Adder):
 
 
 def _parts(layout: Layout, exact: Mapping[str, Tensor], total: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Generate, for each parameter of a block: its name, a view of its gradient by autograd, and its part of the
-    sum.
-    """
+    """Generate each parameter of a block: its name, a view of its gradient by autograd, and of the sum."""
     W, b = layout.views({name: exact[name].unsqueeze(0) for name in layout.params})
     inputs = layout.column_size
     yield layout.weight, W, total[..., :inputs]
