@@ -454,6 +454,7 @@ class Journal:
 
     def rest_of(self, batch: Batch) -> list[Batch]:
         """Return the parts of a batch that are in no file, and check that the other parts are unchanged."""
+        # Check the digests of examples that are in files, once all examples of a file were met.
         digests = digests_of(batch, self._batch_axis)
         whole = (batch.first, batch.first + len(batch.y))
         for file in self._files:
@@ -462,6 +463,7 @@ class Journal:
                 checked.add((start, stop), sum(digests[start - batch.first : stop - batch.first]))
             if checked.number == file.seen.number and checked.digest != file.seen.digest:
                 raise self._other_data(file)
+        # Only examples in no file are left to do.
         gaps = self._done.gaps(whole)
         self._digests = {start: sum(digests[start - batch.first : stop - batch.first]) for start, stop in gaps}
         return [batch] if gaps == [whole] else [self._part(batch, start, stop) for start, stop in gaps]
@@ -533,6 +535,7 @@ class Journal:
         is_united = [file.name for file in self._files] == [self.path.name]
         if not self.ranks.are_several and not self._others:
             return  # this process has already written the file
+        # Which examples are in the sums of all ranks?
         mine = SeenData()
         for one in (self._seen, *(file.seen for file in self._others)):
             mine.add_all(one)
@@ -542,6 +545,7 @@ class Journal:
         with self.ranks.agreed("checkpoint"):
             if not is_united or seen.number != self._done.number:
                 self._write_united(progress.state(), seen, sums)
+        # Delete the files of single ranks.
         name = glob.escape(self.path.name)
         for pattern in (f"{name}.rank-*-of-*", f".{name}.rank-*-of-*.partial"):
             for path in self.path.parent.glob(pattern):

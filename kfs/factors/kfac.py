@@ -208,6 +208,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
     ) -> None:
         check_risk(risk)
         with risk.ranks.agreed("KFAC"):
+            # Validate all settings before any computation.
             check_names(advanced, ("fisher", "sharing", "mc_samples", "seed", "max_dim", "uncovered", "checkpoint"))
             self.settings = Settings(
                 fisher,
@@ -275,6 +276,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             check_risk(risk)
             self.loss.check_same(LossScale.of(risk))
             self.check_ranks(risk)
+            # Draws continue after those of the data seen so far.
             settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
             blocks, owners, progress = compute_sums(risk, settings, owners=self.owners)
             skips = self.settings.uncovered == "skip"
@@ -365,6 +367,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         """Add sums of other data, which may use parameters, or rows of them (experts), that these data do not use."""
         others = {block.layout.name: block for block in blocks}
         others |= {n: others[n].turned_to(b.layout) for n, b in self.blocks.items() if n in others}
+        # Both must have blocks of the same kind for the same parameters.
         mine = [block.layout for block in self.blocks.values()]
         placement = Placement(mine)
         fit = all(placement.admit(block.layout) for block in others.values())

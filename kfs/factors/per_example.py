@@ -540,7 +540,7 @@ class _Stream:
 
     Args:
         risk: Model, loss, data and parameters.
-        vectors: Computes the vectors that are sent back.
+        vectors: Maps predictions and targets to the vectors that are sent back.
         operator: Defines the blocks, if given.
         uncovered: What to do about parameters that no rule covers.
     """
@@ -573,6 +573,7 @@ class _Stream:
             result = [self._collected(batch, *both, bad) for both in zip(captured, differentiated, strict=True)]
             _check_finite(result)
             yield result
+        # Parameters that were never used are uncovered, too, unless predictions do not depend on them.
         unused = [name for name in self.order if name not in used and name not in self._uncovered()]
         alone = not self.risk.ranks.are_several  # otherwise, data of other processes may use them
         missed = not_covered(unused, [], set(), set(), self.progress.reached)
@@ -627,6 +628,7 @@ class _Stream:
         def of_block(layout: Layout, uses: Sequence[Captured] = (), whole: Tensor | None = None) -> BlockGradients:
             return BlockGradients(layout, num_data, risk.sum_dtype, risk.device, tuple(uses), whole)
 
+        # Covered blocks have captured uses; uncovered parameters are vectors with gradients by autograd.
         good = {key: layout for key, layout in self.sums.layouts.items() if not set(layout.params) & set(bad)}
         blocks = [of_block(layout, captured.get(key, ())) for key, layout in good.items()]
         for name, g in differentiated.items():
@@ -674,6 +676,7 @@ def _check_finite(columns: Sequence[GradientBatch]) -> None:
     tensors += [block.whole for block in blocks if block.whole is not None]
     if not tensors or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(tensors)]))):
         return
+    # Something is not finite: find the first block and example.
     start = columns[0].start
     for block in blocks:
         sides = [side.dense() for part in block.parts for side in (part.x, part.g)]

@@ -156,6 +156,7 @@ class RowExperiments:
 
     def rules(self) -> Rules:
         """Return the row rule of every use, in order."""
+        # Find a rule for every use from one round of experiments.
         masks, seen = self._all()
         found = {number: one.rule(masks, self.routes) for number, one in seen.items()}
         # Among a few examples, the same positions may lack gradients by chance, so rules of kind "positions" are
@@ -169,6 +170,7 @@ class RowExperiments:
                     doubtful.discard(number)
             if not again or (turn + 1 >= _FEWEST and not any(seen[n].chance for n in doubtful)):
                 break
+        # Check the remaining rules, and choose the use at which later batches are checked for padding.
         if any(rule.kind == "positions" for rule, _ in found.values()):
             found = self._without_alike(seen, found)
         rules = {number: self._final(seen[number], *found[number]) for number in seen}

@@ -193,7 +193,7 @@ class Capture(TorchFunctionMode):
         self.noise: torch.Generator | None = None  # adds noise to all outputs, for experiments
         # Called for every use with its row map and gradient callback; returns the callback to use.
         self.observer: Observer | None = None
-        self.sites: RowQueries | None = None  # where the row map matters, if anywhere
+        self.sites: RowQueries | None = None  # the row queries of this pass, if any
         inputs = ((), ()) if known is None else (known.constants, known.inputs)
         self.marks = Marks(self.tracker, num_data, batch_axis, *inputs)
         self.is_data = self.marks.is_data
@@ -221,10 +221,12 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _QUESTIONS:
             return func(*args, **kwargs)
+        # The sequence of operations identifies the execution path. Rows selected by data may be in any order.
         self.operations = hash((self.operations, func))
         inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
         if func in _MOVES or func in _READS:
             self.routes = self.routes or self._moves_by_data(func, args, inputs)
+        # Does the operation use a tracked parameter?
         if not torch.is_grad_enabled():  # operations without gradient are not uses
             refuse_reentrant_checkpoint()
         elif _are_functorch_transforms_active():  # taps do not work under torch.func
@@ -522,9 +524,9 @@ def forward(
         session: Has tracked parameters, rules and plans.
         sums: The sums in which inputs, and later gradients, are accumulated.
         batch_axis: Position of the batch axis in activations, if not the first.
-        known: What an audit found out about rows.
+        known: Results of an audit. `None` to guess row maps from lengths.
         ignored: If given, all targets are assumed to count, and examples with ignored targets are recorded there.
-        padding: If given, takes note of padding that no rule about rows explains.
+        padding: If given, records padding that no row rule explains.
 
     Returns:
         Predictions, and the capture, which is needed to send vectors back.
@@ -535,6 +537,7 @@ def forward(
         ignored.note(~targets.flatten(1).all(1), batch.start)
         masks.assume_all_count()
     capture = Capture(session, sums, len(batch.y), batch_axis, known, masks=masks, padding=padding)
+    # Run the model under capture. The user's code may keep tensors, so marks are removed even if it raises.
     marked = batch._replace(x=mapped(batch.x, capture.mark_data))
     try:
         with uncompiled():
