@@ -107,7 +107,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ModelError, match="forward-only"):
         exact_diagonal(risk, fisher="forward-only")
     data = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
-    with pytest.raises(ModelError, match="diagonals only"):
+    with pytest.raises(ModelError, match="only diagonals"):
         exact_diagonal(EmpiricalRisk(uncovered_model(), nn.MSELoss(), data), uncovered="diagonal")
 
 
