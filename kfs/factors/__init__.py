@@ -1,6 +1,6 @@
-"""Kronecker-factored approximations of curvature matrices: the engine.
+"""The engine: Kronecker-factored approximations of curvature matrices for any model and size of data.
 
-`scaffold` is the place to start reading.
+To read the code, start with `kfs.kfac.scaffold`, which takes the same steps in the simplest way.
 """
 
 from kfs.factors.alternatives import exact_blocks, exact_diagonal, optimal_kronecker, trace_scaled

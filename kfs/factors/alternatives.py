@@ -1,4 +1,4 @@
-r"""Other structures than KFAC and EKFAC: the exact block, its diagonal, and the best Kronecker product.
+r"""Alternatives to KFAC and EKFAC: the exact block, its diagonal, and the best Kronecker product.
 
 All approximate blocks $C = R \sum_{n,c} \mathrm{vec}(G_{n,c})\, \mathrm{vec}(G_{n,c})^\top$ of a curvature matrix, with
 the same blocks and settings as `KFAC`. They are operators of the same kind, so that they can be compared:
@@ -51,8 +51,8 @@ def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) 
 
     Args:
         risk: Model, loss, data and parameters.
-        max_size: Refuse blocks of more numbers than this.
-        **settings: Those of `KFAC`.
+        max_size: Raise for blocks with more parameters than this.
+        **settings: Settings of `KFAC`.
 
     Example:
         >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
@@ -60,14 +60,14 @@ def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) 
         (8, 8)
     """
     K = _kfac(risk, settings)
-    # Exact blocks have entries between groups of channels, so that layouts must not separate groups.
+    # Exact blocks have entries between groups of channels, so layouts must not separate the groups.
     layouts = {name: replace(block.layout, groups=1) for name, block in K.blocks.items()}
     for name, layout in layouts.items():
         size = prod(layout.matrix_shape)
         if size > max_size:
             raise ModelError(
-                f"Block {name!r} has {size} numbers, so that its matrix has {size}^2.",
-                "Choose smaller layers with params=, or allow it with max_size=.",
+                f"Block {name!r} has {size} parameters, so its matrix has {size}^2 entries.",
+                "Choose smaller layers with params=, or raise max_size=.",
             )
     matrices = exact_matrices(K, risk, layouts)
     parts = [(layout, Dense(matrices[name][None], *layout.matrix_shape[1:])) for name, layout in layouts.items()]
@@ -86,7 +86,7 @@ def exact_diagonal(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
 
     Args:
         risk: Model, loss, data and parameters.
-        **settings: Those of `KFAC`.
+        **settings: Settings of `KFAC`.
 
     Example:
         >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
@@ -104,7 +104,7 @@ def trace_scaled(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
 
     Args:
         risk: Model, loss, data and parameters.
-        **settings: Those of `KFAC`.
+        **settings: Settings of `KFAC`.
 
     Example:
         >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
@@ -117,7 +117,7 @@ def trace_scaled(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
     def structure(block: Block) -> Structure:
         A, B = (_factor(contraction.total) for contraction in found[block.name].contractions)
         trace = B.trace()
-        # A block without curvature has traces of zero, and stays zero.
+        # A block without curvature has traces of zero, and remains zero.
         return Kronecker(A.scaled(block.reduction_factor), B.scaled(torch.where(trace > 0, 1 / trace, 0.0)))
 
     return _operator(K, structure).called("trace_scaled")
@@ -131,8 +131,8 @@ def optimal_kronecker(
     Args:
         risk: Model, loss, data and parameters.
         steps: Maximum number of steps. Each takes two passes over the data. They start from KFAC.
-        tolerance: Stop when the norms of all blocks change by less than this, relative to them.
-        **settings: Those of `KFAC`.
+        tolerance: Stop when the norms of all blocks change by less than this, relative to the norms.
+        **settings: Settings of `KFAC`.
 
     Returns:
         An operator that is never further from the exact blocks than KFAC is.
@@ -161,7 +161,7 @@ def optimal_kronecker(
 
 
 def _best_factors(K: KFAC, risk: EmpiricalRisk, side: Side, fixed: dict[str, Factor]) -> dict[str, Factor]:
-    """Return the factors on one side that are best for fixed factors on the other side, by block."""
+    """Return the best factors on one side for fixed factors on the other side, by block."""
     found = _statistics(K, risk, lambda block: _Contraction(K, block, side, fixed[block.name]))
     best = {}
     for name, statistic in found.items():
@@ -178,7 +178,7 @@ class _Contraction(Statistic):
         K: Has the block.
         block: Says which of its sides are diagonal.
         side: Which side of the block the sum becomes.
-        fixed: What stands in the middle: the block's other side, with a scale of one. `None` for the identity.
+        fixed: The factor in the middle, from the block's other side, with a scale of one. `None` for the identity.
     """
 
     def __init__(self, K: KFAC, block: Block, side: Side, fixed: Factor | None = None) -> None:
@@ -196,7 +196,7 @@ class _Contraction(Statistic):
         self._add_products(gradients, gradients if self.fixed is None else self.fixed.left(gradients))
 
     def add_use(self, use: Use, g: Tensor) -> None:
-        """Without shared positions, `G^T B G` is `(g^T B g) x x^T`, and no gradient is formed."""
+        """Add a use; without shared positions, `G^T B G` is `(g^T B g) x x^T`, and no gradient is formed."""
         if isinstance(use.inputs, Vectors):
             x, g_of_x = (t.to(self.total) for t in use.inputs.both(use, g))
             if x.shape[1] == 1:
@@ -250,18 +250,18 @@ class _OuterProducts(Statistic):
 
 
 def _kfac(risk: EmpiricalRisk, settings: dict[str, Any]) -> KFAC:
-    """Compute KFAC, which knows all blocks. Refuse blocks without gradients."""
+    """Compute KFAC, for its blocks. Raise for blocks without gradients."""
     K = KFAC(risk, **settings)
     if K.settings.fisher == "forward-only":
         raise ModelError("fisher='forward-only' has no gradients.", "Use KFAC, or another fisher.")
     exact = [name for name, block in K.blocks.items() if block.sharing == "exact"]
     if exact:
-        raise ModelError(f"No rule covers {exact}, so that they have diagonals only.", "Pass uncovered='skip'.")
+        raise ModelError(f"No rule covers {exact}, so they have only diagonals.", "Pass uncovered='skip'.")
     return K
 
 
 def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None]) -> dict[str, S]:
-    """Make statistics of blocks (`None` to leave a block out), and add all per-example gradients to them."""
+    """Create statistics of blocks (`None` to leave a block out), and accumulate all per-example gradients in them."""
 
     def run(settings: Settings) -> dict[str, S]:
         layouts = {block.layout.key: block.layout for block in K.blocks.values()}
@@ -274,18 +274,18 @@ def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None])
 
 
 def _operator(K: KFAC, structure: Callable[[Block], Structure]) -> BlockDiagonal:
-    """Make an operator of all blocks."""
+    """Return an operator with a structure for every block."""
     parts = [(block.layout, structure(block)) for block in K.blocks.values()]
     return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain)).called("", K.of)
 
 
 def _zeros(K: KFAC, *shape: int) -> Tensor:
-    """Start a sum, in float32 or better."""
+    """Return zeros for a sum, in float32 or better."""
     return torch.zeros(shape, dtype=at_least_float32(K.dtype), device=K.device)
 
 
 def _factor(values: Tensor) -> Factor:
-    """Wrap `[groups, d, d]`, or diagonals `[groups, d]`."""
+    """Return the factor of matrices `[groups, d, d]`, or of diagonals `[groups, d]`."""
     return Factor.dense(values) if values.ndim == 3 else Factor.diagonal(values)
 
 

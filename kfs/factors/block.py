@@ -15,7 +15,7 @@ from kfs.factors.blocks.factor import Factor
 from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.layout import Layout, Side
 
-_SHOWN = 2**20  # numbers of a factor; of larger ones, only the size is shown
+_SHOWN = 2**20  # entries of a factor; of larger factors, only the size is shown
 
 
 @dataclass(repr=False)
@@ -45,7 +45,7 @@ class Block(Described):
     reduction_factor: float = 1.0
 
     def describe(self) -> Description:
-        """Describe parameters and factors; some numbers are shown if they are on a CPU, and not very many."""
+        """Describe parameters and factors; entries are shown if they are on a CPU, and not too many."""
         groups, rows, columns = self.layout.matrix_shape
         size = times((groups, rows, columns) if groups > 1 else (rows, columns))
         title = f"Block {self.name!r} of {' and '.join(self.layout.params)}: {size}, {readable_size(self.nbytes)}"
@@ -53,7 +53,7 @@ class Block(Described):
         sides: tuple[Side, ...] = ("A", "B")
         for side in sides:
             total = self.sums.on_side(side)[0].total
-            # Scales may be on an accelerator, too, and scaling copies the factor. Other processes may have the numbers.
+            # Scaling copies the factor, the scale may be on an accelerator, and other processes may have the entries.
             if total.device.type != "cpu" or total.numel() > _SHOWN:
                 facts.append(f"{side}: {shaped(total if groups > 1 else total[0])}")
             else:
@@ -77,7 +77,7 @@ class Block(Described):
 
     @property
     def operations(self) -> set[str]:
-        """What used the parameter."""
+        """The operations that used the parameter."""
         return self.sums.operations
 
     @property
@@ -100,11 +100,11 @@ class Block(Described):
         return self._without_single_group(self.scale("B") * total)
 
     def is_diagonal(self, side: Side) -> bool:
-        """Whether a factor is stored by its diagonal."""
+        """Whether only the diagonal of a factor is stored."""
         return self.sums.is_diagonal(side)
 
     def scale(self, side: Side) -> float:
-        """Return what sums on one side, or the identity in place of gradients, are multiplied with."""
+        """Return the scale of the sum on one side, or of the identity in place of gradients."""
         if side == "A":
             return self.reduction_factor
         if self.sums.forward_only:
@@ -115,7 +115,7 @@ class Block(Described):
         """Read a gradient, or another vector of parameters, as the matrix that the block acts on: it becomes `B M A`.
 
         Args:
-            tensors: By the names of parameters; more than this block's may be there. For several vectors, all of them
+            tensors: By parameter name; more parameters than this block's are allowed. For several vectors, all tensors
                 have one more axis in front, `[n, *shape]`.
 
         Returns:
@@ -146,10 +146,10 @@ class Block(Described):
         return M if several else M.squeeze(0)
 
     def tensors(self, matrix: Tensor) -> dict[str, Tensor]:
-        """Undo `matrix`. Rows of a parameter that belong to other blocks (of other experts) are zero.
+        """Return tensors by parameter name, the inverse of `matrix`; rows that belong to other blocks are zero.
 
         Args:
-            matrix: `[d_B, d_A]`, as `matrix` returns it.
+            matrix: `[d_B, d_A]`, as returned by `matrix`.
 
         Raises:
             ShapeError: If it has another shape.
@@ -168,7 +168,7 @@ class Block(Described):
         return result if several else {name: t.squeeze(0) for name, t in result.items()}
 
     def _has_several(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether tensors have an axis for several vectors in front. Refuse those of other sizes."""
+        """Whether tensors have an axis for several vectors in front; raise if the shapes do not fit."""
         counts = {name: (tensors[name].numel(), prod(shape)) for name, shape in shapes.items()}
         lengths = {have // want for have, want in counts.values()}
         if len(lengths) > 1 or any(have % want for have, want in counts.values()):
@@ -178,7 +178,7 @@ class Block(Described):
                 f"Pass {dict(shapes)}; for several vectors, give all of them one more axis in front, of one length.",
             )
         exact = all(tensors[name].shape == shape for name, shape in shapes.items())
-        # A parameter may be used with another shape than its own. Then it is one vector if it has one vector's numbers.
+        # A parameter may be used with another shape than its own. Then it is one vector if it has one vector's size.
         leading = all(tensors[name].shape[1:] == shape for name, shape in shapes.items())
         return not exact and (leading or lengths != {1})
 
@@ -187,11 +187,11 @@ class Block(Described):
         return Kronecker(self._factor("A"), self._factor("B"))
 
     def _factor(self, side: Side) -> Factor:
-        """Return one side, with its scale beside it."""
+        """Return the factor on one side, with its scale stored separately."""
         total = self._total(side)
         values = computable(total)
         if side == "B" and self.sums.forward_only:
-            # A scale that is a tensor stays on its device, which need not wait for it.
+            # A scale that is a tensor stays on its device, which avoids synchronization.
             scale = torch.as_tensor(self.sums.identity_scale).to(values).repeat(len(values))
             return Factor.identity(values.shape[-1], scale)
         scale = values.new_full((len(values),), self.scale(side))
@@ -199,10 +199,10 @@ class Block(Described):
         return Factor(values, scale, kind, eps=max(s.eps for s in self.sums.on_side(side)))  # type: ignore[arg-type]
 
     def _total(self, side: Side) -> Tensor:
-        """Return the numbers of one side, before scaling."""
+        """Return the sum on one side, before scaling."""
         if not self.sums.is_local:
             raise DistributedError(
-                f"Another process owns block {self.name!r}, and has its factors.",
+                f"Another process owns block {self.name!r}, so its factors are not here.",
                 "Call K.fetch(name) in all processes, which copies one block to each of them, or K.gathered() for all.",
             )
         return self.sums.side_total(side)

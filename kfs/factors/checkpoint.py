@@ -1,7 +1,7 @@
-"""Checkpoints: a killed computation resumes from sums in files, with the same results.
+"""Checkpoints: an interrupted computation resumes from sums in files, with the same results.
 
-`Checkpoint` is the user's option, `Journal` writes and reads the files. Which data and settings a file belongs to is
-stored as digests.
+`Checkpoint` is the user's option, `Journal` writes and reads the files. Files store digests of the data and settings
+that they belong to.
 """
 
 import glob
@@ -40,11 +40,11 @@ _MODULUS = 2**128
 
 @dataclass
 class SeenData:
-    """Some data, by their indices.
+    """A set of examples, by their indices.
 
     Attributes:
-        ranges: Half-open ranges of indices, in order, which do not touch each other.
-        digest: The sum of the digests of all of them.
+        ranges: Half-open ranges of indices, sorted, with gaps between them.
+        digest: The sum of the digests of all examples.
 
     Example:
         >>> seen = SeenData()
@@ -60,11 +60,11 @@ class SeenData:
 
     @property
     def number(self) -> int:
-        """How many examples these are."""
+        """Number of examples."""
         return sum(stop - start for start, stop in self.ranges)
 
     def add(self, some: Range, digest: int) -> None:
-        """Add data that were not seen before."""
+        """Add a range of examples that are not in the set."""
         self.digest = (self.digest + digest) % _MODULUS
         ranges: list[Range] = []
         for start, stop in sorted([*self.ranges, some]):
@@ -75,31 +75,31 @@ class SeenData:
         self.ranges = ranges
 
     def add_all(self, other: "SeenData") -> None:
-        """Add all of some other data."""
+        """Add all examples of another set."""
         for some in other.ranges:
             self.add(some, 0)
         self.digest = (self.digest + other.digest) % _MODULUS
 
     def common(self, some: Range) -> list[Range]:
-        """Return what was seen of a range."""
+        """Return the parts of a range that are in the set."""
         found = [(max(start, some[0]), min(stop, some[1])) for start, stop in self.ranges]
         return [(start, stop) for start, stop in found if start < stop]
 
     def gaps(self, some: Range) -> list[Range]:
-        """Return what was not seen of a range."""
+        """Return the parts of a range that are not in the set."""
         edges = [some[0], *(edge for common in self.common(some) for edge in common), some[1]]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [(start, stop) for start, stop in pairs if start < stop]
 
     def overlaps(self, other: "SeenData") -> bool:
-        """Whether some example is in both."""
+        """Whether some example is in both sets."""
         return any(self.common(some) for some in other.ranges)
 
 
 def digests_of(batch: Batch, batch_axis: int | None) -> list[int]:
     """Return a digest for each example of a batch.
 
-    What has no batch axis counts for each of them: it must be the same in other batches of the same data.
+    An input without a batch axis counts for every example: it must be the same in other batches of the same data.
     """
     number = len(batch.y)
     shared = hashlib.blake2b(text_of(plain(batch.x)).encode(), digest_size=32)
@@ -121,7 +121,7 @@ def digests_of(batch: Batch, batch_axis: int | None) -> list[int]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of all values."""
+    """Return a digest of the values of tensors."""
     hashed = hashlib.blake2b(digest_size=32)
     for t in tensors:
         hashed.update(bytes_of(t))
@@ -139,12 +139,12 @@ def _bytes_by_datum(t: Tensor, axis: int) -> Any:
 
 
 def text_of(value: object) -> str:
-    """Describe something that is not a tensor, without its address in memory."""
+    """Return the `repr` of an object without its address in memory."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def function_digest(value: object) -> str:
-    """Return a digest of a function, or of anything that has functions in it."""
+    """Return a digest of a function, or of an object that contains functions."""
     hashed = hashlib.blake2b(digest_size=8)
     for part in _content(value, None, {}):
         hashed.update(part)
@@ -152,12 +152,12 @@ def function_digest(value: object) -> str:
 
 
 def _content(value: object, home: str | None, seen: dict[int, object]) -> Iterator[Any]:
-    """Yield bytes that tell a value from others.
+    """Generate bytes that identify a value.
 
     Args:
-        value: A function, or what one uses.
-        home: The module of the function that uses it. Functions of other modules are told apart by their names alone.
-        seen: Objects that were visited, by their addresses: functions may use themselves.
+        value: A function, or a value that a function uses.
+        home: The module of the function that uses it. Functions of other modules are identified by name alone.
+        seen: Visited objects by address, because functions may use themselves.
     """
     if home is None and isinstance(value, FunctionType):
         home = value.__module__
@@ -168,14 +168,14 @@ def _content(value: object, home: str | None, seen: dict[int, object]) -> Iterat
     elif parts is None:
         yield text_of(value).encode()
     elif id(value) not in seen:
-        seen[id(value)] = value  # as long as it is kept, no other object has its address
+        seen[id(value)] = value  # kept alive, so that its address is not reused
         yield f"{type(value).__qualname__} of {len(parts)}".encode()
         for part in parts:
             yield from _content(part, home, seen)
 
 
 def _parts(value: object, home: str | None) -> list[object] | None:
-    """Return what a value consists of; `None` if its text tells all."""
+    """Return the parts of a value; `None` if its text identifies it."""
     if isinstance(value, Mapping):
         return [part for pair in value.items() for part in pair]
     if isinstance(value, list | tuple):
@@ -188,7 +188,7 @@ def _parts(value: object, home: str | None) -> list[object] | None:
 
 
 def _parts_of_function(value: Callable[..., Any], home: str | None) -> list[object] | None:
-    """Return code and values that a function uses; `None` if it is from another module."""
+    """Return the code and the values that a function uses; `None` if it is from another module."""
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, MethodType):
@@ -197,20 +197,20 @@ def _parts_of_function(value: Callable[..., Any], home: str | None) -> list[obje
         used = getclosurevars(value)
         named = {name: one for name, one in used.globals.items() if not isinstance(one, ModuleType)}
         return [value.__code__, value.__defaults__, value.__kwdefaults__, dict(used.nonlocals), named]
-    # An object with a method `__call__` that somebody wrote.
+    # An object of a class with a `__call__` method in Python.
     call = type(value).__call__
     return [call, vars(value)] if isinstance(call, FunctionType) else None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where and how often intermediate results are written.
+    """Where and how often to write intermediate results.
 
     Attributes:
         path: The file. `EKFAC` writes a second one, with `.eigenvalues` appended to its name.
-        batches: Write whenever this many batches were added.
-        minutes: Write after the first batch that ends this many minutes after the last writing. If neither is given,
-            five minutes.
+        batches: Write after every this many batches.
+        minutes: Write after the first batch that ends at least this many minutes after the last write. If neither is
+            given, five minutes.
 
     Example:
         >>> Checkpoint("run.kfac", batches=100)
@@ -222,7 +222,7 @@ class Checkpoint:
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are not positive."""
+        """Raise for numbers that are not positive."""
         for name in ("batches", "minutes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -231,7 +231,7 @@ class Checkpoint:
 
 @contextmanager
 def naming(checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Let the error about a process that has ended name the checkpoint that others can continue from."""
+    """Add the checkpoint to continue from to errors about lost processes, in this context."""
     try:
         yield
     except LostRankError as error:
@@ -246,16 +246,16 @@ def naming(checkpoint: Checkpoint | None) -> Iterator[None]:
 
 @dataclass
 class Progress:
-    """What a pass over the data has counted.
+    """The counts and findings of a pass over the data.
 
     Attributes:
         batches: Number of batches.
         num_data: Number of examples.
-        count: What a mean over the targets divides by, up to the last time that somebody asked for it.
-        counted: What it has to be increased by since then; a tensor if only a device knows it.
-        unexplained: `(parameter, why)` of uses that no rule explains.
+        count: The divisor of a mean over the targets, as of the last call of `settle`.
+        counted: The increase of `count` since then; a tensor if it is on a device.
+        unexplained: `(parameter, why)` of uses that no rule covers.
         reached: Parameters that predictions depend on.
-        audit: What was checked on a few examples.
+        audit: The report of the audit.
     """
 
     batches: int = 0
@@ -267,12 +267,12 @@ class Progress:
     reached: set[str] = field(default_factory=set)
 
     def settle(self) -> None:
-        """Ask the device for what only it knows."""
+        """Add the pending count, which may be on a device, to `count`."""
         self.count += number(self.counted)
         self.counted = 0
 
     def add(self, other: "Progress") -> None:
-        """Add what was counted for other data."""
+        """Add the counts of other data."""
         self.batches += other.batches
         self.num_data += other.num_data
         self.count += other.count
@@ -280,7 +280,7 @@ class Progress:
         self.reached |= other.reached
 
     def add_up(self, ranks: Ranks) -> None:
-        """Replace all of it by that of all ranks together, after the last batch."""
+        """Replace all counts by the totals over ranks, after the last batch."""
         mine = (self.batches, self.num_data, self.count, self.unexplained, self.audit, self.reached)
         found = ranks.gather("progress", mine)
         self.batches = sum(one[0] for one in found)
@@ -292,7 +292,7 @@ class Progress:
         self.audit = reduce(Audit.merged, audits) if audits else None
 
     def state(self) -> dict[str, Any]:
-        """Return what has to be known to continue, for a file."""
+        """Return the state to store in a file."""
         self.settle()
         return {
             "batches": self.batches,
@@ -304,14 +304,14 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: Any) -> "Progress":
-        """Undo `state`."""
+        """Return the object from its state."""
         unexplained = {(str(name), str(why)) for name, why in state["unexplained"]}
         reached = set(map(str, state["reached"]))
         counts = int(state["batches"]), int(state["num_data"]), float(state["count"])
         return cls(*counts, unexplained, reached=reached)
 
 
-# Items of sums that are lists with something for each block.
+# Items in the state of sums that are lists with one element per block.
 _LISTS = ("blocks", "totals")
 
 
@@ -321,7 +321,7 @@ class _File:
 
     Attributes:
         name: Its name.
-        seen: The data in it.
+        seen: The examples in it.
     """
 
     name: str
@@ -336,8 +336,8 @@ class Journal:
         risk: Model, loss, data and parameters.
         settings: The settings of the computation.
         stage: Name of the pass, `"factors"` or `"eigenvalues"`; with a number, if there are several of them.
-        basis: Digests of the eigenvectors that sums refer to, if any, by block.
-        blocks: Names of the blocks that the pass is for. `None` for all of them.
+        basis: Digests of the eigenvectors that sums refer to, by block, if any.
+        blocks: Names of the blocks of the pass. `None` for all blocks.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ class Journal:
         self._device = settings.factor_device or str(risk.device)
         module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()
         name = getattr(risk.model, "__qualname__", type(risk.model).__name__)
-        with risk.untouched():  # with all numbers of parameters that are sharded
+        with risk.untouched():  # with unsharded parameters
             values = digest(risk.params.values())
             others = digest([*module.parameters(), *module.buffers()])
         self.belongs_to = {
@@ -385,21 +385,21 @@ class Journal:
         return f"{self.path.name}.rank-{rank}-of-{self.ranks.size}"
 
     def _start(self) -> None:
-        """Forget all batches: a computation may start again, with vectors sent back one by one."""
-        self._seen = SeenData()  # what is in the sums of this process
-        self._in_file = -1  # how many of them the file has
-        self._done = SeenData()  # what is in any file
+        """Reset the journal: a computation may start again, with vectors sent back one by one."""
+        self._seen = SeenData()  # in the sums of this process
+        self._in_file = -1  # number of examples in this process's file
+        self._done = SeenData()  # in any file
         self._files: list[_File] = []
-        self._others: list[_File] = []  # of these, those that this process adds in the end
-        self._checked: dict[str, SeenData] = {}  # what this process has met of the data in each file
-        self._digests: dict[int, int] = {}  # of parts of the present batch, by the index of their first example
+        self._others: list[_File] = []  # the files that this process adds in the end
+        self._checked: dict[str, SeenData] = {}  # the examples of each file that this process has met
+        self._digests: dict[int, int] = {}  # of parts of the current batch, by the index of their first example
         self._written_at = time.monotonic()
 
     def resume(self, sums: Sums) -> Progress:
-        """Restore what files have, if there are any. All ranks call it."""
+        """Restore the sums in this rank's file, if there is one, and return the counts. All ranks call it."""
         self._start()
         every = self.ranks.gather("checkpoints", self._listed())
-        # What was written last has the most data, and replaces files that it was made from.
+        # Take files with the most examples first: a united file replaces the files that it was made from.
         found = {file.name: file for listed in every for file in listed}
         for file in sorted(found.values(), key=lambda file: (-file.seen.number, file.name)):
             if not file.seen.overlaps(self._done):
@@ -418,7 +418,7 @@ class Journal:
         return progress
 
     def _listed(self) -> list[_File]:
-        """Return what is in all files that this process sees."""
+        """Return the files that this process can read, with the examples in them."""
         pattern = f"{glob.escape(self.path.name)}.rank-*-of-*"
         paths = sorted(self.path.parent.glob(pattern)) if self.path.parent.is_dir() else []
         listed = []
@@ -439,13 +439,13 @@ class Journal:
         return listed
 
     def _reader(self, file: _File, every: Sequence[Sequence[_File]], number: int) -> int:
-        """Return the rank that takes the sums of a file: the one that it is named after, or one of those who see it."""
+        """Choose which rank loads a checkpoint file: its author if present, else any rank that can read it."""
         seers = [rank for rank, listed in enumerate(every) if file in listed]
         named = [rank for rank in seers if self.ranks.are_several and file.name == self._name_of(rank)]
         return (named or seers)[0 if named else number % len(seers)]
 
     def _read(self, file: _File, take: Any) -> Progress:
-        """Read a file, let somebody take the sums, and return what was counted."""
+        """Read a file, pass its sums to `take`, and return its counts."""
         path = self.path.with_name(file.name)
         _, state = files.read(path, self._device)
         with files.require_valid(path):
@@ -453,7 +453,8 @@ class Journal:
             return Progress.from_state(state["progress"])
 
     def rest_of(self, batch: Batch) -> list[Batch]:
-        """Return the parts of a batch that are not done. What is done must be the same as before."""
+        """Return the parts of a batch that are in no file, and check that the other parts are unchanged."""
+        # Check the digests of examples that are in files, once all examples of a file were met.
         digests = digests_of(batch, self._batch_axis)
         whole = (batch.first, batch.first + len(batch.y))
         for file in self._files:
@@ -462,19 +463,20 @@ class Journal:
                 checked.add((start, stop), sum(digests[start - batch.first : stop - batch.first]))
             if checked.number == file.seen.number and checked.digest != file.seen.digest:
                 raise self._other_data(file)
+        # Only examples in no file are left to do.
         gaps = self._done.gaps(whole)
         self._digests = {start: sum(digests[start - batch.first : stop - batch.first]) for start, stop in gaps}
         return [batch] if gaps == [whole] else [self._part(batch, start, stop) for start, stop in gaps]
 
     def _part(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Return some data of a batch. What has no batch axis was the same in another batch, by the digests."""
+        """Return some examples of a batch. Inputs without a batch axis are the same, as the digests show."""
         chosen = range(start - batch.first, stop - batch.first)
         y = batch.y[chosen.start : chosen.stop]
         x = cut(batch.x, len(batch.y), chosen, self._batch_axis)
         return batch._replace(x=x, y=y, first=start, counted=self._loss.count(y))
 
     def notes(self, batch: Batch, progress: Progress) -> bool:
-        """Take note that a batch, or a part of it, is in the sums, and return whether these are to be written."""
+        """Record that a batch, or a part of it, is in the sums, and return whether to write them now."""
         self._seen.add((batch.first, batch.first + len(batch.y)), self._digests[batch.first])
         return self._is_due(progress)
 
@@ -497,7 +499,7 @@ class Journal:
         """Write the final sums of this process, and add those of other files. All ranks call it.
 
         Raises:
-            StorageError: If data that are in a file are missing, or differ.
+            StorageError: If examples in a file are missing from the data, or differ.
         """
         met = self.ranks.gather("data of checkpoints", self._checked)
         for file in self._files:
@@ -518,21 +520,22 @@ class Journal:
         self._written_at = time.monotonic()
 
     def _content(self, progress: Mapping[str, Any], seen: SeenData, uses: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return header and state of a file."""
+        """Return the header and the state for a file."""
         about = {"kind": "checkpoint", "belongs_to": self.belongs_to, "batches": progress["batches"]}
         ranges = [list(some) for some in seen.ranges]
         return about, {"progress": {**progress, "ranges": ranges, "digest": f"{seen.digest:032x}"}, "uses": uses}
 
     def unite(self, progress: Progress, sums: Sums) -> None:
-        """Replace all files by one, after the sums of all ranks were added up. All ranks call it.
+        """Replace all files by a single one, after the sums of all ranks were added up. All ranks call it.
 
         Args:
-            progress: What all ranks have counted.
-            sums: Those of all ranks.
+            progress: The totals over all ranks.
+            sums: The sums over all ranks.
         """
         is_united = [file.name for file in self._files] == [self.path.name]
         if not self.ranks.are_several and not self._others:
-            return  # this process has written the file
+            return  # this process has already written the file
+        # Which examples are in the sums of all ranks?
         mine = SeenData()
         for one in (self._seen, *(file.seen for file in self._others)):
             mine.add_all(one)
@@ -542,15 +545,16 @@ class Journal:
         with self.ranks.agreed("checkpoint"):
             if not is_united or seen.number != self._done.number:
                 self._write_united(progress.state(), seen, sums)
+        # Delete the files of single ranks.
         name = glob.escape(self.path.name)
         for pattern in (f"{name}.rank-*-of-*", f".{name}.rank-*-of-*.partial"):
             for path in self.path.parent.glob(pattern):
                 with suppress(OSError):  # another rank may have deleted it
                     path.unlink()
-        self.ranks.gather("deleted files", None)  # nobody goes on and looks for files before
+        self.ranks.gather("deleted files", None)  # no rank continues before, because it may look for files
 
     def _write_united(self, progress: Mapping[str, Any], seen: SeenData, sums: Sums) -> None:
-        """Let rank 0 write the sums of all blocks, also of those that others own."""
+        """Write the sums of all blocks on rank 0, including blocks that other ranks own."""
         # If all ranks have all sums, those of rank 0 are enough.
         is_copy = not self._owned and self.ranks.rank > 0
         own = {name: [] if is_copy and name in _LISTS else value for name, value in sums.state().items()}
@@ -559,7 +563,7 @@ class Journal:
 
 
 def details(loss: Loss) -> str:
-    """Return a loss's name and a digest of all its settings."""
+    """Return the name of a loss with a digest of all its settings."""
     hashed = hashlib.blake2b(digest_size=8)
     for name, value in sorted(vars(loss).items()):
         hashed.update(name.encode())

@@ -1,4 +1,4 @@
-"""Errors of structures against exact blocks, layer by layer, and what each structure costs."""
+"""Comparison of approximations with exact blocks, layer by layer: their errors, and what each structure costs."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +42,7 @@ STRUCTURES: dict[str, Callable[..., BlockDiagonal]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One structure of one layer.
+    """The error and size of one structure of one layer.
 
     Attributes:
         layer: Name of the block.
@@ -61,10 +61,10 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(DescribedByTables):
-    """What `compare` returns. Print it, or `plot` it.
+    """The result of `compare`: errors and costs. Print it, or `plot` it.
 
     Attributes:
-        rows: One for every layer and structure.
+        rows: One row for every layer and structure.
         costs: Time that each structure took for all layers, in units of one gradient of the risk.
         left_out: Layers that are too large for an exact block.
 
@@ -102,7 +102,7 @@ class Comparison(DescribedByTables):
         """Draw errors in the Frobenius norm, by layer. Exact structures are left out.
 
         Args:
-            axes: Where to draw; by default in a new figure, with a legend.
+            axes: Axes of matplotlib to draw into. By default, in a new figure, with a legend.
 
         Returns:
             Axes of matplotlib.
@@ -123,15 +123,15 @@ def compare(
 ) -> Comparison:
     """Compare structures with the exact blocks of a curvature matrix, layer by layer.
 
-    With `fisher="mc"`, exact blocks have the draws that KFAC's factors come from. EKFAC's eigenvalues come from others,
-    so that part of its error is their noise.
+    With `fisher="mc"`, exact blocks use the same draws as KFAC's factors. EKFAC's eigenvalues use other draws, so a
+    part of its error is their noise.
 
     Args:
         risk: Model, loss, data and parameters.
         structures: Names from `"KFAC"`, `"EKFAC"`, `"diagonal"`, `"trace-scaled"`, `"optimal Kronecker"`, `"exact
             blocks"`; or functions by name, which take the risk and settings and return an operator with KFAC's blocks.
-        max_size: Leave out layers with more parameters than this.
-        **settings: Those of `KFAC`: `fisher`, `sharing` and so on.
+        max_size: Layers with more parameters than this are left out.
+        **settings: Settings of `KFAC`: `fisher`, `sharing` and so on.
 
     Returns:
         Relative errors in two norms, bytes and costs.
@@ -161,6 +161,7 @@ def compare(
     found: dict[str, dict[str, Structure]] = {}
     costs: dict[str, float] = {}
     with show_progress("comparison", len(makers) + 1, risk.progress, "structure") as line:
+        # The unit of costs is the time of one gradient.
         exact = exact_matrices(K, risk, small)
         unit = _seconds(risk.gradient)[1]
         for name, make in makers.items():
@@ -187,8 +188,8 @@ def _makers(structures: Iterable[str] | Mapping[str, Callable[..., BlockDiagonal
 
 
 def _row(layer: str, name: str, structure: Structure, C: Tensor, norms: tuple[Tensor, Tensor]) -> Row:
-    """Measure one structure of one layer, whose exact block is `C`, with these Frobenius and spectral norms."""
-    # Groups of channels make smaller blocks on the diagonal of a layer's matrix.
+    """Compare one structure of one layer with its exact block `C`, given the Frobenius and spectral norms of `C`."""
+    # Groups of channels are smaller blocks on the diagonal of a layer's matrix.
     difference = torch.block_diag(*structure.to_dense()).to(C) - C
     errors = (torch.linalg.matrix_norm(difference), torch.linalg.matrix_norm(difference, 2))
     frobenius, spectral = (
@@ -198,7 +199,7 @@ def _row(layer: str, name: str, structure: Structure, C: Tensor, norms: tuple[Te
 
 
 def _seconds(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Return a result, and how many seconds it took."""
+    """Return the result of a call, and its time in seconds."""
     start = time.perf_counter()
     result = call()
     if torch.cuda.is_available():  # pragma: no cover (kernels may still be running)

@@ -45,7 +45,7 @@ from kfs.runtime.sync import DeferredChecks, numbers
 
 @dataclass(frozen=True)
 class LossScale:
-    """What remains of a loss after factors were computed: its name, how it scales them, a digest of its settings."""
+    """What is stored of a loss with factors: its name, its reduction and scale, and a digest of its settings."""
 
     name: str
     reduction: str
@@ -58,14 +58,14 @@ class LossScale:
         return cls(risk.loss.name, risk.loss.reduction, risk.loss.scale, details(risk.loss))
 
     def reduction_factor(self, count: float) -> float:
-        """Return `R`, given the count of all targets."""
+        """Return the reduction factor `R`, given the count of all targets."""
         return self.scale if self.reduction == "sum" else self.scale / count
 
     def check_same(self, other: "LossScale") -> None:
-        """Refuse another loss.
+        """Raise if the losses differ.
 
         Raises:
-            ModelError: If it is another one.
+            ModelError: If the losses differ.
         """
         if self != other:
             raise ModelError(f"The losses differ: {self} and {other}.", "Use the same loss for all data.")
@@ -78,16 +78,16 @@ def not_covered(
     conflicts: set[tuple[str, str]],
     reached: Collection[str] | None = None,
 ) -> dict[str, str]:
-    """Return the parameters that have no block or one that lacks something, and why.
+    """Return the parameters without a complete block, each with the reason.
 
     A parameter that predictions do not depend on needs no block.
 
     Args:
         params: All parameters that should be covered.
-        blocks: What was found.
+        blocks: The sums of all blocks.
         unexplained: `(parameter, why)` of uses that no rule explains.
-        conflicts: `(parameter, operation)` of uses that do not fit together with others.
-        reached: Parameters that predictions depend on; all of them, if it is not given.
+        conflicts: `(parameter, operation)` of uses that are inconsistent with other uses of the parameter.
+        reached: Parameters that predictions depend on. If not given, all of them.
     """
     blocks = list(blocks)
     reasons: dict[str, str] = {}
@@ -103,7 +103,7 @@ def not_covered(
 
 
 def shared_with(bad: Iterable[str], blocks: Iterable[BlockSums]) -> dict[str, str]:
-    """Return other parameters in blocks of those that are not covered, and that this is why they are not."""
+    """Return the other parameters in blocks of uncovered parameters, each with this reason."""
     bad = set(bad)
     broken = [block.layout.params for block in blocks if bad & set(block.layout.params)]
     names = [name for params in broken for name in params if name not in bad]
@@ -111,24 +111,26 @@ def shared_with(bad: Iterable[str], blocks: Iterable[BlockSums]) -> dict[str, st
 
 
 def listed(uncovered: Mapping[str, str]) -> str:
-    """Return some parameters that are not covered, and why, for a message."""
+    """Format some uncovered parameters with reasons, for a message."""
     some = "; ".join(f"{name!r}: {why}" for name, why in list(uncovered.items())[:5])
     return some + (f"; and {len(uncovered) - 5} more" if len(uncovered) > 5 else "")
 
 
 def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
-    """Return the error for parameters that are not covered."""
+    """Return the error for uncovered parameters."""
     hint = ""
     if any("before it meets the batch" in why for why in uncovered.values()):
         hint = (
-            " A weight that is computed from parameters has no Kronecker factors for them; where it is the one that "
-            "matters, let it be the parameter: for weight normalization and other parametrizations, by "
+            " A weight that is computed from parameters has no Kronecker factors for them. To cover it, make the "
+            "weight itself the parameter: for weight normalization and other parametrizations, with "
             "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.remove_weight_norm."
         )
     if any("sparse" in why for why in uncovered.values()):
-        hint += " Products with sparse tensors have no rule; make them dense before: x.to_dense()."
+        hint += " Products with sparse tensors have no rule; convert them first: x.to_dense()."
     if any("does not fit together" in why for why in uncovered.values()):
-        hint += " Weights that are used in several ways may fit if biases have blocks of their own: joint_bias=False."
+        hint += (
+            " Weights that are used in several ways may be covered if biases have separate blocks: joint_bias=False."
+        )
     return ModelError(
         f"KFAC does not cover all parameters ({listed(uncovered)}).",
         "Choose others with params=, or pass uncovered='skip' to leave these out, or uncovered='diagonal' for their "
@@ -137,7 +139,7 @@ def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
 
 
 def warn_of_wide(blocks: Iterable[Block], settings: Settings, stacklevel: int) -> None:
-    """Warn about factors that keep only their diagonal because they are wide."""
+    """Warn about factors that keep only their diagonal because they are wider than `max_dim`."""
     wide = []
     sides: tuple[Side, ...] = ("A", "B")
     for block in blocks:
@@ -151,11 +153,11 @@ def warn_of_wide(blocks: Iterable[Block], settings: Settings, stacklevel: int) -
 
 
 def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Settings) -> dict[str, Tensor]:
-    """Sum squares of every example's backpropagated vectors, without the reduction factor: slow, but right.
+    """Sum squares of every example's backpropagated gradients, without the reduction factor; exact, but slow.
 
     Args:
         risk: Model, loss, data and parameters.
-        names: Names of the parameters in question.
+        names: Names of the parameters.
         settings: Which curvature matrix. `"forward-only"` has no gradients; its diagonal is zero.
 
     Returns:
@@ -180,7 +182,7 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
 
 
 Answer = TypeVar("Answer")
-# Columns with this many numbers in all are computed together.
+# Number of entries of the columns that are computed together.
 _NUMBERS = 2**22
 
 
@@ -192,26 +194,26 @@ def backpropagated_vectors(
     first_datum: int | Tensor,
     at_once: int,
 ) -> Iterator[Tensor]:
-    """Generate the vectors of a batch.
+    """Generate the vectors that are sent back for a batch.
 
     Args:
-        loss: Describes the criterion.
+        loss: The loss.
         f: Predictions, `[N, ...]`, detached.
         y: Targets, `[N, ...]`.
         settings: Which curvature matrix is approximated.
         first_datum: Index of the first example within all data, as in `Draws`.
-        at_once: Number of vectors to return together.
+        at_once: Number of columns to yield together.
 
     Yields:
-        Some columns, `[columns, *f.shape]`: the same number of vectors for every example.
+        Chunks of columns, `[columns, *f.shape]`: the same number of vectors for every example.
     """
     if settings.fisher in {"type-2", "ggn"}:
         factor = loss.fisher_factor if settings.fisher == "type-2" else loss.hessian_factor
-        # Many columns are computed together and sent back a few at a time, as far as they fit into memory.
+        # Many columns are computed together, as far as they fit into memory, and yielded a few at a time.
         many = at_once * max(1, _NUMBERS // (at_once * max(f.numel(), 1)))
         start = 0
         while len(columns := factor(f, y, start, start + many)):
-            # Chunks of equal size: a small last one would take nearly as long as the others.
+            # Use chunks of equal size: a small last one would take nearly as long as the others.
             yield from columns.to(f.dtype).chunk(max(1, -(-len(columns) // at_once)))
             if len(columns) < many:
                 return
@@ -221,7 +223,7 @@ def backpropagated_vectors(
             samples = range(start, min(start + at_once, settings.mc_samples))
             draws = [Draws(settings.seed, first_datum, settings.first_sample + sample) for sample in samples]
             gradients = [loss.sampled_gradient(f, y, d).to(f.dtype) for d in draws]
-            # These may be as large as anything: a single one is not copied.
+            # These may be large, so a single one is not copied.
             together = gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)
             yield together if settings.mc_samples == 1 else together / settings.mc_samples**0.5
     elif settings.fisher == "empirical":
@@ -232,14 +234,14 @@ def backpropagated_vectors(
 
 
 def columns_at_once(settings: Settings, device: torch.device) -> int:
-    """Return how many vectors to send back together: the setting or, if not given, what keeps a GPU busy."""
+    """Return the number of columns to send back together: the setting or, if not given, enough to keep a GPU busy."""
     if settings.fisher in {"empirical", "forward-only"} or (settings.fisher == "mc" and settings.mc_samples == 1):
         return 1
     return settings.columns_at_once or (8 if device.type == "cuda" else 1)
 
 
 def retry_without_vmap(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
-    """Compute something for several vectors together, or one by one if an operation does not work with `vmap`."""
+    """Run a computation with several columns together, or one by one if an operation does not support `vmap`."""
     try:
         return run(settings)
     except (RuntimeError, NotImplementedError) as error:
@@ -255,15 +257,15 @@ def retry_without_vmap(settings: Settings, run: Callable[[Settings], Answer]) ->
 
 log = logging.getLogger("kfs.factors")
 
-# From predictions and targets to what is sent back: vectors of all data, some columns at a time, [columns, *f.shape].
+# Maps predictions and targets to the vectors that are sent back, some columns at a time, [columns, *f.shape].
 Vectors = Callable[[Tensor, Tensor], Iterable[Tensor]]
 
 
 class JournalOf(Protocol):
-    """Makes the journal of a pass, for some blocks or all of them."""
+    """Creates the journal of a pass, for some blocks or all of them."""
 
     def __call__(self, stage: str, *, blocks: Sequence[str] | None = None) -> Journal:
-        """Make it."""
+        """Create the journal."""
 
 
 def kfac(
@@ -277,12 +279,12 @@ def kfac(
     Args:
         risk: Model, loss, data and parameters.
         settings: Which curvature matrix, and how.
-        journal: Makes what keeps intermediate results in a file.
-        owners: The ranks that own blocks, as far as they are known.
+        journal: Creates journals, which keep intermediate results in files.
+        owners: The ranks that own blocks, as far as known.
 
     Returns:
-        The sums of all blocks, and what was counted on the way. Scaling by `R` is left to the blocks, so that more
-        data can be added.
+        The sums of all blocks, and the counts of the pass. Blocks are scaled by `R` on access, so that more data can be
+        added.
     """
     if settings.factor_memory is None:
         sums = FactorSums(settings, owners=owners)
@@ -301,11 +303,12 @@ def _in_several_passes(
     journal: JournalOf | None,
     owners: Mapping[str, int] | None,
 ) -> tuple[FactorSums, Progress]:
-    """Compute the sums of a few blocks at a time, in one pass over the data for each few."""
+    """Compute the sums of some blocks at a time, with one pass over the data for each subset."""
     ranks = risk.ranks
     total = FactorSums(settings, owners=owners)
     progress = Progress()
-    # The first batch says which blocks there are. Others, of experts that it does not use, come later.
+    # Find the blocks from the first batch. Further ones, such as those of experts that it does not use, are found
+    # later.
     found = FactorSums(settings, chosen=())
     with ranks.agreed("first batch"), closing(passes(risk, found, settings, "", Progress())) as run:
         next(run, None)
@@ -332,10 +335,10 @@ def _in_several_passes(
 
 
 def explain_vectors(risk: EmpiricalRisk, settings: Settings) -> None:
-    """Compute all vectors on the CPU, where a loss says at once what is wrong with values; see `kfs.losses.interface`.
+    """Compute all vectors on the CPU, where a loss checks values at once; see `kfs.losses.interface`.
 
     Raises:
-        KfsError: If something is.
+        KfsError: If a value is invalid.
     """
     with risk.ranks.agreed("explaining"), risk.untouched():
         for batch in risk.batches():
@@ -351,26 +354,26 @@ def sweep(
     task: str,
     journal: Journal | None = None,
 ) -> Progress:
-    """Show all inputs and gradients of all parametric operations to some sums.
+    """Accumulate the inputs and gradients of all parametric operations over all batches in some sums.
 
     Args:
         risk: Model, loss, data and parameters.
-        sums: What to add to.
+        sums: The sums in which to accumulate.
         settings: Which curvature matrix, and how.
-        task: What to call it in a progress bar.
+        task: Name in the progress bar.
         journal: Keeps intermediate results in a file, and may have some already.
 
     Returns:
-        What was counted on the way.
+        The counts of the pass.
     """
     ranks = risk.ranks
-    # An accelerator is not asked for every batch whether all targets count: they nearly always do.
+    # Whether all targets count is not synchronized for every batch, because they nearly always do.
     ignored = (
         DeferredChecks(risk.device)
         if sync.is_asynchronous(risk.device) and sums.counts_rows and journal is None
         else None
     )
-    # Padding shows where gradients are missing.
+    # Padding is detected by missing gradients.
     looks = sums.counts_rows and journal is None and settings.fisher != "forward-only"
     padding = DeferredChecks(risk.device) if looks else None
     with risk.together(task, settings.all()):
@@ -379,7 +382,8 @@ def sweep(
             pass
         assumed = ignored is not None or padding is not None
         if assumed and any(ranks.gather("rows that count", _wrong(ignored) or _wrong(padding))):
-            # Some targets do not count, or there is padding that no rule explains. So do all of it again.
+            # Some targets do not count, or there is padding that no row rule explains. Repeat the pass without
+            # assumptions.
             sums.restart()
             progress = Progress()
             for _ in passes(risk, sums, settings, task, progress):
@@ -413,29 +417,29 @@ def passes(
 
     Args:
         risk: Model, loss, data and parameters.
-        sums: What to add to.
+        sums: The sums in which to accumulate.
         settings: Which curvature matrix, and how.
-        task: What to call it in a progress bar.
-        progress: Counts data, targets and unexplained uses.
+        task: Name in the progress bar.
+        progress: Accumulates counts and uncovered uses.
         journal: Keeps intermediate results in a file, and may have some already.
-        vectors: From predictions and targets to the columns that are sent back. By default, those of the curvature
-            matrix are.
-        pausing: Whether code of somebody else runs between two passes. Then modes of PyTorch, parameters and random
-            state are as they were before whenever a batch is yielded, and values are checked after every pass.
-        skip: Says of a batch, by its place, whether its pass is left out.
-        seen: Is shown the predictions of each batch. A pass that is recorded (`Settings.replay`) would not show them.
-        ignored: If given, all targets are taken to count if those of the first batch do, and data with others are noted
-            there.
-        padding: If given, takes note of padding that no rule about rows explains; it is measured from then on.
+        vectors: Maps predictions and targets to the columns that are sent back. By default, those of the curvature
+            matrix.
+        pausing: Whether the caller's code runs between passes. Then modes of PyTorch, parameters and random state are
+            restored whenever a batch is yielded, and values are checked after every pass.
+        skip: Called with the index of a batch and the batch; returns whether to skip its pass.
+        seen: Called with the predictions of each batch. Recorded passes (`Settings.replay`) do not call it.
+        ignored: If given, all targets are assumed to count if those of the first batch do, and examples with ignored
+            targets are recorded there.
+        padding: If given, records padding that no row rule explains. Which rows count is then measured in later passes.
 
     Yields:
         The batches whose passes are complete.
     """
     at_once = 1 if vectors is not None else columns_at_once(settings, risk.device)
-    instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single example
+    instances = has_instance_norms(risk.model)  # instance norms make PyTorch misread gradients; see `RightGradients`
 
     def vectors_of(f: Tensor, batch: Batch) -> Iterable[Tensor]:
-        """Return what is sent back for a batch."""
+        """Return the vectors that are sent back for a batch."""
         if vectors is not None:
             return (column.to(f.dtype) for some in vectors(f, batch.y) for column in some.split(1))
         first = settings.first_datum + batch.start
@@ -443,7 +447,7 @@ def passes(
 
     def run(batch: Batch) -> None:
         """Run the pass over a batch."""
-        # For a single example, PyTorch misreads some gradients.
+        # For a single example, PyTorch computes some gradients wrongly.
         with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
             known = audits.of_batch(risk, batch) if settings.audit else None
             # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
@@ -459,9 +463,9 @@ def passes(
         progress.reached |= capture.reached
 
     assumed: DeferredChecks | None = None
-    # Surroundings are entered around all batches, or around each of them if the caller does other things in between.
+    # The contexts are entered around all batches, or around each batch if the caller's code runs in between.
     with _surroundings(risk, at_once, entered=not pausing) as check_values:
-        with _surroundings(risk, at_once, entered=pausing):  # all parameters require gradients in there
+        with _surroundings(risk, at_once, entered=pausing):  # all parameters require gradients in this context
             session = new_session(risk.params, settings.joint_bias)
             audits = Audits(
                 risk.model, session, settings.batch_axis, counts=Counts(risk.mask_source, risk.loss.class_axis)
@@ -476,7 +480,7 @@ def passes(
                     with _surroundings(risk, at_once, entered=pausing) as check_this:
                         replays.run(part)
                         check_this()
-                    # Step 4: what the loss's reduction divides by.
+                    # Step 4: accumulate the divisor of the loss's reduction.
                     progress.batches += 1
                     progress.num_data += len(part.y)
                     progress.counted = progress.counted + part.counted
@@ -490,26 +494,26 @@ def passes(
 
 
 def _wrong(assumption: DeferredChecks | None) -> bool:
-    """Whether something turned out to be wrong that was taken for granted."""
+    """Whether an assumption turned out to be wrong."""
     return assumption is not None and assumption.first_failure() is not None
 
 
 def _assumed(ignored: DeferredChecks | None, risk: EmpiricalRisk, batch: Batch) -> DeferredChecks | None:
-    """Return where data with ignored targets are noted; `None` if some of a batch are, or if nobody wants to know."""
+    """Return the record of ignored targets; `None` if the batch has some, or if none is given."""
     targets = None if ignored is None else risk.loss.counted(batch.y)
     with sync.allow_sync():
         return ignored if targets is None or bool(targets.all()) else None
 
 
 def _surroundings(risk: EmpiricalRisk, at_once: int, entered: bool) -> AbstractContextManager[Callable[[], None]]:
-    """Return everything that passes need; where it is entered elsewhere, there is nothing to enter, nor to check."""
+    """Return the contexts that passes need, or an empty context if they are entered elsewhere."""
     return _needed_by_passes(risk, at_once) if entered else nullcontext(lambda: None)
 
 
 @contextmanager
 def _needed_by_passes(risk: EmpiricalRisk, at_once: int) -> Iterator[Callable[[], None]]:
-    """Enter everything that passes need, and leave it again. What is yielded checks values that were not looked at."""
-    # vmap does not know the faster attention kernels.
+    """Enter all contexts that passes need. Yield a function that checks values that were not checked yet."""
+    # vmap does not support the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
     with (
         risk.untouched(first_order=True),
@@ -527,31 +531,34 @@ def compute_sums(
     checkpoint: Checkpoint | None = None,
     owners: Mapping[str, int] | None = None,
 ) -> tuple[list[BlockSums], dict[str, int], Progress]:
-    """Compute the sums of all blocks, check them, and deal with parameters that are not covered.
+    """Compute the sums of all blocks, check them, and handle uncovered parameters.
 
     Args:
         risk: Model, loss, data and parameters.
         settings: Which curvature matrix, and how.
-        checkpoint: Where and how often intermediate results are written.
-        owners: The ranks that own blocks, as far as they are known.
+        checkpoint: Where and how often to write intermediate results.
+        owners: The ranks that own blocks, as far as known.
 
     Returns:
-        The sums; the rank that owns each block, if blocks have owners; and what was counted.
+        The sums; the rank that owns each block, if blocks have owners; and the counts.
     """
     journal = None if checkpoint is None else partial(Journal, checkpoint, risk, settings)
     with naming(checkpoint):
         sums, progress = retry_without_vmap(settings, lambda s: kfac(risk, s, journal, owners))
+    # Which parameters are not covered?
     found = list(sums.blocks.values())
     bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts, progress.reached)
     blocks = [block for block in found if not bad.keys() & set(block.layout.params)]
     uncovered = bad | shared_with(bad, found)
     if uncovered and settings.uncovered == "error":
         raise coverage_error(uncovered)
+    # Are all sums finite?
     if not all(risk.ranks.gather("finite", _is_finite(blocks))):
         if sync.is_asynchronous(risk.device):
             explain_vectors(risk, settings)
         with risk.ranks.agreed("factors"):
             _refuse_not_finite(blocks)
+    # Add exact diagonals, with owners if blocks have owners.
     if uncovered and settings.uncovered == "diagonal":
         diagonals = exact_diagonals(risk, uncovered, settings)
         exact = [BlockSums.of_diagonal(name, entries) for name, entries in diagonals.items()]
@@ -565,9 +572,9 @@ def compute_sums(
 
 
 def read_blocks(states: Iterable[Any], ranks: Ranks) -> tuple[list[BlockSums], dict[str, int]]:
-    """Return the sums of blocks from a file, and the rank that owns each block, if there are several.
+    """Return the sums of blocks from a file, and the owner rank of each block, if there are several ranks.
 
-    Of blocks that others own, no number is read.
+    The values of blocks that other ranks own are not read.
     """
     states = list(states)
     if not ranks.are_several:
@@ -581,16 +588,16 @@ def read_blocks(states: Iterable[Any], ranks: Ranks) -> tuple[list[BlockSums], d
 
 
 def _is_finite(blocks: list[BlockSums]) -> bool:
-    """Whether there is neither NaN nor infinity; the device is asked once if all is well."""
+    """Whether all sums are finite; synchronizes once if they are."""
     totals = [s.total for block in blocks if block.is_local for s in block.sums]
     if not totals or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(totals)]))):
         return True
-    # Numbers may only be so large that the norm overflows.
+    # The norm may overflow for large finite values, so check each tensor.
     return all(numbers([total.isfinite().all() for total in totals]))
 
 
 def _refuse_not_finite(blocks: list[BlockSums]) -> None:
-    """Raise the error for the first sums that are not finite, if this process has them."""
+    """Raise for the first block whose sums are not finite, if this process has it."""
     for block in blocks:
         for role in block.roles.values():
             for what, s in (("inputs", role.input), ("gradients", role.gradient)):

@@ -1,4 +1,4 @@
-"""EKFAC: KFAC's eigenvectors with corrected eigenvalues, which are sums of squared gradients in these eigenbases."""
+"""EKFAC: KFAC's eigenvectors with corrected eigenvalues, the sums of squared gradients in these eigenbases."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,13 +40,14 @@ def sum_squares(
     Args:
         risk: Model, loss, data and parameters.
         settings: Which curvature matrix, and how.
-        K: The factors.
-        blocks: Eigenvectors, and eigenvalues of zero, of the blocks of this process.
-        journal: Makes what keeps intermediate results in a file.
+        K: The KFAC whose eigenvectors are used.
+        blocks: Eigenvectors, and eigenvalues of zero, of this process's blocks.
+        journal: Creates journals, which keep intermediate results in files.
 
     Returns:
-        What was counted.
+        The counts of the last pass.
     """
+    # Choose subsets of blocks whose eigenvectors fit into memory. All ranks need the same ones.
     names = [name for name, block in K.blocks.items() if block.sharing != "exact"]
     sizes = {name: basis.nbytes for name, basis in blocks.items()}
     everywhere = {name: size for some in K.ranks.gather("bases", sizes) for name, size in some.items()}
@@ -56,6 +57,7 @@ def sum_squares(
         chosen = sorted(subset, key=names.index)
         stage = "eigenvalues" if number == 1 else f"eigenvalues.{number}"
         which = None if settings.factor_memory is None else chosen
+        # A pass over the data for each subset, with eigenvectors from all owners.
         bases = _fetched(K, {name: blocks[name] for name in chosen if name in blocks})
         layouts = {block.layout.key: block.layout for block in K.blocks.values()}
         keys = {K.blocks[name].layout.key: name for name in chosen}
@@ -72,7 +74,7 @@ def sum_squares(
 
 
 def _fetched(K: KFAC, own: Mapping[str, Eigenbasis]) -> dict[str, Eigenbasis]:
-    """Return the eigenvectors of blocks of all ranks, with eigenvalues to add to."""
+    """Return the eigenvectors of the blocks of all ranks, with eigenvalues to add to."""
     if not K.ranks.are_several:
         return dict(own)
     state = {"bases": [[name, basis.state()] for name, basis in own.items()]}
@@ -85,7 +87,7 @@ def _fetched(K: KFAC, own: Mapping[str, Eigenbasis]) -> dict[str, Eigenbasis]:
 
 
 def _statistic(basis: Eigenbasis) -> Squares:
-    """Return what adds to the eigenvalues of a block."""
+    """Return the statistic that accumulates the eigenvalues of a block."""
     Q_A, Q_B = (Q.values if Q.kind == "dense" else None for Q in (basis.Q_A, basis.Q_B))
     return Squares(basis.values, Q_A, Q_B)
 
@@ -96,11 +98,11 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     Args:
         risk: Model, loss, data and parameters.
-        fisher: As in `KFAC`. With `"mc"`, eigenvalues come from other draws than eigenvectors, as many for each
-            example; the same draws would make the smallest eigenvalues several times too small.
+        fisher: As in `KFAC`. With `"mc"`, eigenvalues use other draws than eigenvectors, as many for each example; with
+            the same draws, the smallest eigenvalues would be several times too small.
         sharing: As in `KFAC`.
         checkpoint: As in `KFAC`. A second file, with `.eigenvalues` appended to its name, keeps eigenvalues.
-        **settings: All others that `KFAC` takes. `products` is about factors. Eigenvalues are computed in float32 or
+        **settings: All other settings of `KFAC`. `products` applies to factors. Eigenvalues are computed in float32 or
             better, except on a GPU for gradients in half precision: these are multiplied with eigenvectors in TF32,
             which has more digits than they have.
 
@@ -108,8 +110,8 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         factors: The KFAC whose eigenvectors these are.
         blocks: Its blocks by name, with `A` and `B`.
         settings: All settings.
-        num_data: How many examples the eigenvalues were computed from.
-        audit: What was checked, and how closely; `None` if nothing was, or if eigenvalues were loaded.
+        num_data: Number of examples that the eigenvalues were computed from.
+        audit: The report of the audit; `None` if there was none, or if eigenvalues were loaded.
 
     Example:
         >>> model, data = torch.nn.Linear(3, 2), (torch.rand(9, 3), torch.rand(9, 2))
@@ -154,10 +156,10 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     @classmethod
     def from_kfac(cls, K: KFAC, risk: EmpiricalRisk) -> "EKFAC":
-        """Compute eigenvalues from some data, for the eigenvectors of a KFAC that may come from others.
+        """Compute eigenvalues from any data, for the eigenvectors of an existing KFAC.
 
         Args:
-            K: Its factors are used as they are, and not copied.
+            K: The KFAC. Its factors are used without a copy.
             risk: The same model, loss and parameters, with any data.
         """
         check_risk(risk)
@@ -174,7 +176,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         self.factors = factors
         factors.risk_of = factors.risk_of or risk.with_model
         self._of = factors.of
-        # A decomposition is checked before anybody uses it.
+        # Check decompositions here, before they are used.
         with allow_sync(), self.ranks.agreed("eigenvectors"):
             self._sums = [
                 Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis()))
@@ -199,7 +201,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         self._list_blocks()
 
     def _digests_of_eigenvectors(self) -> dict[str, str]:
-        """Return what tells the eigenvectors of each block from others, also of those that others own."""
+        """Return a digest of the eigenvectors of each block, including blocks of other ranks."""
         own = self._blocks_in(self._sums)
         digests = {name: digest([basis.Q_A.values, basis.Q_B.values]) for name, basis in own.items()}
         return {name: one for some in self.ranks.gather("eigenvectors", digests) for name, one in some.items()}
@@ -216,11 +218,11 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     @property
     def computed_at(self) -> str:
-        """Digest of the values of parameters at which the factors were computed; empty if these are not known."""
+        """Digest of the parameter values at which the factors were computed; empty if unknown."""
         return self.factors.computed_at
 
     def fetch(self, name: str) -> Block:
-        """Return a block with `A` and `B`, whoever owns it, as `KFAC.fetch` does."""
+        """Return a block with `A` and `B` from any owner; see `KFAC.fetch`."""
         return self.factors.fetch(name)
 
     @property
@@ -230,14 +232,14 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     @property
     def own_stacks(self) -> list[Stack]:
-        """The blocks by eigenvalues and eigenvectors, those of one size together in memory."""
+        """The blocks as eigenvalues and eigenvectors, stacked by size."""
         if self._stacks is None:
             R = self.factors.loss.reduction_factor(self.count)
             self._stacks = [Stack(stack.layouts, _with_noise(stack.structure.scaled(R))) for stack in self._sums]
         return self._stacks
 
     def update(self, risk: EmpiricalRisk) -> Self:
-        """Add more data to the eigenvalues, in place; the eigenvectors stay. If it fails, nothing is changed.
+        """Add more data to the eigenvalues, in place, with the same eigenvectors. If it fails, nothing is changed.
 
         Args:
             risk: The same model, loss and parameters with other data. Draws continue where they ended.
@@ -251,10 +253,10 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         return self
 
     def merge(self, other: "EKFAC") -> Self:
-        """Add eigenvalues that another object computed from other data, for the same eigenvectors, in place.
+        """Add the eigenvalues of another EKFAC with the same eigenvectors, computed from other data, in place.
 
         Args:
-            other: Comes from the same factors: use `from_kfac`.
+            other: An EKFAC from the same factors; create both with `from_kfac`.
         """
         with self.ranks.agreed("merge"):
             if not isinstance(other, EKFAC):
@@ -271,7 +273,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Move everything to a device, or convert it, in place."""
+        """Move factors, eigenvectors and eigenvalues to a device, or convert them, in place."""
         self.factors.to(device, dtype)
         self._sums = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self._sums]
         self._move_space(device, dtype)
@@ -282,14 +284,15 @@ class EKFAC(ShowsFactors, BlockDiagonal):
     def _squares(
         self, risk: EmpiricalRisk, settings: Settings, journal: JournalOf | None = None
     ) -> tuple[list[Stack], Progress]:
-        """Sum squared gradients in the eigenbases, without the reduction factor, and count data."""
+        """Sum squared gradients in the eigenbases, without the reduction factor, and return them with counts."""
         self.factors.loss.check_same(LossScale.of(risk))
 
         def run(settings: Settings) -> tuple[list[Stack], Progress]:
             stacks = [_zeros(stack) for stack in self._sums]
             return stacks, sum_squares(risk, settings, self.factors, self._blocks_in(stacks), journal)
 
-        # The draws behind the eigenvectors have least curvature along the smallest of them, by chance.
+        # Use fresh draws: those that the eigenvectors come from have, by chance, little curvature along the smallest
+        # ones.
         stacks, progress = retry_without_vmap(settings.with_fresh_draws(), run)
         self._write_exact_diagonals(stacks, risk, settings)
         finite = numbers([stack.structure.like.isfinite().all() for stack in stacks])
@@ -312,18 +315,18 @@ class EKFAC(ShowsFactors, BlockDiagonal):
                     basis.values.copy_(entries[name].reshape(1, -1, 1))
 
     def _blocks_in(self, stacks: list[Stack]) -> dict[str, Eigenbasis]:
-        """Return the blocks of stacks by name; their tensors are views."""
+        """Return the blocks of stacks by name, as views."""
         found = {}
         for stack in stacks:
             for layout, part in stack.slices():
-                if layout.name in self.blocks:  # not rows that are not used
+                if layout.name in self.blocks:  # skips the blocks of unused rows
                     basis = stack.structure[part]
                     assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
                     found[layout.name] = basis
         return found
 
     def _add(self, stacks: list[Stack], num_data: int, count: float) -> None:
-        """Add eigenvalues of other data."""
+        """Add the eigenvalues of other data."""
         for mine, theirs in zip(self._sums, stacks, strict=True):
             mine.structure.like.add_(theirs.structure.like.to(mine.structure.like))
         self.num_data += num_data
@@ -332,11 +335,11 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         self._list_blocks()
 
     def _about(self) -> dict[str, Any]:
-        """Return what people want to see in a file's header."""
+        """Return the readable part of a file's header."""
         return self.factors._about() | {"num_data": self.num_data}
 
     def _state(self) -> dict[str, Any]:
-        """Return everything but the space, for a file."""
+        """Return the state for a file, without the space."""
         return self.factors._state() | {
             "num_data": self.num_data,
             "num_data_of_factors": self.factors.num_data,
@@ -346,7 +349,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     @classmethod
     def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
-        """Undo `_state`."""
+        """Return the object from its state."""
         E = cls.__new__(cls)
         BlockDiagonal.__init__(E, space, None, ranks)
         E.num_data = int(state["num_data"])
@@ -364,7 +367,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
 
 def _check_fisher(fisher: str) -> None:
-    """Refuse a curvature matrix without gradients."""
+    """Raise for a curvature matrix without gradients."""
     if fisher == "forward-only":
         raise ModelError(
             "fisher='forward-only' has no gradients to correct eigenvalues with.", "Use KFAC, or another fisher."
@@ -372,7 +375,7 @@ def _check_fisher(fisher: str) -> None:
 
 
 def _with_noise(basis: Structure) -> Eigenbasis:
-    """Return eigenvalues with their round-off. They are squares of gradients, which eigenvectors round relatively."""
+    """Return the basis with the noise of its eigenvalues: they are squares of rotated, and so rounded, gradients."""
     assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
     precision = sum(basis.values.shape[1:]) * torch.finfo(basis.values.dtype).eps
     return replace(basis, noise=precision**2 * basis.values.flatten(1).amax(1).to(basis.noise))

@@ -1,4 +1,4 @@
-"""What KFAC covers, with what factors, at what cost: shown before any factor is computed."""
+"""Inspection of what KFAC covers, with which factors, at what cost, before any factor is computed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLUMNS = ("parameter", "shape", "operations", "block", "A", "B", "bytes", "cost", "not covered because")
-# How questions about values are answered on the `meta` device: as for data in which nothing is special.
+# Results of queries about values on the `meta` device: as for data in which nothing is special.
 _ANSWERS = {"all": True, "eq": True, "__eq__": True, "any": False}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter.
+    """One parameter, and its factors in one block.
 
     Attributes:
         parameter: Its name.
@@ -47,10 +47,11 @@ class Row:
         A: Structure and size of the input-based factor.
         B: Structure and size of the gradient-based factor.
         nbytes: Bytes of both factors. Zero for a bias that shares its weight's block.
-        cost: Floating-point operations for both factors, for each example and column that is sent back, roughly.
+        cost: Approximate floating-point operations for both factors, for each example and column that is sent back.
         why_not: Why the parameter is not covered. Empty if it is.
-        rows: How rows of the operations' inputs belong to data. Empty without audit.
-        difference: Relative difference of the sum over its uses from its gradient by autograd. `None` without audit.
+        rows: The order of rows of the operations' inputs. Empty without audit.
+        difference: Relative difference between the sum over its uses and its gradient by autograd. `None` without
+            audit.
     """
 
     parameter: str
@@ -68,13 +69,13 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Inspection(DescribedByTables):
-    """A table of all parameters; printing it shows it.
+    """The result of `inspect`: a table of all parameters. Print it, or `plot` it.
 
     Attributes:
         rows: One per parameter and block.
         model: The class of the model.
-        audit: What was checked, and how closely; `None` if nothing was.
-        blocks: Sums of all blocks that are covered, without numbers: layouts, sizes, how many positions.
+        audit: The report of the audit; `None` if there was none.
+        blocks: Sums of all covered blocks without values: layouts, sizes, numbers of positions.
         num_data: Number of examples that these positions belong to.
     """
 
@@ -86,7 +87,7 @@ class Inspection(DescribedByTables):
 
     @property
     def uncovered(self) -> dict[str, str]:
-        """Parameters that are not covered, and why."""
+        """The parameters that are not covered, with reasons."""
         return {row.parameter: row.why_not for row in self.rows if row.why_not}
 
     @property
@@ -95,7 +96,7 @@ class Inspection(DescribedByTables):
         return sum(row.nbytes for row in self.rows)
 
     def plot(self) -> "list[Axes]":
-        """Draw bytes of factors, and operations for them, layer by layer, into a new figure.
+        """Draw the bytes of factors, and the operations to compute them, layer by layer, into a new figure.
 
         Returns:
             Axes of matplotlib: for bytes, and for operations for each example and column that is sent back.
@@ -105,13 +106,13 @@ class Inspection(DescribedByTables):
         """
         layers = {row.block: row for row in self.rows if row.nbytes}
         if not layers:
-            raise ModelError("No parameter is covered.", "Print the table: it says why.")
+            raise ModelError("No parameter is covered.", "Print the table, which shows the reasons.")
         memory = [float(row.nbytes) for row in layers.values()], readable_size
         work = [row.cost for row in layers.values()], readable_count
         return draw_bars(list(layers), {"factors": memory, "operations for an example": work})
 
     def describe(self) -> Description:
-        """Describe all parameters, and what was checked."""
+        """Describe all parameters, and the audit."""
         rows = []
         for row in self.rows:
             shape = "x".join(map(str, row.shape))
@@ -138,15 +139,15 @@ def inspect(
     batch_axis: int | None = None,
     audit: bool = True,
 ) -> Inspection:
-    """Find out what KFAC covers, without computing any factor.
+    """Inspect what KFAC covers, without computing any factor.
 
-    After an audit of a few examples, the same few go through the model once more, forward and backward, and the rest of
-    the sample does so only if it may be used in another way. Without audit, the whole sample does.
+    After an audit of a few examples, these are passed through the model once more, forward and backward; the rest of
+    the sample only if it may be used in another way. Without an audit, the whole sample is used.
 
     Args:
         model: A module, or a function `f(params, x)`. A module on the `meta` device takes no memory, whatever its size:
-            make it in `with torch.device("meta"):`. There are no values then. If it asks for some, `x.all()` and
-            `x == y` are true, and `x.any()` is false.
+            create it in `with torch.device("meta"):`. It has no values. If the model queries some, `x.all()` and `x ==
+            y` are true, and `x.any()` is false.
         sample: A batch of inputs, as the model takes it. Use at least two examples: with one example, the batch axis
             looks like any other axis of length one.
         params: Which parameters, as in `EmpiricalRisk`.
@@ -157,10 +158,10 @@ def inspect(
         audit: As in `KFAC`.
 
     Returns:
-        A table with one row per parameter, or per part of it if parts have factors of their own.
+        A table with one row per parameter, or per part of a parameter if parts have separate factors.
 
     Raises:
-        ModelError: If the model on `meta` needs other values.
+        ModelError: If a model on the `meta` device needs other values.
 
     Example:
         >>> print(inspect(torch.nn.Linear(3, 2), torch.rand(5, 3)).rows[0].A)
@@ -194,7 +195,8 @@ def inspect(
             used = batch if few is None else few
             sums, why_not = _uses(risk, used, settings, known)
             with_block = {name for block in sums.blocks.values() for name in block.layout.params}
-            if few is not None and (why_not or risk.params.keys() - with_block):  # others may use what these do not
+            # The other examples may use parameters that these do not.
+            if few is not None and (why_not or risk.params.keys() - with_block):
                 used = batch
                 sums, why_not = _uses(risk, used, settings, known)
     rows = []
@@ -211,9 +213,9 @@ def inspect(
 def _audited_part(
     batch: Batch, known: AuditResult | None, report: Audit | None, batch_axis: int | None
 ) -> Batch | None:
-    """Return those data of a batch that were audited, if all other data are used in the same way.
+    """Return the audited examples of a batch, if all other examples are used in the same way; otherwise `None`.
 
-    Shapes of factors do not depend on the number of examples, so that a few are enough.
+    Shapes of factors do not depend on the number of examples, so a few are enough.
     """
     if known is None or report is None or report.num_data >= len(batch.y):
         return None
@@ -229,7 +231,7 @@ def _audited_part(
 def _uses(
     risk: EmpiricalRisk, batch: Batch, settings: Settings, known: AuditResult | None
 ) -> tuple[FactorSums, dict[str, str]]:
-    """Run a forward and a backward pass. Return sums that have shapes, but no numbers, and what is not covered."""
+    """Run a forward and a backward pass; return sums without values, and the uncovered parameters with reasons."""
     sums = FactorSums(settings, dry=True)
     session = new_session(risk.params, settings.joint_bias)
     f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
@@ -240,14 +242,14 @@ def _uses(
 
 
 class _Sample(EmpiricalRisk):
-    """A risk of which only the shapes matter: tensors need no values."""
+    """A risk whose tensors need no values, because only shapes matter."""
 
     def check_values(self) -> None:
         """Accept tensors without values."""
 
 
 class _OrdinaryAnswers(TorchFunctionMode):
-    """Answers questions about values on the `meta` device: is there any padding, is everything finite?"""
+    """A mode that answers queries about values on the `meta` device, such as whether there is any padding."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = getattr(args[0], "_kfs_answer", None) if args else None
@@ -262,7 +264,7 @@ class _OrdinaryAnswers(TorchFunctionMode):
 
 @contextmanager
 def _without_values(device: torch.device) -> Iterator[None]:
-    """On the `meta` device: answer questions about values, and explain what cannot be answered."""
+    """On the `meta` device, answer queries about values, and explain errors about other values."""
     if device.type != "meta":
         yield
         return
@@ -280,12 +282,12 @@ def _without_values(device: torch.device) -> Iterator[None]:
 
 
 def _anything(f: Tensor, y: Tensor) -> Tensor:
-    """Stand in for a loss: its value does not matter."""
+    """Return a placeholder for a loss, whose value does not matter."""
     return f.sum() + y
 
 
 def _row(name: str, p: Tensor, block: BlockSums, audit: Audit | None, num_data: int) -> Row:
-    """Describe a parameter that is covered."""
+    """Return the table row of a covered parameter."""
     A = _structure_and_size(block, "A")
     B = _structure_and_size(block, "B")
     nbytes = block.nbytes if name == block.layout.weight else 0
@@ -298,7 +300,7 @@ def _row(name: str, p: Tensor, block: BlockSums, audit: Audit | None, num_data: 
 
 
 def _structure_and_size(block: BlockSums, side: Side) -> str:
-    """Describe the sums on one side of a block."""
+    """Return the kind and size of the factor on one side of a block."""
     diagonal = block.is_diagonal(side)
     total = next(s.total for s in block.on_side(side) if s.diagonal == diagonal)
     return kind_and_size("diagonal" if diagonal else "dense", total.shape[-1], block.layout.groups)

@@ -37,18 +37,18 @@ from kfs.problem.risk import EmpiricalRisk
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Shown in any case; other settings are shown where they differ from their default.
+# Always shown; other settings are shown if they differ from their default.
 _ALWAYS = ("fisher", "sharing")
 
 
 def describe_factors(about: str, blocks: Mapping[str, Block], settings: Settings, data: str) -> Description:
-    """Describe an operator that has Kronecker factors, without looking at a number of them.
+    """Describe an operator that has Kronecker factors, without reading their values.
 
     Args:
         about: The title.
         blocks: All blocks.
         settings: All settings.
-        data: How many examples it comes from.
+        data: Description of the data, with the number of examples.
     """
     nbytes = readable_size(sum(block.nbytes for block in blocks.values()))
     counts = f"{data}, {counted(len(blocks), 'block')}, {nbytes} of factors"
@@ -69,18 +69,18 @@ class _HasBlocks(Protocol):
 
 
 class ShowsFactors:
-    """An operator that has Kronecker factors, and can draw them."""
+    """Base of operators that have Kronecker factors and can draw them."""
 
     def plot(self: "_HasBlocks", names: Iterable[str] | None = None, *, most: int = 12) -> "list[Axes]":
         """Draw the factors `A` and `B` of every block as heat maps, into a new figure.
 
         Args:
-            names: Blocks to draw. By default all of them; if there are more than `most`, the first ones that are not
+            names: Blocks to draw. By default, all of them; if there are more than `most`, the first ones that are not
                 just a vector, as biases and scales are.
-            most: How many blocks to draw if none are named.
+            most: Maximum number of blocks to draw if `names` is not given.
 
         Returns:
-            Axes of matplotlib: of `A` and `B`, block by block.
+            Axes of matplotlib: those of `A` and `B`, block by block.
         """
         blocks = self.blocks
         shown = chosen(names, blocks)
@@ -92,7 +92,7 @@ class ShowsFactors:
 
 
 def describe_side(block: Block, side: Side) -> str:
-    """Describe a factor of a block, whatever its number of groups."""
+    """Return the kind and size of a factor of a block."""
     _, rows, columns = block.layout.matrix_shape
     kind = "diagonal" if block.is_diagonal(side) else "dense"
     if side == "B" and block.sums.forward_only:
@@ -118,58 +118,57 @@ class KFAC(ShowsFactors, BlockDiagonal):
         fisher: The curvature matrix to approximate: `"type-2"` (the exact Fisher), `"ggn"` (the generalized
             Gauss-Newton matrix, which is the same for most losses), `"mc"` (the Fisher, with labels drawn from the
             model's likelihood), `"empirical"` (with the given labels), or `"forward-only"` (gradients are replaced by
-            the identity at every position; with `"reduce"`, their sums over positions are, so that `B` is the average
-            over data of `1 / S^2`, for `S` positions, times the identity, as it is if positions are averaged).
+            the identity at every position; with `"reduce"`, the sums over positions are replaced, so `B` is the
+            identity times the average of `1 / S^2` over examples with `S` positions, as if positions were averaged).
         sharing: How to treat positions that share a weight (pixels, tokens): `"expand"` treats them like further
-            data, `"reduce"` sums over them first. One value for all parameters, or a dictionary by the name of a
-            parameter or module; others expand.
+            examples, `"reduce"` sums over them first. One value for all parameters, or a dictionary by the name of a
+            parameter or module; parameters that are not in it expand.
         mc_samples: Number of labels to draw per example for `"mc"`.
-        seed: Seed for drawing labels. Draws depend on seed, example and sample alone.
-        max_dim: Factors wider than this keep only their diagonal. A warning says which.
+        seed: Seed for drawing labels. Draws depend only on the seed, the example and the sample.
+        max_dim: Factors wider than this keep only their diagonal. A warning lists them.
         uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out of this
             operator), or `"diagonal"` (compute the exact diagonal of their curvature, slowly).
-        checkpoint: File for intermediate results, or a `Checkpoint` that also says how often to write. If the file
-            exists, the computation is resumed.
+        checkpoint: File for intermediate results, or a `Checkpoint` that also sets how often to write. If the file
+            exists, the computation resumes from it.
         **advanced: The settings below.
 
     Advanced:
         joint_bias: Whether a bias shares the block of its weight.
-        batch_axis: Position of the batch axis in inputs, if it is not the first. In activations it is measured; without
-            audit, it is expected there, too.
+        batch_axis: Position of the batch axis in inputs, if it is not the first. In activations, it is measured by the
+            audit; without audit, it is assumed to be the same.
         first_datum: Index of the first example, for draws, if these data are part of a larger set.
         columns_at_once: Number of columns that are sent back together. More columns take more memory.
         factor_device: Device of the factors, if not the model's. `"cpu"` saves GPU memory and takes longer.
-        factor_dtype: Precision of the factors. By default the model's, or float32 for half precision. Sums are taken
-            in float32 or better in any case.
-        products: Precision in which outer products for dense factors are multiplied, for models in float32 or half
-            precision. `"auto"` multiplies half precision as it is, with results in float32, and float32 as
-            `torch.backends.cuda.matmul` says. `"float32"` converts half precision first, and does without TF32.
-            `"tf32"` multiplies float32 in TF32. `"bf16"` rounds float32 to bfloat16 first, which is fastest: an entry
-            of a factor is off by about `2^-7` of its sum of absolute products, at most. A CPU has no TF32, and is not
-            faster with `"bf16"`. Eigenvalues of `EKFAC` are computed as with `"auto"`.
-        audit: Whether to check, on a few examples of the first batch (and of the first one of every other shape), that
-            what is captured is what the model computes; see `kfs.factors.audit.audit`. Without, the batch axis is
-            guessed by its length.
+        factor_dtype: Dtype of the factors. By default, the model's, or float32 for half precision. Sums are always
+            accumulated in float32 or better.
+        products: Precision in which outer products for dense factors are computed, for models in float32 or half
+            precision. `"auto"` multiplies half precision directly, with results in float32, and float32 according to
+            `torch.backends.cuda.matmul`. `"float32"` converts half precision first, and does not use TF32. `"tf32"`
+            multiplies float32 in TF32. `"bf16"` rounds float32 to bfloat16 first, which is fastest: an entry of a
+            factor is off by at most about `2^-7` of its sum of absolute products. A CPU has no TF32, and is not faster
+            with `"bf16"`. Eigenvalues of `EKFAC` are computed as with `"auto"`.
+        audit: Whether to check, on a few examples of the first batch (and of the first batch of every other shape),
+            that capture reproduces what the model computes; see `kfs.factors.audit.audit`. Without an audit, the batch
+            axis is guessed from lengths of axes.
         replay: Whether passes over batches of one shape are recorded as a CUDA graph, from the third one on, if the
-            model is on a GPU and more than a few batches are to come; see `kfs.runtime.cuda_graphs`. Passes that cannot
-            be recorded, because something in them depends on values of data, run as they are; the logger `kfs.factors`
-            says so.
-        memory: How many bytes these graphs may take. By default, as many as there are.
-        placement: Where factors are, if several processes share the risk. With `"replicated"`, all of them have all
-            blocks. With `"owner"`, each block is on one of them, which inverts and decomposes it. Then all processes
-            call the same methods, as for the risk, and get the same results.
-        factor_memory: How many bytes the sums of one pass over the data may take. If blocks have more, there are
-            several passes, each for some of them. Results are the same to the last bit.
+            model is on a GPU and more than a few batches follow; see `kfs.runtime.cuda_graphs`. Passes that cannot be
+            recorded, because they depend on values of data, run normally; the logger `kfs.factors` reports this.
+        memory: Maximum bytes of these graphs. By default, all that is available.
+        placement: Where factors are stored, if several processes share the risk. With `"replicated"`, every process has
+            all blocks. With `"owner"`, each block is owned by one process, which inverts and decomposes it. Then all
+            processes call the same methods, as for the risk, and get the same results.
+        factor_memory: Maximum bytes of the sums of one pass over the data. If blocks have more, there are several
+            passes, each for some of the blocks. Results are the same to the last bit.
 
     Attributes:
-        blocks: Blocks by name. Each has `A` and `B`; if another process owns it, `fetch` gets them.
+        blocks: Blocks by name. Each has `A` and `B`; if another process owns it, use `fetch`.
         owners: The rank that owns each block, by name; empty if all processes have all blocks.
         num_data: Number of examples seen.
         settings: All of the above.
-        loss: What the factors depend on in the loss.
-        count: What a mean over all targets seen divides by.
-        audit: What was checked, and how closely; `None` if nothing was, or if factors were loaded.
-        computed_at: Digest of the values of parameters at which it was computed; empty if these are not known.
+        loss: Name, reduction and scale of the loss, and a digest of its settings.
+        count: The divisor of a mean over all targets seen.
+        audit: The report of the audit; `None` if there was none, or if factors were loaded.
+        computed_at: Digest of the parameter values at which it was computed; empty if unknown.
 
     Raises:
         ModelError: If a parameter is not covered.
@@ -192,7 +191,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
 
     symmetric = True
     _lists = ("blocks",)
-    risk_of: partial[EmpiricalRisk] | None = None  # files and copies do not know the data
+    risk_of: partial[EmpiricalRisk] | None = None  # `None` in copies and after loading, which have no data
 
     def __init__(
         self,
@@ -209,6 +208,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
     ) -> None:
         check_risk(risk)
         with risk.ranks.agreed("KFAC"):
+            # Validate all settings before any computation.
             check_names(advanced, ("fisher", "sharing", "mc_samples", "seed", "max_dim", "uncovered", "checkpoint"))
             self.settings = Settings(
                 fisher,
@@ -219,13 +219,15 @@ class KFAC(ShowsFactors, BlockDiagonal):
                 uncovered=uncovered,
                 **advanced,
             )
-            # They decide how many passes there are, each of which compares the model.
+            # Settings determine the number of passes, each of which compares the model over ranks, so compare them
+            # first.
             check_same(risk.ranks, "settings", {"Settings": Same(self.settings.all(), _SAME_SETTINGS)})
             self._check_names(risk)
             checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
             blocks, owners, progress = compute_sums(risk, self.settings, checkpoint)
+            # Create the space of parameters, blocks and counts.
             covered = {name for block in blocks for name in block.layout.params}
-            # The others are not used, unless those that are not covered were left out: they have blocks of zeros.
+            # Other parameters are not used and have blocks of zeros, unless uncovered parameters were skipped.
             all_count = uncovered != "skip"
             shapes = {n: p.shape for n, p in risk.params.items() if all_count or n in covered}
             space = Space(shapes, risk.dtype, risk.device)
@@ -246,12 +248,12 @@ class KFAC(ShowsFactors, BlockDiagonal):
 
     @property
     def own_stacks(self) -> list[Stack]:
-        """The blocks of this process as Kronecker products, those of one size together in memory."""
+        """The blocks of this process as Kronecker products, stacked by size."""
         if self._stacks is None:
             here = [block for block in self.blocks.values() if block.sums.is_local]
             parts = [(block.layout, block.structure()) for block in here]
             layouts = [block.layout for block in self.blocks.values()]
-            # One of the ranks has rows of parameters that are not used.
+            # Rank 0 has the blocks of zeros for parameter rows that are not used.
             zeros = zero_blocks(layouts, self.domain) if self.ranks.rank == 0 else []
             self._stacks = stacked([*parts, *zeros])
             self._share_memory()
@@ -262,18 +264,19 @@ class KFAC(ShowsFactors, BlockDiagonal):
         return describe_factors(self.about, self.blocks, self.settings, f"{self.num_data:,} examples")
 
     def update(self, risk: EmpiricalRisk) -> Self:
-        """Add more data, in place; if something goes wrong, nothing is changed.
+        """Add more data, in place; if it fails, nothing is changed.
 
         Args:
             risk: The same model, loss and parameters with other data. Draws continue where they ended.
 
         Returns:
-            This object. It equals one that was computed from all data at once.
+            This object. It equals a KFAC computed from all data at once.
         """
         with (self.ranks if self.ranks.are_several else getattr(risk, "ranks", self.ranks)).agreed("update"):
             check_risk(risk)
             self.loss.check_same(LossScale.of(risk))
             self.check_ranks(risk)
+            # Draws continue after those of the data seen so far.
             settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
             blocks, owners, progress = compute_sums(risk, settings, owners=self.owners)
             skips = self.settings.uncovered == "skip"
@@ -283,10 +286,10 @@ class KFAC(ShowsFactors, BlockDiagonal):
         return self
 
     def merge(self, other: "KFAC") -> Self:
-        """Add what another object computed from other data, in place.
+        """Add the factors of another KFAC, computed from other data, in place.
 
         Args:
-            other: One of the same model, loss and settings. With `"mc"`, give it another `first_datum`, or draws
+            other: A KFAC of the same model, loss and settings. With `"mc"`, give it another `first_datum`, or draws
                 repeat.
 
         Returns:
@@ -299,7 +302,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             self.loss.check_same(other.loss)
             if self.ranks.group is not other.ranks.group or self.owners != other.owners:
                 raise ModelError(
-                    "The blocks have other owners.", "Merge two with the same owners, or K.gathered() of both."
+                    "The blocks have different owners.", "Merge two with the same owners, or K.gathered() of both."
                 )
         theirs = [block.sums for block in other.blocks.values()]
         self._add(theirs, set(other.domain.shapes), other.num_data, other.count, self.owners)
@@ -315,11 +318,11 @@ class KFAC(ShowsFactors, BlockDiagonal):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies have: not the data."""
+        """Return the state of copies and pickles, without the data."""
         return self.__dict__ | {"risk_of": None}
 
     def shared(self) -> "KFAC":
-        """Return an object with the same tensors, for another owner: what one replaces, the other keeps."""
+        """Return a shallow copy that shares tensors; a tensor that one of them replaces stays in the other."""
         K = KFAC.__new__(KFAC)
         K.__dict__ |= self.__dict__
         shared = {name: replace(block, sums=block.sums.shared()) for name, block in self.blocks.items()}
@@ -328,7 +331,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         return K
 
     def fetch(self, name: str) -> Block:
-        """Return a block with its factors, whoever owns it. If blocks have owners, all processes call it.
+        """Return a block with its factors from any owner. If blocks have owners, all processes must call it.
 
         Args:
             name: The block's name.
@@ -347,23 +350,24 @@ class KFAC(ShowsFactors, BlockDiagonal):
         return replace(block, sums=BlockSums.from_state(found))
 
     def check_ranks(self, risk: EmpiricalRisk) -> None:
-        """Refuse a risk of other processes than those that own blocks.
+        """Raise if a risk belongs to other processes than those that own blocks.
 
         Raises:
-            DistributedError: If these are others.
+            DistributedError: If the process groups differ.
         """
         if self.ranks.are_several and self.ranks.group is not risk.ranks.group:
             raise DistributedError(
-                f"The blocks are owned by {self.ranks.size} processes, and the risk is that of others.",
+                f"The blocks are owned by {self.ranks.size} processes, but the risk has another process group.",
                 "Pass a risk whose data are split over the same group, or use K.gathered().",
             )
 
     def _add(
         self, blocks: Iterable[BlockSums], named: set[str], num_data: int, count: float, owners: Mapping[str, int]
     ) -> None:
-        """Add sums of other data. These may use parameters, or rows of them (experts), that the others do not use."""
+        """Add sums of other data, which may use parameters, or rows of them (experts), that these data do not use."""
         others = {block.layout.name: block for block in blocks}
         others |= {n: others[n].turned_to(b.layout) for n, b in self.blocks.items() if n in others}
+        # Both must have blocks of the same kind for the same parameters.
         mine = [block.layout for block in self.blocks.values()]
         placement = BlockMap(mine)
         fit = all(placement.admit(block.layout) for block in others.values())
@@ -371,7 +375,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             raise ModelError(
                 f"The blocks differ: {list(self.blocks)} and {list(others)}.", "Use the same model and parameters."
             )
-        # All of them are computed before the first one is replaced: an error leaves this object as it was.
+        # Compute all sums before replacing the first one, so that an error leaves this object unchanged.
         merged = {name: block.shared() for name, block in others.items()}
         merged |= {n: b.sums.plus(others[n]) for n, b in self.blocks.items() if n in others}
         for name, sums in merged.items():
@@ -385,7 +389,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         self._update_scale()
 
     def _about(self) -> dict[str, Any]:
-        """Return what people want to see in a file's header."""
+        """Return the readable part of a file's header."""
         settings = self.settings.state()
         return super()._about() | {
             "loss": f"{self.loss.name}, reduction={self.loss.reduction!r}",
@@ -396,7 +400,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         }
 
     def _state(self) -> dict[str, Any]:
-        """Return everything but the space, for a file."""
+        """Return the state for a file, without the space."""
         return {
             "settings": self.settings.state(),
             "of": self.of,
@@ -409,7 +413,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
 
     @classmethod
     def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
-        """Undo `_state`. If there are ranks, they own blocks, and each has its own ones only."""
+        """Return the object from its state. If there are several ranks, each reads the blocks that it owns."""
         K = cls.__new__(cls)
         BlockDiagonal.__init__(K, space, None, ranks)
         K._of = str(state["of"])
@@ -431,14 +435,14 @@ class KFAC(ShowsFactors, BlockDiagonal):
         return K
 
     def _update_scale(self) -> None:
-        """Tell blocks the reduction factor of all data seen."""
+        """Set the reduction factor of all blocks, after data were added."""
         for block in self.blocks.values():
             block.reduction_factor = self.loss.reduction_factor(self.count)
         self._stacks = None
         self._list_blocks()
 
     def _share_memory(self) -> None:
-        """Let sums live where blocks of one size were put together, so that they are stored once."""
+        """Make sums views of the stacked blocks, so that they are stored once."""
         for stack in self.own_stacks:
             structure = stack.structure
             for layout, place in stack.slices():
@@ -451,7 +455,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
                         s.total = factor.values[place]
 
     def _check_names(self, risk: EmpiricalRisk) -> None:
-        """Refuse weight sharing for parameters that do not exist."""
+        """Raise if `sharing` names parameters that do not exist."""
         if isinstance(self.settings.sharing, Mapping):
             known = set(risk.params) | {name.rpartition(".")[0] for name in risk.params}
             unknown = [name for name in self.settings.sharing if name not in known]
@@ -460,5 +464,5 @@ class KFAC(ShowsFactors, BlockDiagonal):
 
 
 def _params(layouts: Iterable[Layout]) -> set[str]:
-    """Return all parameters that some blocks have."""
+    """Return the names of all parameters in some layouts."""
     return {name for layout in layouts for name in layout.params}

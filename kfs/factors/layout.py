@@ -4,12 +4,12 @@ A block's parameter is read as a matrix $M$ of shape `[d_B, d_A]`, with rows on 
 input side, and the block maps it to $B M A$. A bias is the last column of $M$. With groups of channels, a parameter
 becomes one matrix for each group.
 
-One convention of axes holds for all code that uses layouts. Several vectors of parameters (*columns*) are processed
+All code that uses layouts has the same axis convention. Several vectors of parameters (*columns*) are processed
 together:
 
 - Parameters are given by name, as tensors `[columns, *shape]`.
-- `Layout.matrix` returns `[columns, groups, d_B, d_A]`, also for a single group, and `Layout.write` takes that.
-- Structures take `[stack, columns, d_B, d_A]`, where a stack has the blocks of several layouts, one for each group.
+- `Layout.matrix` returns `[columns, groups, d_B, d_A]`, also for a single group, and `Layout.write` is its inverse.
+- Structures take `[stack, columns, d_B, d_A]`, where a stack holds the blocks of several layouts, one for each group.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ class Layout:
         weight: Name of the parameter.
         shape: Its shape, or one that it is reshaped to.
         rows: Half-open range of its rows (indices of its first axis) that belong to the block.
-        order: Order of its axes such that the first `split` make the rows of the matrix.
-        split: Number of axes that make the rows.
+        order: Order of its axes in which the first `split` axes form the rows of the matrix.
+        split: Number of axes that form the rows.
         groups: Number of groups of channels, each with a matrix of its own.
         bias: Name of the parameter in the last column of the matrix, or `None`.
     """
@@ -51,7 +51,7 @@ class Layout:
 
     @classmethod
     def from_state(cls, state: Any) -> "Layout":
-        """Undo `dataclasses.asdict`, after a file was read."""
+        """Return the layout from the result of `dataclasses.asdict`, read from a file."""
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
         layout = cls(**fields)
         numbers = (*layout.shape, *layout.rows, *layout.order, layout.split, layout.groups)
@@ -63,17 +63,17 @@ class Layout:
             and layout.groups > 0
         )
         if not valid:
-            raise UnfitError(f"the layout {state} is not one")
+            raise UnfitError(f"the layout {state} is invalid")
         return layout
 
     @property
     def key(self) -> Key:
-        """What identifies the block among all blocks of a model."""
+        """The key of the block, which is unique among all blocks of a model."""
         return self.weight, self.rows
 
     @property
     def name(self) -> str:
-        """The module's name if the block has its `weight` and a bias, else the weight's; with rows if not all."""
+        """The block's name: the module's if the block has its weight and bias, else the weight's; with a row range."""
         module, _, leaf = self.weight.rpartition(".")
         is_module = module and leaf == "weight" and self.bias is not None
         index = str(self.rows[0]) if self.is_one_of_stack else f"{self.rows[0]}:{self.rows[1]}"
@@ -82,11 +82,11 @@ class Layout:
 
     @property
     def params(self) -> tuple[str, ...]:
-        """The parameters in this block."""
+        """The names of the parameters in this block."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters in this block, as they are used: weight, and bias if there is one."""
+        """Return the shapes of the parameters in this block as they are used: weight, and bias if there is one."""
         shapes = {self.weight: self.shape}
         if self.bias is not None:
             size = prod(self.shape[axis] for axis in self.order[: self.split])
@@ -95,17 +95,17 @@ class Layout:
 
     @property
     def row_size(self) -> int:
-        """`d_B`: rows of the matrix (of one group), the size of the gradient-based factor."""
+        """`d_B`: number of rows of the matrix (of one group), the size of the gradient-based factor."""
         return prod(self._sizes[: self.split]) // self.groups
 
     @property
     def column_size(self) -> int:
-        """Columns of the matrix without the bias."""
+        """Number of columns of the matrix without the bias."""
         return prod(self._sizes[self.split :])
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:
-        """`[groups, d_B, d_A]`; the bias counts as a column."""
+        """The shape `[groups, d_B, d_A]`; a bias counts as a column."""
         return self.groups, self.row_size, self.column_size + (self.bias is not None)
 
     def matrix(self, columns: Mapping[str, Tensor]) -> Tensor:
@@ -121,7 +121,7 @@ class Layout:
         return torch.cat([M, b.reshape(len(W), self.groups, self.row_size, 1)], dim=3)
 
     def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Undo `matrix`: write `[columns, groups, d_B, d_A]` into tensors `[columns, *shape]`."""
+        """Write `[columns, groups, d_B, d_A]` into tensors `[columns, *shape]`, the inverse of `matrix`."""
         W, b = self.views(columns)
         if b is not None:
             b.copy_(M[..., -1].reshape(b.shape))
@@ -129,7 +129,7 @@ class Layout:
         W.copy_(M.reshape(W.shape))
 
     def flat_index(self) -> Tensor:
-        """Return the place of each entry of the matrix in the block's flat vector.
+        """Return the index of each entry of the matrix in the block's flat vector.
 
         The joint matrix `(W b)`, flattened by rows, has entries of the bias in between. The flat vector has them last:
         it consists of the flattened parameters, `params`, one after the other.
@@ -150,7 +150,7 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the matrix is the whole parameter as it lies in memory, with the bias beside it."""
+        """Whether the matrix is the whole parameter as stored in memory, with the bias beside it."""
         return self.groups == 1 and self._has_all_rows and self.order == tuple(range(len(self.shape)))
 
     @property
@@ -159,13 +159,13 @@ class Layout:
 
     @property
     def is_one_of_stack(self) -> bool:
-        """Whether the block has one of those matrices (or vectors) that a parameter stacks along its first axis."""
+        """Whether the block is one of the matrices (or vectors) that a parameter stacks along its first axis."""
         return self.rows[1] - self.rows[0] == 1 and self.order[0] == 0 and self.split > 1
 
     @property
     def turned_order(self) -> tuple[int, ...]:
         """The order of axes for the transposed matrix."""
-        fixed = 1 if self.is_one_of_stack else 0  # an axis of length one stays where it is
+        fixed = 1 if self.is_one_of_stack else 0  # the stack axis, of length one, stays first
         return self.order[:fixed] + self.order[self.split :] + self.order[fixed : self.split]
 
     def turned(self) -> "Layout":
@@ -185,12 +185,12 @@ class Layout:
 
     @property
     def _sizes(self) -> list[int]:
-        """Sizes of the block's part of the weight, in the order of axes."""
+        """Axis lengths of the block's part of the weight, in the order of axes."""
         sizes = [self.rows[1] - self.rows[0], *self.shape[1:]]
         return [sizes[axis] for axis in self.order]
 
     def views(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return views of the weight's rows, with axes in order, and of the part of the bias that belongs to them."""
+        """Return views of the weight's rows with axes in order, and of the bias entries that belong to them."""
         rows = slice(*self.rows)
         W = columns[self.weight].view(-1, *self.shape)[:, rows]
         W = W.permute(0, *(1 + axis for axis in self.order))

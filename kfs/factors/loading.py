@@ -1,4 +1,4 @@
-"""Loading operators from files that `save` has written."""
+"""Loading of operators from files written by `save`."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +18,7 @@ _CLASSES: dict[str, type[BlockDiagonal]] = {"BlockDiagonal": BlockDiagonal}
 
 
 def loadable(cls: Operator) -> Operator:
-    """Let `load` make objects of a class. A decorator."""
+    """Register a class, so that `load` can create its objects. A decorator."""
     _CLASSES.setdefault(cls.__name__, cls)  # a module that is run as a program defines its class a second time
     return cls
 
@@ -29,17 +29,17 @@ def load(path: str | Path, device: str | torch.device = "cpu", group: Group | No
     No code from the file is executed.
 
     Args:
-        path: A file that `save` has written.
+        path: A file written by `save`.
         device: Device for all tensors.
-        group: Processes that own blocks, as with `KFAC(..., placement="owner")`: each reads its own ones. By default,
-            this process has all of them. Whoever has written the file, any number of processes can read it.
+        group: Processes that own blocks, as with `KFAC(..., placement="owner")`: each reads its own blocks. By default,
+            this process reads all of them. Any number of processes can read a file, independent of how many wrote it.
 
     Returns:
         An object of the same class that equals the saved one to the last bit. More data can be added to it.
 
     Raises:
-        StorageError: If there is no such file, if kfs did not write it, or if it is damaged.
-        ModelError: If there is no such device.
+        StorageError: If the file does not exist, was not written by kfs, or is damaged.
+        ModelError: If the device does not exist.
 
     Example:
         >>> import tempfile
@@ -59,13 +59,13 @@ def load(path: str | Path, device: str | torch.device = "cpu", group: Group | No
 
 
 def _read(path: str | Path, device: str | torch.device, ranks: Ranks) -> BlockDiagonal:
-    """Read an operator. Tensors that are not needed stay in the file."""
+    """Read an operator from a file. Tensors that are not needed stay in the file."""
     header, state = files.read(path, "cpu" if ranks.are_several else device)
     cls = _CLASSES.get(header.get("kind", ""))
     if cls is None:
         raise StorageError(
             f"{path} holds a {header.get('kind')}.",
-            "Pass a file that K.save(...) has written; a checkpoint is resumed with KFAC(risk, checkpoint=...).",
+            "Pass a file written by K.save(...). To resume a checkpoint, use KFAC(risk, checkpoint=...).",
         )
     with files.require_valid(path):
         shapes = {str(name): tuple(map(int, shape)) for name, shape in state["space"]["shapes"]}

@@ -1,6 +1,6 @@
-"""Gradients of every example, as sums over rows of outer products: the primitive of new statistics.
+"""Per-example gradients as sums over rows of outer products: the primitive for new statistics.
 
-Algebra on rows lives in `kfs.factors.accumulate.row_products`.
+Algebra on rows is in `kfs.factors.accumulate.row_products`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ Method = Callable[Concatenate["BlockGradients", Arguments], Result]
 
 
 def precisely(method: Method[Arguments, Result]) -> Method[Arguments, Result]:
-    """Let a method compute in the precision of the gradients, also where the caller's `autocast` is on."""
+    """Decorate a method to compute in the precision of the gradients, even under the caller's `autocast`."""
 
     @wraps(method)
     def run(gradients: "BlockGradients", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -65,18 +65,18 @@ def precisely(method: Method[Arguments, Result]) -> Method[Arguments, Result]:
 
 @dataclass(frozen=True, repr=False)
 class BlockGradients(Described):
-    """The gradients of some data with respect to the parameters of one block.
+    """Per-example gradients with respect to the parameters of one block.
 
-    They are the sum of all parts. A gradient is a matrix `[d_B, d_A]` for each group of channels, as the block's layout
-    has it: inputs are on the side of `d_A`, with a one for the bias.
+    Each gradient is the sum of all parts. It is a matrix `[d_B, d_A]` for each group of channels, as in the block's
+    layout: inputs are on the side of `d_A`, with a one for the bias.
 
     Attributes:
         layout: How the parameter becomes a matrix.
         num_data: Number of examples.
-        dtype: Dtype of all numbers, float32 or better.
-        device: Device of all numbers.
-        uses: One part for each use of the parameter: what was captured, or rows.
-        whole: A part that consists of matrices, `[n, groups, d_B, d_A]`. `None` if there is none.
+        dtype: Dtype of the gradients, float32 or better.
+        device: Device of the gradients.
+        uses: One part for each use of the parameter: captured inputs and gradients, or rows.
+        whole: A part given as matrices, `[n, groups, d_B, d_A]`. `None` if there is none.
     """
 
     layout: Layout
@@ -87,7 +87,7 @@ class BlockGradients(Described):
     whole: Tensor | None = None
 
     def describe(self) -> Description:
-        """Describe block, data and parts; rows are not counted, since that may take memory."""
+        """Describe block, data and parts; rows are not counted, because that may take memory."""
         groups, rows, columns = self.layout.matrix_shape
         size = times((groups, rows, columns) if groups > 1 else (rows, columns))
         where = kind(self.dtype, self.device)
@@ -100,42 +100,42 @@ class BlockGradients(Described):
     def parts(self) -> tuple[RowProducts, ...]:
         """The rows of all uses: each has vectors `x` and `g`, `[groups, n, rows of an example, d_A]` and `[..., d_B]`.
 
-        Data that have fewer rows than others have rows of zeros. `x.dense()` writes unit vectors and the coordinate of
-        the bias down.
+        Examples with fewer rows are padded with zeros. `x.dense()` materializes unit vectors and the coordinate of the
+        bias.
         """
         return tuple((use.rows if isinstance(use, Captured) else use).to(self.dtype) for use in self.uses)
 
     def by_place(self) -> "BlockGradients":
-        """Return the same gradients, where places at which a parameter was broadcast have rows of their own."""
+        """Return the same gradients with separate rows for the positions at which a parameter was broadcast."""
         return replace(self, uses=tuple(use.by_place() if isinstance(use, Captured) else use for use in self.uses))
 
     @property
     def shared(self) -> int:
-        """Number of rows of each example, of all parts together; none is written down to count them."""
+        """Number of rows of each example, over all parts; computed without materializing rows."""
         return sum(use.shared for use in self.uses)
 
     @property
     def numbers(self) -> int:
-        """How many numbers the gradient of an example has."""
+        """Number of entries of one example's gradient."""
         groups, rows, columns = self.layout.matrix_shape
         return groups * rows * columns
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept for all data."""
+        """Bytes that are stored for all examples."""
         stored = sum(part.stored for part in self.parts) + (0 if self.whole is None else self.numbers)
         return self.num_data * stored * self.dtype.itemsize
 
     @precisely
     def some(self, data: slice) -> "BlockGradients":
-        """Return the gradients of some data."""
+        """Return the gradients of a slice of the examples."""
         num_data = len(range(*data.indices(self.num_data)))
         whole = None if self.whole is None else self.whole[data]
         return replace(self, num_data=num_data, uses=tuple(part.some(data) for part in self.parts), whole=whole)
 
     @precisely
     def dense(self) -> Tensor:
-        """Form matrices, `[n, groups, d_B, d_A]`."""
+        """Materialize the gradients as matrices, `[n, groups, d_B, d_A]`."""
         total = self.whole
         for use in self.uses:
             matrices = torch.cat(list(use.matrices())).to(self.dtype)
@@ -149,7 +149,7 @@ class BlockGradients(Described):
         return replace(self, uses=(), whole=self.dense())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the gradients by the names of parameters, `[n, *shape]`; rows that other blocks have are zero."""
+        """Return the gradients by parameter name, `[n, *shape]`; rows that belong to other blocks are zero."""
         shapes = self.layout.param_shapes()
         result = {
             name: torch.zeros(self.num_data, *shape, dtype=self.dtype, device=self.device)
@@ -160,7 +160,7 @@ class BlockGradients(Described):
 
     @precisely
     def inner(self, other: "BlockGradients") -> Tensor:
-        """Return inner products with the gradients of other data, `[n, m]`, in the way that takes fewer operations."""
+        """Return inner products with the gradients of other examples, `[n, m]`, with the fewest operations."""
         self._check_block(other)
         total = torch.zeros(self.num_data, other.num_data, dtype=self.dtype, device=self.device)
         if not (self._has_parts and other._has_parts):
@@ -182,9 +182,9 @@ class BlockGradients(Described):
 
     @precisely
     def inner_by_row(self, other: "BlockGradients") -> list[Tensor]:
-        """Return the share of each row of the other gradients in inner products, `[n, m, rows]`, part by part.
+        """Return the contribution of each row of the other gradients to inner products, `[n, m, rows]`, part by part.
 
-        The other gradients have nothing but rows.
+        The other gradients must consist of rows only.
         """
         self._check_block(other)
         shares = []
@@ -201,7 +201,7 @@ class BlockGradients(Described):
 
     @precisely
     def inner_within(self, other: "BlockGradients") -> Tensor:
-        """Return the inner products of two gradients of every example, `[n]`."""
+        """Return the inner product of two gradients of every example, `[n]`."""
         self._check_block(other)
         if not (self._has_parts and other._has_parts):
             return torch.zeros(self.num_data, dtype=self.dtype, device=self.device)
@@ -216,9 +216,9 @@ class BlockGradients(Described):
 
     @precisely
     def multiplied(self, structure: Structure) -> "BlockGradients":
-        """Multiply with a block of a curvature matrix, or of an inverse: the structure of this block alone.
+        """Return the product with a block of a curvature matrix, or of an inverse, given this block's structure.
 
-        Rows stay rows where they can: under Kronecker products, and on the side of unit vectors under diagonal bases.
+        Rows are kept where possible: under Kronecker products, and on the side of unit vectors under diagonal bases.
         """
         structure = structure.to(self.device, self.dtype)
         if self.keeps_rows(structure):
@@ -227,7 +227,7 @@ class BlockGradients(Described):
         return replace(self, uses=(), whole=product)
 
     def keeps_rows(self, structure: Structure) -> bool:
-        """Whether rows that are multiplied with a block stay rows: if they can, and if that takes fewer operations."""
+        """Whether the product with a block keeps rows: if that is possible, and takes fewer operations."""
         if self.whole is not None:
             return False
         if isinstance(structure, Kronecker):
@@ -236,14 +236,14 @@ class BlockGradients(Described):
             return of_rows <= self.numbers * (self.shared + rows + columns)
         if not isinstance(structure, Basis):
             return False
-        # A unit vector is an eigenvector of a diagonal side, and picks the eigenvalues on the other side.
+        # A unit vector is an eigenvector of a diagonal side, and selects the eigenvalues on the other side.
         Q_A, Q_B = sides_of(structure)
         picks = [(x and Q_A is None) or (g and Q_B is None) for x, g in (use.units for use in self.uses)]
         return bool(picks) and all(picks)
 
     @precisely
     def rotated(self, basis: Basis) -> "BlockGradients":
-        """Return the gradients as they are in a basis, `Q_B^T G Q_A`."""
+        """Return the gradients in a basis, `Q_B^T G Q_A`."""
         Q_A, Q_B = sides_of(basis.to(self.device, self.dtype))
         parts = tuple(part.times(Q_A, Q_B) for part in self.parts)
         if self.whole is None:
@@ -254,7 +254,7 @@ class BlockGradients(Described):
 
     @property
     def _has_plain_rows(self) -> bool:
-        """Whether gradients consist of rows of plain vectors, which are there or take little memory."""
+        """Whether gradients consist of rows of plain vectors, which exist already or take little memory."""
         written = [use for use in self.uses if isinstance(use, RowProducts) or use.plan.inputs.overlap == 1]
         if self.whole is not None or len(written) < len(self.uses):
             return False
@@ -265,12 +265,12 @@ class BlockGradients(Described):
         return bool(self.uses) or self.whole is not None
 
     def _work(self, other: "BlockGradients") -> tuple[int, int]:
-        """Return how many multiplications inner products of vectors take, on each side."""
+        """Return the number of multiplications of inner products of vectors, on each side."""
         pairs = [(mine.work, theirs.work) for mine in self.uses for theirs in other.uses]
         return max(min(a[0], b[0]) for a, b in pairs), max(min(a[1], b[1]) for a, b in pairs)
 
     def _way(self, other: "BlockGradients") -> str:
-        """Return how to compute inner products: by rows, or by matrices."""
+        """Return how to compute inner products: by `"rows"` or by `"matrices"`."""
         if self.whole is not None or other.whole is not None:
             return "matrices"
         rows = (self.shared, other.shared)
@@ -278,7 +278,7 @@ class BlockGradients(Described):
         return cheaper(pairs, rows, self._work(other), self.numbers, (False, False))
 
     def _matrices(self) -> Iterator[Tensor]:
-        """Form matrices, a few examples at a time if there is a single part."""
+        """Generate matrices, a few examples at a time if there is a single part."""
         if len(self.uses) == 1 and self.whole is None:
             yield from (some.to(self.dtype) for some in self.uses[0].matrices())
         else:
@@ -294,7 +294,7 @@ class BlockGradients(Described):
 
 
 def joined_gradients(parts: Sequence[BlockGradients]) -> BlockGradients:
-    """Put the gradients of several batches one after the other, with as many parts as the batches have."""
+    """Concatenate the gradients of several batches, part by part."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -307,18 +307,18 @@ def joined_gradients(parts: Sequence[BlockGradients]) -> BlockGradients:
 
 
 def sides_of(basis: Basis) -> tuple[Tensor | None, Tensor | None]:
-    """Return a basis on both sides, `[groups, d, d]`; `None` for the standard basis."""
+    """Return the matrices of a basis on both sides, `[groups, d, d]`; `None` for the standard basis."""
     both = (basis.Q_A, basis.Q_B) if isinstance(basis, Eigenbasis) else (basis.T_A, basis.T_B)
     Q_A, Q_B = (Q.values if Q.kind == "dense" else None for Q in both)
     return Q_A, Q_B
 
 
 def _multiplied_rows(part: RowProducts, structure: Structure) -> RowProducts:
-    """Multiply rows with a block that leaves them rows; see `BlockGradients.keeps_rows`."""
+    """Multiply rows with a block that keeps rows; see `BlockGradients.keeps_rows`."""
     if isinstance(structure, Kronecker):
         rows = _times_factors(part, structure.A, structure.B)
         return _scaled(rows, (structure.A.scale * structure.B.scale).reshape(-1, 1, 1, 1))
-    assert isinstance(structure, Basis)  # noqa: S101 (there is no third kind)
+    assert isinstance(structure, Basis)  # noqa: S101 (the only other kind)
     Q_A, Q_B = sides_of(structure)
     if isinstance(part.x, UnitVectors) and Q_A is None:
         return RowProducts(part.x, _filtered(part.g, Q_B, structure.values[0].T[part.x.index]))
@@ -327,7 +327,7 @@ def _multiplied_rows(part: RowProducts, structure: Structure) -> RowProducts:
 
 
 def _filtered(vectors: RowVectors, Q: Tensor | None, values: Tensor) -> PlainVectors:
-    """Go to a basis, multiply coordinates with values `[n, shared, size]`, and go back."""
+    """Rotate to a basis, multiply coordinates with values `[n, shared, size]`, and rotate back."""
     inside = (vectors if Q is None else vectors.times(Q)).dense() * values
     return PlainVectors(inside) if Q is None else PlainVectors(inside).times(Q.transpose(1, 2))
 
@@ -336,7 +336,7 @@ def _times_factors(part: RowProducts, A: Factor, B: Factor) -> RowProducts:
     """Return `B G A^T`, without scales of the factors."""
     x, g = part.x, part.g
     if isinstance(x, UnitVectors) and A.kind == "diagonal":
-        # The entry of the diagonal is a number, which the other side may take.
+        # The entry of the diagonal is a scalar, which is moved to the other side.
         g = PlainVectors(g.dense() * A.values[:, x.index].unsqueeze(3))
     else:
         x = _times_factor(x, A)
@@ -357,7 +357,7 @@ def _times_factor(vectors: RowVectors, factor: Factor) -> RowVectors:
 
 
 def _scaled(rows: RowProducts, scale: Tensor) -> RowProducts:
-    """Multiply gradients with a number for each group, `[groups, 1, 1, 1]`, on a side that has numbers."""
+    """Multiply gradients with a scalar for each group, `[groups, 1, 1, 1]`, on a side with plain vectors."""
     if isinstance(rows.g, PlainVectors):
         return RowProducts(rows.x, PlainVectors(rows.g.dense() * scale))
     return RowProducts(PlainVectors(rows.x.dense() * scale), rows.g)
@@ -369,12 +369,12 @@ _UNCOVERED = ("error", "skip", "autograd")
 
 @dataclass(frozen=True, repr=False)
 class GradientBatch(Described):
-    """The gradients of some consecutive data, with respect to all blocks.
+    """Per-example gradients of consecutive examples, with respect to all blocks.
 
     Attributes:
         start: Index of the first example within the data set.
-        stop: End of the half-open range of data, `start` to `stop`.
-        blocks: The gradients by the names of blocks.
+        stop: End of the half-open range of examples, `start` to `stop`.
+        blocks: The gradients by block name.
         shapes: The shapes of all parameters, by name.
     """
 
@@ -398,13 +398,13 @@ class GradientBatch(Described):
         return Description(title + kind(first.dtype, first.device), (), (table,))
 
     def some(self, data: slice) -> "GradientBatch":
-        """Return the gradients of some of these data, by their places."""
+        """Return the gradients of a slice of these examples."""
         places = range(*data.indices(len(self)))
         blocks = ByName({name: block.some(data) for name, block in self.blocks.items()}, "block")
         return GradientBatch(self.start + places.start, self.start + places.stop, blocks, self.shapes)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the gradients by the names of parameters, `[n, *shape]`. This forms all of them."""
+        """Return the gradients by parameter name, `[n, *shape]`. This materializes all of them."""
         some = next(iter(self.blocks.values()))
         result = {
             name: torch.zeros(len(self), *shape, dtype=some.dtype, device=some.device)
@@ -415,14 +415,14 @@ class GradientBatch(Described):
         return result
 
     def inner(self, other: "GradientBatch") -> Tensor:
-        """Return inner products with the gradients of other data, `[n, m]`."""
+        """Return inner products with the gradients of other examples, `[n, m]`."""
         if self.shapes != other.shapes:
             raise ShapeError(
                 f"Gradients with respect to {few(self.shapes)} have no inner product with gradients with respect to "
                 f"{few(other.shapes)}.",
                 "Compute both for the same model and parameters.",
             )
-        # A block that one of them lacks was not used, and has gradients of zero.
+        # A block that is missing on one side was not used there, and has zero gradients.
         both = [block.inner(other.blocks[name]) for name, block in self.blocks.items() if name in other.blocks]
         return torch.stack(both).sum(0)
 
@@ -442,34 +442,34 @@ def per_datum(
     audit: bool = True,
     skip: Callable[[int, Batch], bool] | None = None,
 ) -> Iterator[GradientBatch]:
-    """Compute the gradient of every example, batch by batch, without forming it.
+    """Compute per-example gradients, batch by batch, without materializing them.
 
-    The gradient is that of the example's own term `c(f, y)` of the loss, which is not scaled: the gradient of the risk
-    is `risk.reduction_factor` times the sum over all data. Parameters, modes and random state are as before whenever a
-    batch is yielded, and if you stop early.
+    Each gradient is that of the example's own, unscaled term `c(f, y)` of the loss: the gradient of the risk is
+    `risk.reduction_factor` times their sum. Parameters, modes and random state are restored whenever a batch is
+    yielded, and if you stop early.
 
     Args:
         risk: Model, loss, data and parameters.
-        of: What is differentiated: `"loss"`, `"log-probability"` (of the label), `"margin"` (`log p / (1 - p)` of the
-            label's probability; Park et al., 2023), or a function of one example's prediction and target.
-        blocks: An operator such as `KFAC`, whose blocks and settings are used. By default, blocks are those that `KFAC`
-            would have.
+        of: The quantity to differentiate: `"loss"`, `"log-probability"` (of the label), `"margin"` (`log p / (1 - p)`
+            of the label's probability; Park et al., 2023), or a function of one example's prediction and target.
+        blocks: An operator such as `KFAC`, whose blocks and settings are used. If not given, blocks are those that
+            `KFAC` would have.
         uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out), or
             `"autograd"` (differentiate example by example, slowly).
         joint_bias: As in `KFAC`.
         batch_axis: As in `KFAC`.
         audit: As in `KFAC`.
-        skip: Says of a batch, by its place among all batches, whether it is left out. Its pass does not run, and its
-            data count for the indices of later ones.
+        skip: Called with the index of a batch and the batch; returns whether to skip it. Its pass does not run, but its
+            examples count for the indices of later ones.
 
     Yields:
         The gradients of each batch. `batch.blocks[name]` has rows (`parts`), `dense()`, `tensors()`, inner products
         (`inner`, `inner_within`, `squared_norms`), and products with blocks of operators (`multiplied`, `rotated`).
 
     Raises:
-        ModelError: If a parameter is not covered, or blocks are others than those of the operator.
+        ModelError: If a parameter is not covered, or the model's blocks differ from the operator's.
         DataError: If a gradient is not finite, or an index of an embedding does not exist. The example is named.
-        LossError: If there is no such quantity.
+        LossError: If the quantity does not exist.
 
     Example:
         A statistic of gradients, the simple noise scale (McCandlish et al., 2018): the trace of their covariance over
@@ -487,7 +487,7 @@ def per_datum(
         4.08
     """
     check_risk(risk)
-    # Names and settings are checked now, and not when the first batch is asked for: processes may have none.
+    # Check names and settings now, not when the first batch is requested: a process may have no batches.
     named = {"of": getattr(of, "__qualname__", of), "uncovered": uncovered, "joint_bias": joint_bias}
     with risk.together("kfs.per_datum", named | {"batch_axis": batch_axis}):
         if uncovered not in _UNCOVERED:
@@ -513,16 +513,16 @@ def per_datum_columns(
 
     Args:
         risk: Model, data and parameters.
-        vectors: From predictions and targets to vectors, some of them at a time, `[columns, *f.shape]`.
+        vectors: Maps predictions and targets to vectors, some columns at a time, `[columns, *f.shape]`.
         blocks: As in `per_datum`.
         uncovered: As in `per_datum`.
         audit: As in `KFAC`.
 
     Yields:
-        For each batch, its gradients for each column.
+        For each batch, a list with the gradients for each column.
 
     Raises:
-        ModelError: If a parameter is not covered, or blocks are others than those of the operator.
+        ModelError: If a parameter is not covered, or the model's blocks differ from the operator's.
         DataError: If a gradient is not finite. The example is named.
     """
     settings = _settings(Settings(fisher="empirical", audit=audit, replay=False), blocks)
@@ -530,18 +530,18 @@ def per_datum_columns(
 
 
 def _settings(settings: Settings, blocks: BlockDiagonal | None) -> Settings:
-    """Return settings with those of an operator on which its blocks depend."""
+    """Return settings with those of an operator that its blocks depend on."""
     theirs = getattr(blocks, "settings", settings)
     return replace(settings, joint_bias=theirs.joint_bias, batch_axis=theirs.batch_axis)
 
 
 class _Stream:
-    """Runs passes, and makes gradients of what they leave.
+    """Runs passes, and collects per-example gradients from the captured inputs and gradients.
 
     Args:
         risk: Model, loss, data and parameters.
-        vectors: What is sent back.
-        operator: Says which blocks there are, if it is given.
+        vectors: Maps predictions and targets to the vectors that are sent back.
+        operator: Defines the blocks, if given.
         uncovered: What to do about parameters that no rule covers.
     """
 
@@ -550,7 +550,7 @@ class _Stream:
     ) -> None:
         self.risk = risk
         self.vectors = vectors
-        self.num_columns = 0  # how many the last batch had
+        self.num_columns = 0  # of the last batch
         self.operator = operator
         self.uncovered = uncovered
         layouts = [] if operator is None else [layout for stack in operator.stacks for layout in stack.layouts]
@@ -561,7 +561,7 @@ class _Stream:
     def batches(
         self, settings: Settings, skip: Callable[[int, Batch], bool] | None = None
     ) -> Iterator[list[GradientBatch]]:
-        """Yield gradients batch by batch, for each column."""
+        """Generate the gradients of each batch, for each column."""
         used: set[str] = set()
         sent = self._counted
         runs = passes(self.risk, self.sums, settings, "gradients", self.progress, vectors=sent, pausing=True, skip=skip)
@@ -573,30 +573,31 @@ class _Stream:
             result = [self._collected(batch, *both, bad) for both in zip(captured, differentiated, strict=True)]
             _check_finite(result)
             yield result
+        # Parameters that were never used are uncovered, too, unless predictions do not depend on them.
         unused = [name for name in self.order if name not in used and name not in self._uncovered()]
-        alone = not self.risk.ranks.are_several  # otherwise data of other processes may use them
+        alone = not self.risk.ranks.are_several  # otherwise, data of other processes may use them
         missed = not_covered(unused, [], set(), set(), self.progress.reached)
         if missed and alone and self.operator is None and self.uncovered == "error":
             raise coverage_error(missed)
 
     def _counted(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """Yield what is sent back, and count it."""
+        """Generate the vectors that are sent back, and count them."""
         self.num_columns = 0
         for some in self.vectors(f, y):
             self.num_columns += len(some)
             yield some
 
     def _uncovered(self) -> dict[str, str]:
-        """Return parameters that have to be left out, or differentiated in another way, and why.
+        """Return parameters to leave out, or to differentiate by autograd, with reasons.
 
         Raises:
-            ModelError: If they may not.
+            ModelError: If that is not allowed.
         """
         why = not_covered([], [], self.progress.unexplained, self.sums.conflicts)
         if not why:
             return why
         wanted = self.order if self.operator is None else self.operator.domain.shapes
-        for layout in self.sums.layouts.values():  # parameters in the same block are not covered either
+        for layout in self.sums.layouts.values():  # parameters in the same block are also uncovered
             shared = [name for name in layout.params if name in why]
             if shared:
                 why = dict.fromkeys(layout.params, f"it shares a block with {shared[0]!r}") | why
@@ -621,12 +622,13 @@ class _Stream:
         differentiated: Mapping[str, Tensor],
         bad: Mapping[str, str],
     ) -> GradientBatch:
-        """Return the gradients of a batch for one column, by block: what the pass has left, and those by autograd."""
+        """Return the gradients of a batch for one column, by block: captured ones, and those by autograd."""
         risk, num_data = self.risk, len(batch.y)
 
         def of_block(layout: Layout, uses: Sequence[Captured] = (), whole: Tensor | None = None) -> BlockGradients:
             return BlockGradients(layout, num_data, risk.sum_dtype, risk.device, tuple(uses), whole)
 
+        # Covered blocks have captured uses; uncovered parameters are vectors with gradients by autograd.
         good = {key: layout for key, layout in self.sums.layouts.items() if not set(layout.params) & set(bad)}
         blocks = [of_block(layout, captured.get(key, ())) for key, layout in good.items()]
         for name, g in differentiated.items():
@@ -637,9 +639,9 @@ class _Stream:
         return GradientBatch(batch.first, batch.first + num_data, by_name, shapes)
 
     def _by_autograd(self, batch: Batch, bad: Mapping[str, str]) -> list[dict[str, Tensor]]:
-        """Differentiate by parameters that no rule covers, example by example, `[n, *shape]`, for each column.
+        """Return gradients by autograd of uncovered parameters, example by example, `[n, *shape]`, for each column.
 
-        There is nothing to differentiate if they are left out.
+        The dictionaries are empty if uncovered parameters are left out.
         """
         if not bad or (self.operator is None and self.uncovered != "autograd"):
             return [{} for _ in range(self.num_columns)]
@@ -658,22 +660,23 @@ class _Stream:
 
 
 def _flat_layout(risk: EmpiricalRisk, name: str) -> Layout:
-    """Return the layout of a parameter that no rule covers: a vector, as `BlockSums.of_diagonal` has it."""
+    """Return the layout of an uncovered parameter: a vector, as in `BlockSums.of_diagonal`."""
     size = risk.params[name].numel()
     return Layout(name, (size,), (0, size), (0,), 1)
 
 
 def _check_finite(columns: Sequence[GradientBatch]) -> None:
-    """Refuse gradients with NaN or infinity, and name the example; an accelerator is asked once if all is well."""
+    """Raise for gradients with NaN or infinity, and name the example; synchronizes once if all are finite."""
     blocks = [block for batch in columns for block in batch.blocks.values()]
     uses = [use for block in blocks for use in block.uses if isinstance(use, Captured)]
     tensors = [use.gradient for use in uses]
-    # Inputs may be NaN where what comes back is zero, and the product is NaN, too. All columns have the same inputs.
+    # Inputs may be NaN where gradients are zero; the product is NaN, too. All columns have the same inputs.
     inputs = [t for use in uses[: len(uses) // len(columns)] for t in tensors_in(use.use.x)]
     tensors += [t for t in inputs if t.is_floating_point()]
     tensors += [block.whole for block in blocks if block.whole is not None]
     if not tensors or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(tensors)]))):
         return
+    # Something is not finite: find the first block and example.
     start = columns[0].start
     for block in blocks:
         sides = [side.dense() for part in block.parts for side in (part.x, part.g)]
@@ -682,7 +685,7 @@ def _check_finite(columns: Sequence[GradientBatch]) -> None:
             wrong = (~t.isfinite()).any(3).any(2).any(0).nonzero().flatten().tolist()
             if wrong:
                 first, last = start + wrong[0], start + wrong[-1]
-                # Gradients by autograd are sent back for all data together, and one may spoil all.
+                # Gradients by autograd are computed for all examples together, and one example may spoil all.
                 unclear = block.whole is not None and last > first
                 datum = f"an example from {first} to {last}" if unclear else f"example {first}"
                 raise DataError(
@@ -692,8 +695,8 @@ def _check_finite(columns: Sequence[GradientBatch]) -> None:
 
 
 def _explaining_indices(risk: EmpiricalRisk, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Iterate; if an index is out of range, say which one, of which example and of which embedding."""
-    with risk.whole.held(risk.params):  # other processes have other numbers of batches
+    """Iterate over batches; if an index is out of range, raise an error that names index, example and embedding."""
+    with risk.whole.held(risk.params):  # other processes may have other numbers of batches
         try:
             yield from batches
         except IndexError as error:
@@ -705,7 +708,7 @@ def _explaining_indices(risk: EmpiricalRisk, batches: Iterator[Batch]) -> Iterat
 
 
 class _CheckedEmbeddings(TorchFunctionMode):
-    """Refuses indices that an embedding does not have, and names the example."""
+    """A mode that raises for indices that an embedding does not have, and names the example."""
 
     def __init__(self, risk: EmpiricalRisk, batch: Batch) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The settings of a KFAC approximation, checked once."""
+"""The settings of a KFAC approximation, which are validated on construction."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +32,7 @@ _SMALLEST = {
     "memory": 0,
     "factor_memory": 1,
 }
-# Settings that do not change results: whether they are checked, how they are computed, and where they are.
+# Settings that do not affect results: whether to check, how to compute, and where to store.
 _NO_RESULT: dict[str, Any] = {
     "audit": True,
     "replay": True,
@@ -60,14 +60,14 @@ class Advanced(TypedDict, total=False):
 
 
 def check_names(given: Iterable[str], common: Iterable[str]) -> None:
-    """Refuse arguments of `kfs.KFAC` that do not exist, and say which ones are similar.
+    """Raise for arguments of `kfs.KFAC` that do not exist, and suggest similar ones.
 
     Args:
         given: The names of the advanced settings that were passed.
-        common: The names of its other arguments.
+        common: The names of the other arguments of `kfs.KFAC`.
 
     Raises:
-        DtypeError: If there is no such argument.
+        DtypeError: If an argument does not exist.
     """
     for name in given:
         if name not in Advanced.__annotations__:
@@ -83,7 +83,7 @@ def check_names(given: Iterable[str], common: Iterable[str]) -> None:
 
 
 def check_device(device: str | torch.device) -> None:
-    """Raise a `ModelError` for a device that does not exist, or that stores no numbers."""
+    """Raise a `ModelError` for a device that does not exist, or that stores no values."""
     try:
         usable = torch.zeros(1, device=device).device.type != "meta"
     except (RuntimeError, AssertionError):
@@ -139,7 +139,7 @@ class Settings:
             raise ModelError(f"factor_dtype is {dtype!r}.", "Use a floating-point type of PyTorch.")
         if self.factor_device is not None:
             check_device(self.factor_device)
-            object.__setattr__(self, "factor_device", str(self.factor_device))  # as files have it
+            object.__setattr__(self, "factor_device", str(self.factor_device))  # as stored in files
 
     def state(self) -> dict[str, Any]:
         """Return all settings, for a file."""
@@ -148,7 +148,7 @@ class Settings:
         state = asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
         for name in _NO_RESULT:
             del state[name]
-        # Files have these if they differ from the default, and checkpoints are compared with files.
+        # Files store these only if they differ from the default, and checkpoints are compared with files.
         if self.first_sample == 0:
             del state["first_sample"]
         if self.products == "auto":
@@ -156,11 +156,11 @@ class Settings:
         return state
 
     def all(self) -> dict[str, Any]:
-        """Return all settings that processes have to have in common: also how results are divided."""
+        """Return all settings that must be equal in all processes, including those that distribute results."""
         return self.state() | {"placement": self.placement, "factor_memory": self.factor_memory}
 
     def with_fresh_draws(self) -> "Settings":
-        """Return the same settings with other draws, of which there are as many for each example."""
+        """Return the same settings with new draws, as many for each example."""
         return replace(self, first_sample=self.first_sample + self.mc_samples) if self.fisher == "mc" else self
 
     @classmethod
@@ -173,10 +173,10 @@ class Settings:
         """Raise a `ModelError` if a setting differs, except for which data were used."""
         mine, theirs = (replace(one, first_datum=0, **_NO_RESULT) for one in (self, other))
         if mine != theirs:
-            raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
+            raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge only objects with the same settings.")
 
     def sharing_of(self, name: str) -> Sharing:
-        """Return the weight sharing of a parameter: its own, that of its module, or `"expand"`."""
+        """Return the weight sharing of a parameter: its own, its module's, or `"expand"`."""
         if isinstance(self.sharing, str):
             return self.sharing
         return self.sharing.get(name, self.sharing.get(name.rpartition(".")[0], "expand"))

@@ -258,15 +258,15 @@ def more_data() -> None:
     assert K.to(dtype=torch.float32).nbytes == KFAC(risk(slice(0, 10))).to(dtype=torch.float32).nbytes
     assert E.to(dtype=torch.float32).dtype == torch.float32
     alone = kfs.EmpiricalRisk(model, loss, (X, y))
-    with pytest.raises(DistributedError, match="the risk is that of others"):
+    with pytest.raises(DistributedError, match="the risk has another process group"):
         kfs.EKFAC.from_kfac(K, alone)
-    with pytest.raises(ModelError, match="other owners"):
+    with pytest.raises(ModelError, match="different owners"):
         K.merge(KFAC(alone))
     # An argument of one rank alone is an error of all.
     first = dist.get_rank() == 0
-    with pytest.raises(DistributedError, match="the risk is that of others"):
+    with pytest.raises(DistributedError, match="the risk has another process group"):
         K.update(alone if first else risk(slice(0, 10)))
-    with pytest.raises(ModelError, match="other owners"):
+    with pytest.raises(ModelError, match="different owners"):
         K.merge(KFAC(alone) if first else K)
     with pytest.raises(ModelError, match="A KFAC cannot be merged with an EKFAC"):
         E.merge(cast("Any", K) if first else F)

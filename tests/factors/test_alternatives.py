@@ -100,14 +100,14 @@ def test_one_position_needs_no_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_refused() -> None:
     risk = risk_of(*SHARED["convolution"])
-    with pytest.raises(ModelError, match=r"has 57 numbers, so that its matrix has 57\^2"):
+    with pytest.raises(ModelError, match=r"has 57 parameters, so its matrix has 57\^2 entries"):
         exact_blocks(risk, max_size=56)
     with pytest.raises(ModelError, match="steps is 0"):
         optimal_kronecker(risk, steps=0)
     with pytest.raises(ModelError, match="forward-only"):
         exact_diagonal(risk, fisher="forward-only")
     data = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
-    with pytest.raises(ModelError, match="diagonals only"):
+    with pytest.raises(ModelError, match="only diagonals"):
         exact_diagonal(EmpiricalRisk(uncovered_model(), nn.MSELoss(), data), uncovered="diagonal")
 
 

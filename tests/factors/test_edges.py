@@ -178,7 +178,7 @@ def test_dropout_of_recurrent_networks() -> None:
             result: Tensor = self.rnn(x)[0][:, -1]
             return result
 
-    with pytest.raises(ModelError, match="chance"):
+    with pytest.raises(ModelError, match="predictions are random"):
         KFAC(EmpiricalRisk(Noisy().double(), nn.MSELoss(), (normal(4, 5, 3), normal(4, 2))))
 
 

@@ -206,7 +206,7 @@ def test_dropout_between_recurrent_layers_is_noticed_in_every_mode(kind: Any) ->
     x, y = torch.randn(8, 5, 3), torch.randint(3, (8,))
     loss(model.eval()(x), y).backward()
     optimizer.step()
-    with pytest.raises(ModelError, match="drops out"):
+    with pytest.raises(ModelError, match="uses dropout"):
         model.train()(x)
 
 

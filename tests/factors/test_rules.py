@@ -352,7 +352,7 @@ def test_operations_that_consist_of_others() -> None:
         packed = Argument.of((1,), torch.ones(5, dtype=torch.int64), None, data=False)
         assert plan_of(network, x, packed, state, weights, False, 1, 0.0, False, False) is None
         assert isinstance(plan_of(network, x, state, weights, False, 2, 0.5, False, False, True), Rewrite)
-        with pytest.raises(ModelError, match="drops out"):
+        with pytest.raises(ModelError, match="uses dropout"):
             plan_of(network, x, state, weights, False, 2, 0.5, True, False, True)
     for cell in CELLS:
         assert isinstance(plan_of(cell, data(N, 4), data(N, 4), parameter(4, 4), parameter(4, 4)), Rewrite)

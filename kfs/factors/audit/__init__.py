@@ -1,4 +1,4 @@
-"""The audit: checks, on a few of the user's own data, that what was captured is what the model computes."""
+"""The audit: checks, on a few of the user's own examples, that capture reproduces what the model computes."""
 
 from kfs.factors.audit.audit import NotRepeatableError
 from kfs.factors.audit.audits import Audits, distrust, forget_audits

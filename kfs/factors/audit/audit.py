@@ -1,4 +1,4 @@
-"""The audit: on a few of the user's own data, is what was captured what the model computes?
+"""The audit: checks, on a few of the user's own examples, that capture reproduces what the model computes.
 
 The cache of audits lives in `kfs.factors.audit.audits`, the report in `kfs.factors.audit.report`.
 """
@@ -33,7 +33,7 @@ from kfs.runtime.precision import IN_HALF_PRECISION, at_least_float32, tolerance
 
 
 class Results(TorchFunctionMode):
-    """Keeps results of all operations, in their order, with the parameters that they use."""
+    """A mode that records the results of all operations, in order, with the parameters that they use."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Results(TorchFunctionMode):
 
 @contextmanager
 def both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter two contexts, the second one inside of the first."""
+    """Enter two contexts, the second inside the first."""
     with first, second:
         yield
 
 
 def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: float) -> ModelError:
-    """Return the error for predictions that are others under capture; it names the first result that differs."""
+    """Return the error for predictions that differ under capture; it names the first operation whose result differs."""
     culprit = ""
     for (name, params, one), (_, _, other) in zip(plain.results, captured.results, strict=False):
         if difference_of(one, other) > tolerance:
@@ -68,23 +68,23 @@ def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: 
             break
     return ModelError(
         f"Predictions under capture differ by {percent(difference)} from those of the model.{culprit}",
-        "Leave the parameters of that operation out with params=, and report it as an error of kfs. audit=False would "
-        "go on with other predictions than those of the model.",
+        "Leave the parameters of that operation out with params=, and report this as a bug in kfs. audit=False would "
+        "continue with predictions that are not the model's.",
     )
 
 
 def mixing_error(cause: str) -> ModelError:
-    """Return the error for a model that mixes data, given how one knows."""
+    """Return the error for a model that mixes examples, given the evidence."""
     return ModelError(
         f"{cause} The prediction for one example depends on the rest of its batch, so curvature per example is not "
         "defined.",
-        "Change the model so that it treats examples independently, or define an example as everything that "
-        "interacts (a graph, a group). If you know better, pass audit=False.",
+        "Change the model so that it treats examples independently, or make everything that interacts one example (a "
+        "graph, a group). If you are sure that examples do not mix, pass audit=False.",
     )
 
 
 def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
-    """Compare predictions of a whole batch with those of its last data alone.
+    """Compare the predictions for a whole batch with those for its last examples alone.
 
     Raises:
         ModelError: If they differ.
@@ -98,7 +98,7 @@ def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
 
 
 def difference_of(a: Tensor, b: Tensor) -> float:
-    """Return the relative difference of two results, where they are finite."""
+    """Return the relative difference of two results, at entries where both are finite."""
     if a.shape != b.shape:
         return torch.inf
     finite = a.isfinite() & b.isfinite()
@@ -110,42 +110,41 @@ def difference_of(a: Tensor, b: Tensor) -> float:
 
 
 log = logging.getLogger("kfs.factors")
-# How many examples an audit looks at. Two show whether data mix; with four, an order of rows is seldom regular by
-# chance.
+# Number of audited examples. Two show whether examples mix; with four, row orders are seldom regular by chance.
 FEW = 4
-# A gradient may be off by this many roundings of its terms: those of k terms add up to about the root of k, here of
-# 10,000. In half precision, two: one for the sum, and one for what is multiplied.
+# A gradient may be off by this many rounding errors of its terms: those of k terms add up to about the root of k, here
+# of 10,000. In half precision, two: one for the sum, and one for the factors of the products.
 _ROUNDINGS = 100
 _ROUNDINGS_IN_HALF_PRECISION = 2
-# How often answers to questions may change before one goes on with what there is: models have a few tables that are
-# repeated over the batch, and most answers are right at once.
+# Maximum number of passes in which answers to questions may change. Most answers are right at once: models have only a
+# few tables that are repeated over the batch.
 _ROUNDS = 10
-# With so many positions of each example, all rules say something else about rows.
+# With this many positions of each example, all row rules make different predictions.
 _ENOUGH = 4
 _MEASURED = "rows are measured in every batch"
-# Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
+# Evaluates the model within a context. Takes inputs, the number of examples, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
 
 
 @dataclass
 class Audited:
-    """What an audit found."""
+    """The results of an audit, and what they apply to."""
 
     report: Audit
     known: AuditResult
-    whole: bool  # whether it is about all data of a batch, because that cannot be cut
-    counts: Counts | None = None  # what said which rows count
-    rules_hold: bool = False  # whether rules about rows that count hold for inputs of other sizes
-    ways: set[int] = field(default_factory=set)  # hashes of the operations of passes that it is about
+    whole: bool  # whether all examples were audited, because the batch cannot be cut
+    counts: Counts | None = None  # the source of masks and ignored targets
+    rules_hold: bool = False  # whether row rules hold for inputs of other sizes
+    ways: set[int] = field(default_factory=set)  # hashes of the operation sequences of the passes that it covers
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether all numbers were finite; otherwise one has to look again, at other data."""
+        """Whether all numbers were finite; otherwise, other examples have to be audited."""
         return not any(map(isnan, (self.report.predictions, *self.report.gradients.values())))
 
 
 class NotRepeatableError(ModelError):
-    """The model is not the same function in every call."""
+    """Raised if the model is not the same function in every call."""
 
 
 def audit(
@@ -159,24 +158,24 @@ def audit(
     counts: Counts | None = None,
     earlier: AuditResult | None = None,
 ) -> tuple[Audited, Tensor]:
-    """Check what is captured on a few examples.
+    """Audit capture on a few examples of a batch.
 
     Args:
         run: Evaluates the model.
         x: A batch of inputs.
-        num_data: Their number.
-        session: Has parameters and rules. It is not changed.
-        batch_axis: Where the batch axis is in inputs, if not first.
-        halves: Whether predictions are a function of one example, so that half of the data have the same ones.
-        whole: Whether to look at all data in any case.
-        counts: What says which rows count. By default, all do.
-        earlier: What was found with inputs of other sizes, whose rules about rows hold for all.
+        num_data: Number of examples.
+        session: Has parameters and rules. It is not modified.
+        batch_axis: Position of the batch axis in inputs, if not the first.
+        halves: Whether each prediction depends on one example alone, so that half of the examples have the same ones.
+        whole: Whether to audit all examples in any case.
+        counts: The source of masks and ignored targets. By default, all rows count.
+        earlier: Results for inputs of other sizes, whose row rules hold for all sizes.
 
     Returns:
-        What was found, and predictions for the data that were looked at: the last ones, or all.
+        The results, and predictions for the audited examples: the last ones, or all.
 
     Raises:
-        ModelError: If a rule runs something else than the user's operation, or if data mix.
+        ModelError: If a rule runs a different operation than the user's, or if examples mix.
     """
     with uncompiled():
         if num_data > FEW and not whole and can_be_cut(x, num_data, FEW, batch_axis):
@@ -186,7 +185,8 @@ def audit(
             except Exception:
                 log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
         if num_data == 1 and can_be_cut(x, 1, 1, batch_axis):
-            # One example does not show which rows belong to it, and which ones all data share. Two copies of it do.
+            # One example does not show which rows belong to it, and which are shared by all examples. Two copies of it
+            # do.
             try:
                 twice = cut(x, 1, [0, 0], batch_axis)
                 one = _Audit(run, twice, 2, session, batch_axis, halves, counts=counts, earlier=earlier)
@@ -198,12 +198,12 @@ def audit(
 
 
 def _of_one_datum(audited: Audited, f: Tensor) -> tuple[Audited, Tensor]:
-    """Return an audit of two copies of an example as one of it: copies do not show whether data mix."""
+    """Convert the audit of two copies of an example to one of that example: copies do not show whether examples mix."""
     return replace(audited, report=replace(audited.report, num_data=1)), f[:1]
 
 
 class _Audit:
-    """One audit, of all data in a batch."""
+    """One audit, of all examples in a batch."""
 
     def __init__(
         self,
@@ -230,7 +230,8 @@ class _Audit:
         self.params = session.tracker.params
 
     def result(self) -> tuple[Audited, Tensor]:
-        """Run it."""
+        """Run the audit."""
+        # Run under capture, and compare predictions and gradients with those of the model alone.
         names = list(self.params)
         with _without_hooks(self.params.values()):
             f, capture, sums, exact = self._captured([self.params[name] for name in names])
@@ -239,6 +240,7 @@ class _Audit:
         gradients, unexplained = self._compare_gradients(
             f, capture, sums, dict(zip(names, exact, strict=True)), tolerance
         )
+        # Store what later batches need: row maps, answers, uses that are not covered.
         sites = list(capture.places().waiting)
         uses = [site for site in sites if not site.meeting]
         known = replace(
@@ -250,6 +252,7 @@ class _Audit:
             inputs=tuple(is_data for _, is_data in capture.marks.inputs),
             both_ways=frozenset(self.session.both_ways),
         )
+        # Find out which rows count, by further passes.
         mixes = any(site.measured is not None and site.measured.mixes for site in sites)
         capture.places().forget()
         known = self._with_row_rules(known, capture, mixes)
@@ -266,23 +269,23 @@ class _Audit:
         return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
 
     def _audited_uses(self, sites: Sequence[RowQuery], known: AuditResult, routes: bool) -> Iterator[AuditedUse]:
-        """Describe the uses that were measured."""
+        """Generate the report of all measured uses."""
         rules: dict[What, list[RowRule]] = {}
         for what, rule in known.rows:
             rules.setdefault(what, []).append(rule)
         for site in sites:
             operation, parameter = site.what
-            left = rules.get(site.what)
-            order, counted = self._rows(site, routes), str(left.pop(0)) if left else ""
+            rules_left = rules.get(site.what)
+            order, counted = self._rows(site, routes), str(rules_left.pop(0)) if rules_left else ""
             both = [order] if order == _MEASURED or not counted else [order, counted]
             yield AuditedUse(parameter, operation, ", ".join(both), _misfit(site))
 
     def _with_row_rules(self, known: AuditResult, capture: Capture, mixes: bool) -> AuditResult:
-        """Find out which rows of every use count."""
+        """Add the row rule of every use."""
         counts = self.counts
         if counts is None:
             return known
-        # An example without any target that counts has no row that does, unless predictions depend on other data, too.
+        # An example without any target that counts has no row that does, unless predictions depend on other examples.
         otherwise = ALL if counts.class_axis is None or mixes else RowRule("data")
         known = replace(known, otherwise=otherwise)
         if capture.most_positions <= self.num_data and not capture.routes:  # one row of every example
@@ -299,21 +302,21 @@ class _Audit:
         axis, routes = self.batch_axis, capture.routes
         tried = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes)
         rules = tried.rules()
-        if self.num_data == 1:  # nothing tells the rows of one example from all
+        if self.num_data == 1:  # a single example's rows are all rows
             rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
-        # A few short sequences do not tell rules apart.
+        # A few short sequences do not distinguish row rules.
         are_many = self.num_data == FEW and capture.most_positions >= _ENOUGH * self.num_data
         self.rules_hold = are_many and hold_for(rules, capture.whats)
         return replace(known, rows=rules, has_mask=tried.has_mask, checked=tried.checked)
 
     def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
-        """Run the model until it is clear which results have a row for every example, and which inputs are constant.
+        """Run the model until answers are stable: which results have a row per example, and which inputs are constant.
 
         Returns:
-            Predictions, the pass, sums over uses, and gradients by autograd of what was asked for.
+            Predictions, the capture, sums over uses, and gradients of `params` by autograd.
         """
         self.known = AuditResult()
-        first: Capture | None = None  # the first pass in which data mixed, whatever inputs are constant
+        first: Capture | None = None  # the first pass in which examples mixed
         rounds = 0
         while True:
             rounds += 1
@@ -321,6 +324,7 @@ class _Audit:
             capture = Capture(self.session, sums, self.num_data, self.batch_axis, self.known, measuring=True)
             f = self._forward(capture)
             exact = self._send_back(f, capture, params)
+            # Repeat the pass if weights are used both ways, or if answers to questions were wrong.
             if not self.session.both_ways >= sums.placement.both_ways:
                 self.session.learn(sums.placement.both_ways)
                 continue
@@ -328,6 +332,7 @@ class _Audit:
             if changed and rounds < _ROUNDS:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
+            # If examples mix, an input may be the same for all examples: try other inputs as constants.
             mixed = [site for site in capture.places().waiting if site.measured is not None and site.measured.mixes]
             if not mixed or self.session.mixing:
                 return f, capture, sums, exact
@@ -338,9 +343,9 @@ class _Audit:
             self.known = AuditResult(constants=constants)
 
     def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Measure rows, add gradients times inputs up, and return gradients by autograd for the same vectors."""
+        """Measure row maps, sum gradients times inputs, and return gradients by autograd for the same vectors."""
         sites = capture.sites
-        if self.num_data == 1 or sites is None or not (sites.waiting or sites.observed):  # nobody waits
+        if self.num_data == 1 or sites is None or not (sites.waiting or sites.observed):  # no query is pending
             return backward(f, capture, next(probes(f, self.num_data)).unsqueeze(0), also=params)
         exact = measure_rows(f, capture, also=params)
         with full_precision(f.device.type):
@@ -349,7 +354,7 @@ class _Audit:
         return exact
 
     def _forward(self, capture: Capture, within: AbstractContextManager[Any] | None = None) -> Tensor:
-        """Run the model with taps."""
+        """Run the model under capture."""
         marked = mapped(self.x, capture.mark_data)
         try:
             return self.run(marked, self.num_data, capture if within is None else within)
@@ -358,7 +363,7 @@ class _Audit:
             capture.running = False
 
     def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
-        """Return answers that turned out to be wrong."""
+        """Return corrections of wrong answers."""
         changed: dict[Question, bool] = {}
         for question, answer, sites in capture.places().questions:
             found = [site.measured for site in sites if site.measured is not None and site.measured.has_votes]
@@ -370,17 +375,17 @@ class _Audit:
         return changed
 
     def _has_rows_of_data(self, found: Measured) -> bool:
-        """Whether there is a row for every example, if rows do not mix data.
+        """Whether there is a row for every example, given that rows do not mix examples.
 
-        In half precision, a single number looks too often by chance as if it belonged to one example; then, other data
-        have none.
+        In half precision, a single number often seems to belong to one example by chance, but then other examples have
+        none.
         """
         return found.is_precise or 2 * found.number_of_owners > self.num_data
 
     def _more_constants(self, capture: Capture) -> frozenset[int] | None:
-        """Return other inputs that may be the same for all data; `None` if all were tried.
+        """Return the next set of inputs to try as constants; `None` if all were tried.
 
-        First those without an axis as long as the batch, then one after the other.
+        The first set has all inputs without an axis as long as the batch; then come single inputs.
         """
         data = [place for place, (_, is_data) in enumerate(capture.marks.inputs) if is_data]
         if not self.known.constants:
@@ -390,12 +395,12 @@ class _Audit:
         return self.candidates.pop(0) if self.candidates else None
 
     def _compare_predictions(self, f: Tensor, tolerance: float) -> float:
-        """Compare predictions with those of the model alone, for half of the data if possible."""
+        """Compare predictions with those of the model without capture, for half of the examples if possible."""
         chosen = self._half()
         plain = self._alone(chosen)
         if plain is not None and difference_of(plain, f[chosen]) <= tolerance:
             return difference_of(plain, f[chosen])
-        # Is it the capture, or the other half of the data?
+        # Find the cause: the capture, or the other half of the examples.
         difference = difference_of(self.run(self.x, self.num_data, None).detach(), f)
         if difference > tolerance:
             raise self._wrong_rule(difference, tolerance)
@@ -407,16 +412,16 @@ class _Audit:
         )
 
     def _half(self) -> list[int]:
-        """Return some data that are computed alone.
+        """Return the examples to evaluate alone, last ones first.
 
-        The last ones come first: a model may prefer data that come early, as where experts have room for a few.
+        A model may favor early examples, for example if experts have limited capacity.
         """
         if not self.halves:
             return list(range(self.num_data))
         return list(range(self.num_data))[: -(self.num_data // 2) - 1 : -1]
 
     def _alone(self, chosen: list[int]) -> Tensor | None:
-        """Return predictions for some data; `None` if the batch cannot be cut, as one of ragged graphs."""
+        """Return predictions for some examples alone; `None` if the batch cannot be cut, such as ragged graphs."""
         if self.halves and not can_be_cut(self.x, self.num_data, len(chosen), self.batch_axis):
             return None
         try:
@@ -449,20 +454,20 @@ class _Audit:
             precision = torch.bfloat16 if name in sums.narrow else capture.precisions.get(name, f.dtype)
             roundings = _ROUNDINGS_IN_HALF_PRECISION if torch.finfo(precision).bits == 16 else _ROUNDINGS
             noise = roundings * torch.finfo(precision).eps * terms
-            if distance <= noise:  # terms may cancel, so that nothing but rounding errors is left
+            if distance <= noise:  # terms may cancel, so that only rounding errors are left
                 differences[name] = distance / terms if terms > 0 else 0.0
                 continue
             differences[name] = distance / size if size > 0 else torch.inf
             if differences[name] > max(tolerance, tolerance_for(precision, f.device)):
                 unexplained.add((name, self._missed(name, f, sums, differences[name])))
-        # Another shape of inputs may take another way, so that a parameter has a block all the same.
+        # A parameter without a use here may still have a block, because inputs of other shapes may take another path.
         unseen = [name for name, g in gradients.items() if name not in sums.operations and bool(g.any())]
         missed = "it is used by something that was not seen: PyTorch hides it, or it does not depend on data"
         unexplained.update((name, missed) for name in unseen if name not in left_out)
         return differences, unexplained
 
     def _missed(self, name: str, f: Tensor, sums: GradientSums, difference: float) -> str:
-        """Say which use may have been missed."""
+        """Describe which use may have been missed."""
         seen = ", ".join(sorted(sums.operations[name]))
         hidden = sorted({function for parameter, function in hidden_uses(f, self.params)[0] if parameter == name})
         other = ", ".join(hidden) or "something that PyTorch hides"
@@ -470,20 +475,20 @@ class _Audit:
         return f"it is used by {seen} and by {other}, or {seen} was misread ({what_differs})"
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
-        """Find the first operation whose result is another one under capture."""
+        """Return the error that names the first operation whose result differs under capture."""
         plain, captured = Results(self.session.tracker), Results(self.session.tracker)
         once = self.run(self.x, self.num_data, plain).detach()
         if difference_of(self.run(self.x, self.num_data, None).detach(), once) > tolerance:
             return NotRepeatableError(
                 "The model is not the same function in every call: its predictions for the same data differ.",
-                "Remove what it draws or counts outside of PyTorch. If you know what you do, pass audit=False.",
+                "Remove random draws and counters outside of PyTorch. If you know the cause, pass audit=False.",
             )
         capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
         self._forward(capture, both(capture, captured))
         return wrong_rule(plain, captured, difference, tolerance)
 
     def _mixing(self, capture: Capture) -> ModelError:
-        """Say between which operations data mix."""
+        """Return the error that names the operations between which examples mix."""
         sites = [site for site in capture.places().waiting if site.measured is not None]
         last = max(place for place, site in enumerate(sites) if site.measured.mixes)  # type: ignore[union-attr]
         operation, parameter = sites[last].what
@@ -494,12 +499,12 @@ class _Audit:
         )
 
     def _placed(self, site: RowQuery, routes: bool) -> KnownUse:
-        """Return what later batches need to know about a place."""
+        """Return the row map of a query in the form that later batches use."""
         certain = site.certain and not routes and site.measured is not None and site.measured.has_votes
         return KnownUse(site.what, site.leading, self.num_data, site.inner if certain else None)
 
     def _rows(self, site: RowQuery, routes: bool) -> str:
-        """Say how rows belong to data."""
+        """Describe the order of rows for the report."""
         inner = self._placed(site, routes).inner
         if site.measured is not None and not site.measured.has_votes:
             return "no gradient"
@@ -513,7 +518,7 @@ class _Audit:
 
 @contextmanager
 def _without_hooks(params: Any) -> Iterator[None]:
-    """Take users' hooks off parameters in this context: they may change gradients."""
+    """Remove the user's hooks from parameters in this context, because they may change gradients."""
     hooks = [p._backward_hooks for p in params if p._backward_hooks]
     kept = [dict(one) for one in hooks]
     for one in hooks:

@@ -1,4 +1,4 @@
-"""Audits that were done in this process: one for every model, state of its attributes, and shape of its inputs."""
+"""The cache of audits in this process: one for every model, state of its attributes, and shape of inputs."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -22,28 +22,29 @@ from kfs.runtime.cuda_graphs import attributes_of
 from kfs.runtime.nested import tensors_in, without_tensors
 
 log = logging.getLogger("kfs.factors")
-# So many ways through the model are audited for one shape of inputs: a model that chooses at every layer has very many.
+# Maximum number of audited execution paths for one shape of inputs. A model that branches at every layer has very many.
 _MOST_WAYS = 16
-# So many shapes of inputs are remembered for a model, so that sequences of all lengths do not fill the memory.
+# Maximum number of cached shapes of inputs for a model, so that sequences of all lengths do not fill the memory.
 _MOST_SHAPES = 256
-# In so many states of its attributes a model is audited. If there are more, some are no settings, but count something.
+# Maximum number of audited attribute states of a model. If there are more, some attributes are counters, not settings.
 _MOST_STATES = 16
 
 
 class _Done(dict[Any, Audited]):
-    """The audits of a model, by all that they depend on."""
+    """The cached audits of one model, by everything that they depend on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.uncounted: set[Any] = set()  # attributes that passes change
-        self.of_sizes: dict[Any, Audited] = {}  # those whose rules about rows hold whatever sizes inputs have
+        self.uncounted: set[Any] = set()  # attributes that passes change, which are ignored
+        self.of_sizes: dict[Any, Audited] = {}  # audits whose row rules hold for inputs of any size
         self._latest: dict[Any, Any] = {}
         self._states: set[int] = set()
 
     def state(self, model: Any) -> int:
-        """Return a hash of the attributes of a model's modules, such as a setting that decides where its batch axis is.
+        """Return a hash of the attributes of a model's modules, such as a setting that determines its batch axis.
 
-        What passes change themselves, such as a counter, is left out: a model would be audited for every batch.
+        Attributes that passes change, such as counters, are ignored; otherwise the model would be audited for every
+        batch.
         """
         now = self._attributes(model)
         state = hash(frozenset(now.items()))
@@ -59,12 +60,12 @@ class _Done(dict[Any, Audited]):
         return state
 
     def leave_out(self, attributes: set[Any]) -> None:
-        """Let some attributes not count any more."""
+        """Ignore some attributes from now on."""
         self.uncounted |= attributes
         self._states.clear()
 
     def changed(self, model: Any) -> set[Any]:
-        """Return attributes that have changed since they were asked for."""
+        """Return the attributes that have changed since the last call of `state`."""
         return _changes(self._latest, self._attributes(model))
 
     def _attributes(self, model: Any) -> dict[Any, Any]:
@@ -72,7 +73,7 @@ class _Done(dict[Any, Audited]):
         return {name: value for name, value in found.items() if name not in self.uncounted}
 
 
-# By model: what was found.
+# All audits of this process, by model.
 _DONE: "WeakKeyDictionary[Any, _Done]" = WeakKeyDictionary()
 
 
@@ -82,13 +83,13 @@ class Audits:
     Args:
         model: A module, or a function.
         session: Has parameters and rules.
-        batch_axis: Where the batch axis is in inputs, if not first.
-        halves: Whether predictions are a function of one example; not so in training.
-        counts: What says which rows count. By default, all do.
+        batch_axis: Position of the batch axis in inputs, if not the first.
+        halves: Whether each prediction depends on one example alone; not so in training.
+        counts: The source of masks and ignored targets. By default, all rows count.
 
     Attributes:
-        report: What was checked for all batches that were asked for; `None` if there was no batch.
-        session: What audits use. It may be replaced by one with other tensors for the same parameters.
+        report: The merged report of all batches so far; `None` if there was no batch.
+        session: The session that audits use. It may be replaced by one with other tensors for the same parameters.
     """
 
     def __init__(
@@ -113,20 +114,21 @@ class Audits:
         self._current: Audited | None = None
 
     def of_batch(self, risk: EmpiricalRisk, batch: Batch) -> AuditResult:
-        """Return what is known about batches like one of a risk; see `of`."""
+        """Return the audit results that apply to a batch of a risk; see `of`."""
         return self.of(partial(_evaluate, risk, batch), batch.x, len(batch.y))
 
     def of(self, run: Run, x: Any, num_data: int) -> AuditResult:
-        """Return what is known about batches like this one, after an audit if there was none.
+        """Return the audit results that apply to a batch; run an audit if there are none.
 
         Args:
             run: Evaluates the model.
             x: A batch of inputs.
-            num_data: Their number.
+            num_data: Number of examples.
 
         Raises:
             ModelError: If the audit fails.
         """
+        # Look in the cache, and run an audit if nothing was found.
         found = self._find(x, num_data)
         if found is None:
             of_sizes = (self._keys(x, num_data)[1], self._counts)
@@ -141,6 +143,7 @@ class Audits:
                 counts=self._counts,
                 earlier=None if earlier is None else earlier.known,
             )
+            # Store the results in the cache. Attributes that the audit itself changed do not count from now on.
             if found.is_conclusive and found.rules_hold:
                 self._done.of_sizes[of_sizes] = found
             if changed := self._done.changed(self._model):
@@ -149,7 +152,8 @@ class Audits:
             key, loose = self._keys(x, num_data)
             if len(self._done) >= _MOST_SHAPES:
                 self._done.clear()
-            # What cannot be cut, as ragged graphs, has another shape in every batch.
+            # A batch that cannot be cut, such as ragged graphs, usually has a new shape, so it is cached by the loose
+            # key.
             cannot_be_cut = found.whole and num_data > FEW
             if found.is_conclusive:
                 self._done[loose if cannot_be_cut else key] = found
@@ -160,10 +164,10 @@ class Audits:
         return found.known
 
     def close(self, distrust: bool = False) -> Audit | None:
-        """Return what was checked for all batches, after the last one.
+        """Return the merged report, after the last batch.
 
         Args:
-            distrust: Whether batches had padding that the audited data did not have. Then which rows count is measured
+            distrust: Whether batches had padding that the audited examples lacked. Then, which rows count is measured
                 in every batch from now on.
         """
         for one in self._seen if distrust else ():
@@ -171,32 +175,33 @@ class Audits:
         return self.report
 
     def are_done(self, x: Any, num_data: int) -> bool:
-        """Whether `of` needs no audit for batches like this one."""
+        """Whether `of` finds results for such a batch in the cache."""
         return self._find(x, num_data) is not None
 
     def _find(self, x: Any, num_data: int) -> Audited | None:
-        """Return the audit of batches like this one, if there was one."""
+        """Return the cached audit for such a batch, if any."""
         key, loose = self._keys(x, num_data)
         found = self._done.get(key) or self._done.get(loose)
-        if found is None or (found.report.num_data == 1 and num_data > 1):  # one example does not show whether data mix
+        # The audit of one example does not show whether examples mix.
+        if found is None or (found.report.num_data == 1 and num_data > 1):
             return None
-        # What says which rows count may be another loss. Whoever does not ask for it is content with any.
+        # The cached audit may be for another loss or mask. This does not matter if no rows are to be left out.
         return found if self._counts is None or found.counts == self._counts else None
 
     def _keys(self, x: Any, num_data: int) -> tuple[Any, Any]:
-        """Return all that an audit depends on, with and without sizes of inputs."""
+        """Return the cache key of an audit, with and without sizes of inputs."""
         kind = self.session.device_type
         context = (self._key, self._state, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         strict, less_strict = _shapes(x, num_data, self._batch_axis)
         return (context, strict), (context, less_strict)
 
     def follow_up(self, risk: EmpiricalRisk, batch: Batch, operations: int) -> set[tuple[str, str]]:
-        """Audit a batch if the model took another way than in batches of its shape before: `if x.sum() > 0: ...`.
+        """Audit a batch if the model took a new execution path for its shape, as with `if x.sum() > 0: ...`.
 
         Args:
             risk: Model and parameters.
             batch: The batch, right after its forward pass.
-            operations: A hash of the operations in that pass.
+            operations: Hash of the operations in that pass.
 
         Returns:
             `(parameter, why)` of uses that were missed or misread.
@@ -209,14 +214,14 @@ class Audits:
             return set()
         is_first = not found.ways
         found.ways.add(operations)
-        if is_first:  # the pass that it was made for
+        if is_first:  # the pass that the audit was run for
             return set()
         run = partial(_evaluate, risk, batch)
         other, _ = audit(run, batch.x, len(batch.y), self.session, self._batch_axis, self._halves, whole=True)
         return set(other.known.unexplained)
 
     def compare(self, f: Tensor) -> None:
-        """Compare predictions of a whole batch with those that its last data had alone, right after an audit.
+        """Compare the predictions for a whole batch with those for its last examples alone, right after an audit.
 
         Raises:
             ModelError: If they differ.
@@ -227,14 +232,14 @@ class Audits:
 
 
 def distrust(model: Any, known: AuditResult) -> None:
-    """Measure which rows count in every batch like some, which had padding that the audited data did not have."""
+    """Measure which rows count in every batch from now on: there is padding that audited examples lacked."""
     for audited in _done(model).values():
         if audited.known is known:
             audited.known = replace(known, distrusted=True)
 
 
 def forget_audits() -> None:
-    """Forget all audits of this process, so that every model is audited anew."""
+    """Clear the cache of audits, so that every model is audited anew."""
     _DONE.clear()
 
 
@@ -247,7 +252,7 @@ def _evaluate(
 
 
 def _done(model: Any) -> _Done:
-    """Return the audits of a model, if one can tell whether it is the same model."""
+    """Return the cached audits of a model; a new cache if the model cannot be identified."""
     try:
         return _DONE.setdefault(model, _Done())
     except TypeError:  # no weak reference, or no hash
@@ -255,12 +260,12 @@ def _done(model: Any) -> _Done:
 
 
 def _changes(one: dict[Any, Any], other: dict[Any, Any]) -> set[Any]:
-    """Return the names of attributes that are not the same."""
+    """Return the names of attributes that differ."""
     return {name for name, _ in one.items() ^ other.items()}
 
 
 def _described(model: Any, session: Session) -> Any:
-    """Return what the audits of a model depend on, next to inputs: its modules, and the parameters that are tracked."""
+    """Return everything but inputs that the audits of a model depend on: its modules, and the tracked parameters."""
     modules = model.modules() if isinstance(model, Module) else ()
     params = session.tracker.params.items()
     return (
@@ -272,7 +277,7 @@ def _described(model: Any, session: Session) -> Any:
 
 
 def _shapes(x: Any, num_data: int, batch_axis: int | None) -> tuple[Any, Any]:
-    """Return the shapes of one example's inputs, and what does not change with sizes, which is less."""
+    """Return the shapes of one example's inputs with their dtypes, and dtypes and numbers of axes alone."""
     shapes, ranks = [], []
     for t in tensors_in(x):
         axis = axis_to_cut(t.shape, num_data, batch_axis)

@@ -1,4 +1,4 @@
-"""Sums over uses of gradients times inputs: what the gradients of all parameters should be, for the audit."""
+"""Sums over uses of gradients times inputs, which should equal the gradients of all parameters, for the audit."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ _HALF = {torch.float16, torch.bfloat16}
 
 
 class GradientSums(Sums):
-    """Adds gradients times inputs up over all uses, for one column.
+    """Sums gradients times inputs over all uses, for one column.
 
     Attributes:
-        operations: By parameter, what used it.
-        conflicts: `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
-        narrow: Parameters that are used in half precision.
+        operations: The operations that used each parameter, by name.
+        conflicts: `(parameter, operation)` of uses that are inconsistent with other uses of the parameter.
+        narrow: Names of parameters that are used in half precision.
     """
 
     by_datum = True
@@ -39,7 +39,7 @@ class GradientSums(Sums):
         self.narrow: set[str] = set()
 
     def adder_of(self, plan: PlannedUse) -> Adder:
-        """Return what adds the uses of a plan."""
+        """Return the adder for the uses of a plan."""
         for name in plan.layout.params:
             self.operations.setdefault(name, set()).add(plan.operation)
             if plan.narrow is not None or plan.dtype in _HALF:
@@ -47,7 +47,7 @@ class GradientSums(Sums):
         return _Add(self, plan)
 
     def note_conflict(self, plan: PlannedUse) -> None:
-        """Take note of a use that does not fit together with other uses of its parameter."""
+        """Record a use that is inconsistent with other uses of its parameter."""
         self.conflicts.add((plan.layout.weight, plan.operation))
 
     def differences(self, exact: Mapping[str, Tensor]) -> dict[str, tuple[float, float, float]]:
@@ -57,8 +57,8 @@ class GradientSums(Sums):
             exact: The gradients of all parameters that have blocks.
 
         Returns:
-            By parameter that has a block: the distance of both, the norm of the gradient by autograd, and how large the
-            terms are that it is a sum of.
+            By name of each parameter with a block: the distance of both, the norm of the gradient by autograd, and the
+            size of the terms that it is a sum of.
         """
         names = [name for name in exact if name in self.operations]
         unseen = {name: exact[name].numel() for name in names}
@@ -71,20 +71,20 @@ class GradientSums(Sums):
                 unseen[name] -= g.numel()
         keys = list(self.sizes)
         norms += [self.sizes[key] for key in keys]
-        values = numbers(norms)  # an accelerator is asked once
+        values = numbers(norms)  # one synchronization
         sizes = dict(zip(names, values, strict=False))
         terms_of = dict(zip(keys, values[len(names) + len(parts) :], strict=True))
         squares, terms = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         for (name, key), distance in zip(parts, values[len(names) :], strict=False):
             squares[name] += distance**2
             terms[name] += terms_of[key]
-        partly = [name for name in names if unseen[name]]  # entries that no block has should have no gradient
+        partly = [name for name in names if unseen[name]]  # entries without block should have no gradient
         for name, rest in zip(partly, numbers([self._rest(name, exact).norm() for name in partly]), strict=True):
             squares[name] += rest**2
         return {name: (squares[name] ** 0.5, sizes[name], terms[name]) for name in names}
 
     def _rest(self, name: str, exact: Mapping[str, Tensor]) -> Tensor:
-        """Return the gradient of a parameter, with zeros for what blocks have."""
+        """Return the gradient of a parameter, with zeros at entries that blocks have."""
         rest = {other: g.clone() if other == name else g for other, g in exact.items()}
         for layout, total in self.totals.values():
             for other, g, _ in _parts(layout, rest, total) if name in layout.params else ():
@@ -93,16 +93,16 @@ class GradientSums(Sums):
         return rest[name]
 
     def state(self) -> dict[str, Any]:
-        """Return nothing: these sums are not kept."""
+        """Return an empty state: these sums are not saved."""
         return {}
 
     def restore(self, state: Any) -> None:
-        """Do nothing."""
+        """Do nothing: these sums are not saved."""
 
 
 @dataclass
 class _Add(Adder):
-    """Adds the uses of one plan."""
+    """Accumulates the uses of one plan."""
 
     sums: GradientSums
     plan: PlannedUse
@@ -118,7 +118,7 @@ class _Add(Adder):
             total = self._gradient(inputs, g, one_datum)
             layout, before = self.sums.totals.get(key, (self.plan.layout, None))
             self.sums.totals[key] = (layout, total if before is None else before.add_(total))
-            # Terms may cancel. What is lost to rounding is in proportion to how large they are.
+            # Terms may cancel, but rounding errors are proportional to the size of the terms.
             length = inputs.norm() * self.plan.inputs.overlap**0.5 if has_numbers else one_datum.inner**0.5
             self.sums.sizes[key] = length * g.norm() + self.sums.sizes.get(key, 0.0)
 
@@ -134,7 +134,7 @@ class _Add(Adder):
 
 
 def _parts(layout: Layout, exact: Mapping[str, Tensor], total: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the parameters of a block: their part of the gradients by autograd, as a view, and of the sum."""
+    """Generate each parameter of a block: its name, a view of its gradient by autograd, and of the sum."""
     W, b = layout.views({name: exact[name].unsqueeze(0) for name in layout.params})
     inputs = layout.column_size
     yield layout.weight, W, total[..., :inputs]

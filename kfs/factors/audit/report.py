@@ -1,4 +1,4 @@
-"""What an audit says: what was checked, and how closely."""
+"""The report of an audit: what was checked, and to which precision."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,9 +10,9 @@ class AuditedUse:
 
     Attributes:
         parameter: Its name.
-        operation: What used it.
-        rows: How rows of the operation's inputs belong to data, and which of them count if not all do.
-        mixing: How far a row's gradients are from those of a row that belongs to one example.
+        operation: The operation that used it.
+        rows: The order of rows of the operation's inputs, and which rows count if not all do.
+        mixing: The largest relative distance of a row's gradients from those of a row that belongs to one example.
     """
 
     parameter: str
@@ -23,18 +23,18 @@ class AuditedUse:
 
 @dataclass(frozen=True, repr=False)
 class Audit:
-    """What was checked, and how closely.
+    """The report of an audit: what was checked, and to which precision.
 
     Attributes:
-        num_data: Number of examples that were looked at.
-        predictions: Relative difference of predictions with and without capture, the latter for a part of the data.
-        gradients: By parameter, the relative difference of the sum over its uses from its gradient by autograd.
-        uses: All uses, in their order.
-        tolerance: Up to which relative difference predictions and gradients count as the same.
-        shapes: For how many different shapes of inputs this was done. Numbers are the largest ones.
+        num_data: Number of audited examples.
+        predictions: Relative difference of predictions with and without capture, the latter for some of the examples.
+        gradients: By parameter, the relative difference between the sum over its uses and its gradient by autograd.
+        uses: All uses, in order.
+        tolerance: The largest relative difference up to which predictions and gradients count as equal.
+        shapes: Number of audited shapes of inputs. Other numbers are the maxima over them.
         missed: Parameters of which a use was missed or misread. They are not covered.
         unused: Parameters that predictions do not depend on. They have no block, and a curvature of zero.
-        mask: The name of the mask that says where inputs have padding; empty if there is none.
+        mask: The name of the mask that marks padding of inputs; empty if there is none.
     """
 
     num_data: int
@@ -48,7 +48,7 @@ class Audit:
     mask: str = ""
 
     def merged(self, other: "Audit") -> "Audit":
-        """Return one audit for the shapes of both; the same one if they are equal."""
+        """Return the merged audit for the shapes of both; `self` if they are equal."""
         if self == other:
             return self
         names = [*self.gradients, *(name for name in other.gradients if name not in self.gradients)]
@@ -88,12 +88,12 @@ class Audit:
 
 
 def merge_audits(one: Audit | None, other: Audit | None) -> Audit | None:
-    """Return one audit for the shapes of both; `None` if one of them is missing."""
+    """Return the merged audit for the shapes of both; `None` if one is missing."""
     return None if one is None or other is None else one.merged(other)
 
 
 def percent(difference: float) -> str:
-    """Return a relative difference for a message."""
-    if not difference < 10:  # a ratio of anything and nearly nothing
+    """Format a relative difference for a message."""
+    if not difference < 10:  # the denominator was nearly zero
         return "more than 1000%"
     return f"{100 * difference:.2g}%" if difference < 0.995 else f"{difference:.0%}"

@@ -1,6 +1,6 @@
-"""Capture: seeing every operation of a forward pass that uses a tracked parameter, whoever calls it.
+"""Capture: a mode that intercepts every operation that uses a tracked parameter in a forward pass.
 
-Plans for these uses live in `kfs.factors.trace`, taps in `kfs.factors.capture.tap`.
+Plans for these uses are in `kfs.factors.trace`, taps in `kfs.factors.capture.tap`.
 """
 
 import logging
@@ -50,7 +50,7 @@ log = logging.getLogger("kfs.factors")
 
 
 def recorder_for(risk: EmpiricalRisk, settings: Settings) -> Recorder | None:
-    """Return what records passes; `None` if they are to run as they are."""
+    """Return the recorder of CUDA graphs; `None` if passes are not recorded."""
     if not settings.replay or risk.device.type != "cuda":
         return None
     model = risk.model.parameters() if isinstance(risk.model, Module) else ()  # pragma: no cover (tested on a GPU)
@@ -63,19 +63,19 @@ def recorder_for(risk: EmpiricalRisk, settings: Settings) -> Recorder | None:
 
 
 def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
-    """Find parameters that enter a custom `autograd.Function`, as they are or as a view or copy.
+    """Find parameters that enter a custom `autograd.Function` directly, or as a view or copy.
 
     Args:
         f: Predictions.
         params: Tracked parameters, by name.
 
     Returns:
-        `(parameter, function)` of all such uses, and all parameters that predictions depend on.
+        `(parameter, function)` of all such uses, and the set of all parameters that predictions depend on.
     """
     names = {id(p): name for name, p in params.items()}
     found: set[tuple[str, str]] = set()
     reached: set[str] = set()
-    # Nodes, with the custom function that they were reached from, if there is no tap in between.
+    # Nodes to visit, with the custom function that they were reached from, if there is no tap in between.
     waiting: list[tuple[Any, str | None]] = [(f.grad_fn, None)]
     seen = set()
     while waiting:
@@ -97,16 +97,16 @@ def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> tuple[set[tuple[str,
 
 
 def _waits_for_gradients(node: Any) -> bool:
-    """Whether a function is the one that `fully_shard` puts around modules. It returns what it is given."""
+    """Whether a function is the identity that `fully_shard` puts around modules."""
     return str(type(node)._forward_cls.__module__).startswith("torch.distributed.fsdp.")
 
 
-# Questions, which are asked so often that it pays not to look at their arguments.
+# Queries of tensor metadata. They are so frequent that skipping the inspection of their arguments pays.
 _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")
 _METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 
-# Operations that pick rows by indices, send them somewhere, or repeat them.
+# Operations that select, scatter or repeat rows by indices.
 _MOVE_NAMES = (
     *("gather", "index_select", "masked_select", "take", "take_along_dim", "repeat_interleave", "segment_reduce"),
     *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "masked_scatter"),
@@ -118,39 +118,39 @@ _MOVES = {
     for owner in (torch, Tensor)
     if hasattr(owner, name + ending)
 } | {Tensor.__getitem__, Tensor.__setitem__, torch.nn.functional.one_hot}
-# Operations that read numbers, such as lengths.
+# Operations that read values on the host, such as lengths.
 _READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
 
 
 @dataclass(frozen=True)
 class Used:
-    """A use of a pass."""
+    """One use of a parameter in a pass."""
 
-    number: int  # among all uses of the pass
+    number: int  # index among all uses of the pass
     what: What
     rows: int
     positions: int  # of each row
-    by_construction: bool  # whether rows were brought into the order of data
-    site: int  # its place among what an audit knows about uses
-    not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not leave out themselves
+    by_construction: bool  # whether rows are in the order of examples by construction
+    site: int  # index among the uses that the audit recorded
+    not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not mark as padding
 
 
 Observer = Callable[[Used, RowMap, Receiver], Receiver]
-_MOST_PLANS = 10_000  # a model whose shapes never repeat makes new ones in every batch
+_MOST_PLANS = 10_000  # a model whose shapes never repeat adds plans in every batch
 
 
 class Capture(TorchFunctionMode):
-    """Watches the forward pass of one batch.
+    """A mode that intercepts the forward pass of one batch.
 
     Args:
         session: Has tracked parameters, rules and plans.
-        sums: What inputs and gradients are added to.
+        sums: The sums in which inputs and gradients are accumulated.
         num_data: Number of examples in the batch.
-        batch_axis: Where the batch axis is in activations, if not first.
-        known: What an audit found out about rows. `None` to guess it from lengths.
-        measuring: Whether rows are to be measured, for an audit.
-        masks: What the batch says about rows that count. By default, all do.
-        padding: Takes note of padding that no rule about rows explains. By default, nobody looks for it.
+        batch_axis: Position of the batch axis in activations, if not the first.
+        known: Results of an audit. `None` to guess row maps from lengths.
+        measuring: Whether to measure all row maps, for an audit.
+        masks: The masks that determine which rows count. By default, all do.
+        padding: Records padding that no row rule explains. If not given, it is not looked for.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Capture(TorchFunctionMode):
         padding: DeferredChecks | None = None,
     ) -> None:
         super().__init__()
-        # Plans die if parameters have other storages than before, or if ever new shapes have made too many of them.
+        # Plans are dropped if parameters have moved to other storages, or if varying shapes have made too many of them.
         if session.tracker.has_moved() or len(session.plans) > _MOST_PLANS:
             session.forget_plans()
             sums.adders.clear()
@@ -185,57 +185,59 @@ class Capture(TorchFunctionMode):
         self._distrusts = sums.counts_rows and known is not None and known.distrusted
         self._checked = known.checked if sums.counts_rows and known is not None and padding is not None else None
         self._padding = padding
-        self._with_gradient: Tensor | None = None  # which rows of the checked use have one, so far
-        self._should_count: list[Tensor] = []  # which of them should
-        self.uses = 0  # how many uses there were
+        self._with_gradient: Tensor | None = None  # which rows of the checked use have a gradient so far
+        self._should_count: list[Tensor] = []  # which rows of the checked use should have one
+        self.uses = 0  # number of uses so far
         self.whats: list[What] = []  # all uses, if rows are measured
-        self.most_positions = 0  # of a use, in all data together
-        self.noise: torch.Generator | None = None  # adds noise to all outputs, to see what depends on values alone
-        # Is shown every use, the owners of its rows, and what takes gradients.
+        self.most_positions = 0  # largest number of positions of a use, over all examples
+        self.noise: torch.Generator | None = None  # adds noise to all outputs, for experiments
+        # Called for every use with its row map and gradient callback; returns the callback to use.
         self.observer: Observer | None = None
-        self.sites: RowQueries | None = None  # where it matters whose rows are, if anywhere
+        self.sites: RowQueries | None = None  # the row queries of this pass, if any
         inputs = ((), ()) if known is None else (known.constants, known.inputs)
         self.marks = Marks(self.tracker, num_data, batch_axis, *inputs)
         self.is_data = self.marks.is_data
         self.as_data = self.marks.as_data
         self.mark_data = self.marks.mark_data
-        self.precisions: dict[str, torch.dtype] = {}  # the lowest one that a parameter was cast to
-        self.routes = False  # whether data decide which rows are picked
+        self.precisions: dict[str, torch.dtype] = {}  # lowest precision that a parameter was cast to
+        self.routes = False  # whether the data determine which rows are selected
         self.handle: Tensor | None = None  # the zero-size second input of all taps
         self.keep_graph = True  # whether further backward passes will follow
-        self.together = False  # whether a backward pass is for several columns, by `vmap`
+        self.together = False  # whether the backward pass is for several columns, batched by `vmap`
         self.running = True  # whether the forward pass is still running
-        self.sending = False  # whether a backward pass runs that sends vectors back, in full precision
-        self.probing = False  # whether these vectors are there to find out to which data rows belong
-        self.listening = False  # whether gradients of somebody else's backward pass are of interest
-        self.operations = 0  # a hash of all operations that were seen, in order
-        self.derived: list[Derived] = []  # in the order in which they were met
-        # `(parameter, why)` of uses that no rule explains; complete after a backward pass.
+        self.sending = False  # whether `backward` runs, in full precision
+        self.probing = False  # whether its vectors are probes that measure row maps
+        self.listening = False  # whether to show gradients of the caller's backward pass
+        self.operations = 0  # hash of the sequence of operations
+        self.derived: list[Derived] = []  # in order of creation
+        # `(parameter, why)` of uses that no rule covers; complete after a backward pass.
         self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
         self.reached: set[str] = set()  # parameters that predictions depend on
         self._known = known
-        self._waits = False  # whether the next tap belongs to a place that waits to be measured
+        self._waits = False  # whether the next tap belongs to a pending row query
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, by a plan if it uses a tracked parameter."""
+        """Run an operation; if it uses a tracked parameter, according to its plan."""
         kwargs = kwargs or {}
         if func in _QUESTIONS:
             return func(*args, **kwargs)
+        # The sequence of operations identifies the execution path. Rows selected by data may be in any order.
         self.operations = hash((self.operations, func))
         inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
         if func in _MOVES or func in _READS:
             self.routes = self.routes or self._moves_by_data(func, args, inputs)
-        if not torch.is_grad_enabled():  # what has no gradient is no use
+        # Does the operation use a tracked parameter?
+        if not torch.is_grad_enabled():  # operations without gradient are not uses
             refuse_reentrant_checkpoint()
-        elif _are_functorch_transforms_active():  # taps do not work there
+        elif _are_functorch_transforms_active():  # taps do not work under torch.func
             plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
             found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
             why = no_rule(f"{func.__name__} inside of torch.func")
             self.unexplained.update((name, why) for tracked in found for name in tracked.names)
         else:
-            if func in FIRST_ONLY:  # the second argument gives type or shape only
+            if func in FIRST_ONLY:  # other arguments only give type or shape
                 inputs = inputs[:1]
-            # A mask made by torch.ones_like(weight) has the shape of a parameter, and none of its values.
+            # A mask made by torch.ones_like(weight) depends on the parameter's shape, but not on its values.
             sources = [] if func in SHAPES_ONLY else list(map(self.tracker.find, inputs))
             if any(sources):
                 return self._run(func, args, kwargs, inputs, sources)
@@ -244,7 +246,7 @@ class Capture(TorchFunctionMode):
         return result
 
     def _moves_by_data(self, func: Any, args: Any, inputs: list[Tensor]) -> bool:
-        """Whether data decide where rows go, or how many there are of each example."""
+        """Whether the data determine where rows go, or how many each example has."""
         if func is Tensor.__getitem__ or func is Tensor.__setitem__:
             indices = tensors_of(args[1:2])
         else:
@@ -252,7 +254,7 @@ class Capture(TorchFunctionMode):
         return any(self.is_data(t) for t in indices if not t.is_floating_point())
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
-        """Run an operation that uses a tracked parameter: by its plan if that is known."""
+        """Run an operation that uses a tracked parameter, with its cached plan if there is one."""
         key = self.key_of(func, args, kwargs, inputs, sources)
         settled = self.session.plans.get(key)
         if type(settled) is not list or not self.fit(settled):
@@ -265,7 +267,7 @@ class Capture(TorchFunctionMode):
         return out
 
     def _run_unsettled(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that uses a tracked parameter, and settle its plan if its output is tapped."""
+        """Run an operation that uses a tracked parameter and has no settled plan; settle it if the output is tapped."""
         kind = self.session.device_type
         call = Call(func, self.num_data, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         planned = self._plan(key, call, args, kwargs)
@@ -294,14 +296,14 @@ class Capture(TorchFunctionMode):
         kwargs: dict[str, Any],
         out: Tensor,
     ) -> Any:
-        """Follow the output of an operation whose inputs do not depend on data, unless it has a row per example."""
+        """Track the output of an operation on constants as a derived parameter, unless it has a row per example."""
         func = call.func
         with full_precision(self.session.device_type):
             x = prepared(planned[0], args, kwargs)
         leading, axis = planned[0].inputs.leading(x), self.batch_axis or 0
         guess = self.num_data > 1 and leading[axis : axis + 1] == (self.num_data,)
         with self.places().question(func, planned[0].layout.weight, guess) as has_data:
-            if has_data:  # what is multiplied does not depend on data, but it has a row for every example
+            if has_data:  # the input does not depend on data, but it has a row for every example
                 tapped = self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
                 return self.marks.mark(tapped)
             return self.session.fallback(self, func, args, kwargs)
@@ -315,7 +317,7 @@ class Capture(TorchFunctionMode):
         kwargs: dict[str, Any],
         out: Tensor,
     ) -> Tensor:
-        """Settle plans, and return the operation's output with a tap for each of them."""
+        """Settle plans, and return the operation's output with a tap for each."""
         placement = self.sums.placement
         settled = self.session.plans.get(key)
         if type(settled) is not list or not self.fit(settled):
@@ -333,7 +335,7 @@ class Capture(TorchFunctionMode):
         meeting: bool = False,
         counting: Counting = EVERYTHING,
     ) -> Receiver:
-        """Ask which example each row belongs to, right before the tap; arguments are those of `RowQueries`."""
+        """Register a row query for the next tap. Arguments are those of `RowQueries.open`."""
         sites = self.places()
         before = len(sites.waiting)
         receive = sites.open(what, leading, start, meeting, counting)
@@ -341,34 +343,34 @@ class Capture(TorchFunctionMode):
         return receive
 
     def observed(self, t: Tensor, what: What) -> Tensor:
-        """Return a tensor such that an audit learns to which data its numbers belong."""
+        """Return a tensor with a tap that measures its row map number by number, for an audit."""
         receive = self.places().observe(what, tuple(t.shape))
         self._waits = True
         return self.tap(t, receive)
 
     def places(self) -> RowQueries:
-        """Return all places at which it matters whose rows are."""
+        """Return the row queries of this pass."""
         if self.sites is None:
             mixing = self.session.mixing
             self.sites = RowQueries(self.num_data, self.batch_axis, self._known, self.measuring, mixing, self.masks)
         return self.sites
 
     def _plan(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the rule for an operation says; it is asked once."""
+        """Return the result of the operation's rule, which is cached."""
         rule = self.session.rules.get(call.func)
         if rule is None:
             return None
         plans = self.session.plans
-        if key not in plans or type(plans[key]) is list:  # they do not fit the blocks of this pass
+        if key not in plans or type(plans[key]) is list:  # settled plans that do not fit the blocks of this pass
             described = [describe(part, (place,), self.tracker, self.is_data) for place, part in enumerate(args)]
             named = {name: describe(part, (name,), self.tracker, self.is_data) for name, part in kwargs.items()}
-            # Rules take a view of a parameter for entries of it.
+            # Rules assume that a view of a parameter has entries of it, which fails for views in another dtype.
             as_entries = not self.tracker.as_other_numbers(tensors_of((*args, *kwargs.values())))
             plans[key] = rule(call, *described, **named) if as_entries else None
         return plans[key]
 
     def key_of(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
-        """Return all that a plan depends on: operation, arguments, number of examples and `autocast`."""
+        """Return the cache key of a plan: operation, arguments, number of examples and `autocast`."""
         kind = self.session.device_type
         key = [func, self.num_data]
         if torch.is_autocast_enabled(kind):
@@ -376,7 +378,7 @@ class Capture(TorchFunctionMode):
         for t, source in zip(inputs, sources, strict=True):
             if source is None:
                 key += (t.shape, t.dtype, self.is_data(t))
-            elif t is source.tensor:  # all of it, as it is
+            elif t is source.tensor:  # the whole parameter
                 key.append(source.token)
             else:
                 key += (source.token, t.storage_offset(), t.shape, t.stride(), t.dtype)
@@ -385,24 +387,24 @@ class Capture(TorchFunctionMode):
         return tuple(key)
 
     def fit(self, plans: Iterable[Plan]) -> bool:
-        """Whether settled plans fit the blocks that are there; in training, every pass starts without blocks."""
+        """Whether settled plans fit the existing blocks; in training, every pass starts without blocks."""
         adders, placement = self.sums.adders, self.sums.placement
         return all([plan in adders or not plan.fits or placement.admit(plan.layout) for plan in plans])  # noqa: C419
 
     def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
-        """Add the inputs of a use, and return what takes gradients `[columns, *shape of the output]`.
+        """Accumulate the inputs of a use, and return its gradient callback for `[columns, *shape of the output]`.
 
         Args:
             plan: A plan that the session has settled.
-            x: What the plan prepared.
-            by_construction: Whether rows were brought into the order of data.
+            x: The prepared input.
+            by_construction: Whether rows are in the order of examples by construction.
         """
         number = self.uses
         self.uses += 1
         if self.measuring:
             self.whats.append((plan.operation, plan.layout.weight))
         if not plan.fits:
-            self._waits = True  # probes show it, too
+            self._waits = True  # so that probes also reach it
             return lambda _: self.sums.note_conflict(plan)
         adder = self.sums.adders.get(plan)
         if adder is None:
@@ -414,7 +416,7 @@ class Capture(TorchFunctionMode):
         return receive if plan.read is None else _reading(plan.read, x, receive)
 
     def _add_rows(self, number: int, adder: Adder, plan: Plan, x: Any, by_construction: bool) -> Receiver:
-        """Add the inputs of a use as soon as it is known whose they are, and which of them count."""
+        """Accumulate the inputs of a use as soon as its row map and the rows that count are known."""
         leading = plan.inputs.leading(x)
         rows = prod(leading)
         what = (plan.operation, plan.layout.weight)
@@ -431,14 +433,14 @@ class Capture(TorchFunctionMode):
             return receive if self.observer is None else self.observer(used, row_map, receive)
 
         rule = self._rule(number, what)
-        # What meets data later is not measured, and the same positions of all data need not be.
+        # Derived and broadcast parameters are not measured, and fixed positions need not be.
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
         counting = Counting(rule, positions, row_map, self.sums.by_datum)
         return self.open(what, leading, start, counting=counting)
 
     def _looking_for_padding(self, counted: Tensor | None, used: Used, receive: Receiver) -> Receiver:
-        """Return what takes note of rows with a gradient in any column."""
+        """Return a receiver that also records which rows have a gradient in any column."""
         self._should_count = [t.flatten() for t in (counted, used.not_padding) if t is not None]
 
         def look(g: Tensor) -> None:
@@ -449,7 +451,7 @@ class Capture(TorchFunctionMode):
         return look
 
     def note_padding(self) -> None:
-        """Take note of rows that should count and have no gradient, after all vectors were sent back."""
+        """Record rows that should count but have no gradient, after all vectors were sent back."""
         if self._padding is None or self._with_gradient is None:
             return
         surprising = ~self._with_gradient
@@ -459,7 +461,7 @@ class Capture(TorchFunctionMode):
         self._with_gradient = None
 
     def _rule(self, number: int, what: What) -> RowRule:
-        """Return which rows of a use count."""
+        """Return the row rule of a use."""
         known = self._known
         if known is None or not self._counts_rows:
             return ALL
@@ -468,7 +470,7 @@ class Capture(TorchFunctionMode):
         return ALL if rule.whole and self.masks.are_complete else rule
 
     def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
-        """Return `z` such that gradients with respect to it are shown to a receiver, those of probes if `probed`."""
+        """Return `z` with a tap that shows its gradients to a receiver, including those of probes if `probed`."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
         waits = self._waits or probed
@@ -477,7 +479,7 @@ class Capture(TorchFunctionMode):
         return apply_tap(z, self.handle, self, receive, waits)
 
     def find_hidden_uses(self, f: Tensor) -> None:
-        """Look for uses that were not seen, unless an earlier pass consisted of the same operations."""
+        """Look for uses that were not intercepted, unless an earlier pass had the same operations."""
         known = self.session.hidden_uses
         if self.operations not in known:
             hidden, reached = hidden_uses(f, self.tracker.leaves())
@@ -486,16 +488,16 @@ class Capture(TorchFunctionMode):
         self.unexplained |= hidden
 
     def clear_marks(self) -> None:
-        """After the forward pass: take marks off tensors that a model has kept, and forget tensors of this batch."""
+        """Remove the marks of this pass and drop its tensors, after the forward pass."""
         self.tracker.forget_batch()
         self.marks.forget()
 
     def _tap_output(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-        """Add the inputs of a use, and return the operation's output with a tap."""
+        """Accumulate the inputs of a use, and return the operation's output with a tap."""
         if plan.narrow is not None:
             with full_precision(plan.device.type):
                 receive = self.use(plan, prepared(plan, args, kwargs))
-        else:  # without autocast there is only the graph to switch off, which takes less time in this way
+        else:  # without autocast, only the graph has to be switched off, which is faster in this way
             torch._C._set_grad_enabled(False)
             try:
                 receive = self.use(plan, prepared(plan, args, kwargs))
@@ -518,16 +520,16 @@ def forward(
 
     Args:
         risk: Model and parameters.
-        batch: Some data.
-        session: Has plans.
-        sums: What inputs are added to, and gradients will be.
-        batch_axis: Where the batch axis is in activations, if not first.
-        known: What an audit found out about rows.
-        ignored: If given, all targets are taken to count, and data with others are noted there.
-        padding: If given, takes note of padding that no rule about rows explains.
+        batch: A batch of data.
+        session: Has tracked parameters, rules and plans.
+        sums: The sums in which inputs, and later gradients, are accumulated.
+        batch_axis: Position of the batch axis in activations, if not the first.
+        known: Results of an audit. `None` to guess row maps from lengths.
+        ignored: If given, all targets are assumed to count, and examples with ignored targets are recorded there.
+        padding: If given, records padding that no row rule explains.
 
     Returns:
-        Predictions, and what is needed to send vectors back.
+        Predictions, and the capture, which is needed to send vectors back.
     """
     targets = risk.loss.counted(batch.y)
     masks = BatchMasks(targets, risk.mask_source.find(batch.x, len(batch.y)), device=batch.y.device)
@@ -535,6 +537,7 @@ def forward(
         ignored.note(~targets.flatten(1).all(1), batch.start)
         masks.assume_all_count()
     capture = Capture(session, sums, len(batch.y), batch_axis, known, masks=masks, padding=padding)
+    # Run the model under capture. The user's code may keep tensors, so marks are removed even if it raises.
     marked = batch._replace(x=mapped(batch.x, capture.mark_data))
     try:
         with uncompiled():
@@ -547,7 +550,7 @@ def forward(
 
 
 def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a plan's inputs are read from; `None` if they are not read from anything."""
+    """Return the input of a plan's operation as `prepare` computes it; `None` if the plan has no arguments."""
     tensors = [
         args[argument.place[0]] if argument.is_positional else argument_at(argument.place, args, kwargs)  # type: ignore[index]
         for argument in plan.arguments
@@ -558,5 +561,5 @@ def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:
-    """Return what reads gradients before it passes them on."""
+    """Return a receiver that converts gradients before it passes them on."""
     return lambda g: receive(read(g, x))

@@ -1,4 +1,4 @@
-"""Parameters that meet the batch later: broadcast parameters, derived parameters, copies."""
+"""Parameters that are combined with the batch indirectly: broadcast parameters, derived parameters, copies."""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 
 class Spread:
-    """Entries of a parameter at the places of a tensor: how gradients there become those of every example.
+    """Entries of a parameter spread over a tensor, whose gradients are mapped back to per-example gradients.
 
     Args:
         shape: The tensor's shape.
-        index: Which entry each number of the tensor is, of the tensor's shape.
+        index: The parameter entry at each position of the tensor, of the tensor's shape.
         source: The parameter's shape.
-        own: The axes of the tensor along which entries differ, if that is known. There are the same entries for all
-            indices of the other axes.
+        own: The axes of the tensor along which entries differ, if known. Along the other axes, entries repeat.
     """
 
     def __init__(
@@ -42,13 +41,13 @@ class Spread:
     @classmethod
     def expanded(cls, t: Argument, shape: tuple[int, ...]) -> "Spread":
         """Describe (a view of) a parameter that is expanded to a shape."""
-        assert t.source is not None  # noqa: S101 (only tracked arguments get here)
+        assert t.source is not None  # noqa: S101 (only called for tracked arguments)
         padded = (1,) * (len(shape) - t.ndim) + t.shape
         strides = (0,) * (len(shape) - t.ndim) + t.stride
         strides = tuple(0 if n == 1 else stride for n, stride in zip(padded, strides, strict=True))
         own = tuple(axis for axis, stride in enumerate(strides) if stride != 0 and shape[axis] != 1)
         places = torch.arange(max(prod(t.source[0]), 1))
-        index = places.as_strided(shape, strides, t.offset)  # nothing is copied
+        index = places.as_strided(shape, strides, t.offset)  # a view
         spread = cls(shape, index, t.source[0], own)
         lengths, steps = [shape[axis] for axis in own], [strides[axis] for axis in own]
         spread.along_own_axes = places.as_strided(lengths, steps, t.offset).flatten()
@@ -56,11 +55,11 @@ class Spread:
 
     @property
     def free(self) -> tuple[int, ...]:
-        """The axes along which entries do not differ."""
+        """The axes along which entries repeat."""
         return tuple(axis for axis in range(len(self.shape)) if axis not in (self.own or ()))
 
     def reader(self, row_map: RowMap) -> Callable[[Tensor], Tensor]:
-        """Return what reads gradients `[columns, *shape]` as `[columns, N, *source]`."""
+        """Return a function that maps gradients `[columns, *shape]` to `[columns, N, *source]`."""
         if not isinstance(row_map, StridedRows):
             return self._by_number(row_map)
         if row_map not in self._readers:
@@ -68,7 +67,7 @@ class Spread:
         return self._readers[row_map]
 
     def _by_axes(self, row_map: StridedRows) -> Callable[[Tensor], Tensor] | None:
-        """Sum over axes along which neither entries nor data differ; `None` if entries differ along the batch axis."""
+        """Return a reader that sums over repeated axes; `None` if entries differ along the batch axis."""
         if self.own is None:
             return None
         rows = self._rows(row_map)
@@ -86,7 +85,7 @@ class Spread:
         return read
 
     def _rows(self, row_map: StridedRows) -> StridedRows | None:
-        """Return owners along the axes where entries do not differ; `None` if data differ along others."""
+        """Return the row map along the repeated axes; `None` if examples differ along other axes."""
         free = self.free
         for place, axis in enumerate(free):
             tail = prod(self.shape[axis + 1 :])
@@ -96,7 +95,7 @@ class Spread:
         return None
 
     def _data_by_data(self, row_map: StridedRows) -> Callable[[Tensor], Tensor] | None:
-        """Read example by example, if all numbers of one stand together, and if data do not differ in their entries."""
+        """Return a reader that reshapes; `None` unless each example is contiguous and all have the same entries."""
         index = self.index.reshape(-1, row_map.inner)
         if len(index) != row_map.num_data or not torch.equal(index, index[:1].expand_as(index)):
             return None
@@ -104,7 +103,7 @@ class Spread:
         return lambda g: scattered(g.reshape(len(g), row_map.num_data, -1), entries, self.source)
 
     def _by_number(self, row_map: RowMap) -> Callable[[Tensor], Tensor]:
-        """Add number by number."""
+        """Return a reader that scatters gradients one by one, for any row map."""
         data = row_map.index(prod(self.shape))
         size = prod(self.source)
         counted = (data >= 0).nonzero().flatten()
@@ -120,7 +119,7 @@ class Spread:
 
 
 def on_device(index: Tensor, device: torch.device) -> Tensor:
-    """Return indices on a device; the same ones are copied there once, as no copy is made in a recorded pass."""
+    """Return indices on a device. Copies are cached, because recorded passes cannot copy from the host."""
     if index.device == device:
         return index
     values = index.cpu().contiguous().numpy().tobytes()  # pragma: no cover (tested on a GPU)
@@ -129,12 +128,12 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _copied(values: bytes, shape: tuple[int, ...], device: torch.device) -> Tensor:  # pragma: no cover (as above)
-    # The host does not wait: memory that is not pinned is read before the call returns.
+    # This does not synchronize: unpinned memory is read before the call returns.
     return torch.frombuffer(bytearray(values), dtype=torch.int64).reshape(shape).to(device, non_blocking=True)
 
 
 def scattered(g: Tensor, index: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """Put entries `[..., k]` at their places in tensors of a shape, `[..., *shape]`."""
+    """Scatter-add entries `[..., k]` into tensors of a shape, `[..., *shape]`."""
     if index is None:
         return g.reshape(*g.shape[:-1], *shape)
     full = g.new_zeros(*g.shape[:-1], prod(shape))
@@ -142,11 +141,11 @@ def scattered(g: Tensor, index: Tensor | None, shape: tuple[int, ...]) -> Tensor
 
 
 def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) -> Tensor:
-    """Expand (a view of) a parameter to a shape with batch axis, and return it with a tap."""
+    """Expand (a view of) a parameter to a shape with a batch axis, and return it with a tap."""
     z = t.expand(step.shape)
     if step.plan is None:
         derived = capture.tracker.get(t).derived
-        assert derived is not None  # noqa: S101 (there is no third kind)
+        assert derived is not None  # noqa: S101 (without a plan, it is a derived parameter)
         with full_precision(z.device.type):
             collect = derived.collector()
         return tap_spread(capture, z, (call.name, step.argument.name or ""), step.spread, collect)
@@ -159,13 +158,13 @@ def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) ->
 def tap_spread(
     capture: "Capture", z: Tensor, what: tuple[str, str], spread: Spread, collect: Callable[[Tensor], None]
 ) -> Tensor:
-    """Return a tensor with the entries of a parameter, with a tap that collects its gradients by example."""
+    """Return a tensor of parameter entries with a tap that collects per-example gradients."""
 
     def start(row_map: RowMap) -> Receiver:
         read = spread.reader(row_map)
         return lambda g: collect(read(g.squeeze(-1)))
 
-    # Every number counts as a row: data may lie along any axis.
+    # Every number is a row of its own, because the batch axis may be any axis.
     receive = capture.open(what, tuple(z.shape), start, meeting=True)
     return capture.tap(z, lambda g: receive(g.unsqueeze(-1)))
 
@@ -179,7 +178,7 @@ def add_derived(
     add_use: Callable[[], Receiver],
     also: Collection[str] = (),
 ) -> Tensor:
-    """Follow the output of an operation that has met no data yet; `add_use` is that of `Derived`."""
+    """Track the output of an operation that does not depend on data yet; `add_use` is as in `Derived`."""
     out = out.contiguous()
     if capture.measuring and capture.num_data > 1:
         out = capture.observed(out, (operation, name))
@@ -190,7 +189,7 @@ def add_derived(
 
 
 def track_copy(capture: "Capture", copy: Copy, result: Any, key: Any) -> Any:
-    """Take a copy of a whole parameter for it; a view needs nothing."""
+    """Track a copy of a whole parameter as the parameter; views are tracked already."""
     if isinstance(result, Tensor) and capture.tracker.find(result) is None:
         known = capture.precisions.get(copy.name, result.dtype)
         capture.precisions[copy.name] = max(known, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
@@ -199,7 +198,7 @@ def track_copy(capture: "Capture", copy: Copy, result: Any, key: Any) -> Any:
 
 
 def settled(capture: "Capture", plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
-    """Settle a plan once; it may meet the data in many batches."""
+    """Return the settled plans for a plan, which are cached across batches."""
     known = capture.session.settled
     if plan not in known or not capture.fit(known[plan]):
         known[plan] = capture.session.settle(plan, call, like, capture.sums.placement)

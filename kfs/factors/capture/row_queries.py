@@ -1,6 +1,6 @@
-"""Places of a pass at which it matters whose rows are, and what is known about them.
+"""Row queries: points in a forward pass where we must know which example each row belongs to.
 
-Where it is known from an audit, a place starts at once. Where it is not, it waits until its rows were measured.
+If the row map is known from an audit, the query starts at once. Otherwise, it waits until its row map is measured.
 """
 
 from collections import Counter
@@ -31,26 +31,26 @@ from kfs.factors.rows.measure import (
 from kfs.factors.rows.row_map import IndexedRows, RowMap, StridedRows, by_length
 
 CPU = torch.device("cpu")
-# What happens at a place: the operation, and the parameter that it uses.
+# Identifies a query: the operation, and the parameter that it uses.
 What = tuple[str, str]
-# Does the result of an operation on a parameter and constants have a row for every example? Identified by the
-# operation, the parameter, and how often they were met before.
+# Identifies the question "does the result of an operation on a parameter and constants have a row for every example?":
+# the operation, the parameter, and the number of earlier occurrences of this pair.
 Question = tuple[Any, str, int]
 
 
 @dataclass(frozen=True)
 class KnownUse:
-    """What is known about a place from a measurement on a few examples."""
+    """The row map of a query, measured on a few examples, in a form that applies to other batches."""
 
     what: What
-    leading: tuple[int, ...]  # there
-    num_data: int  # there
-    inner: int | None  # how many consecutive rows belong to an example; `None` if that has to be measured anew
+    leading: tuple[int, ...]  # lengths of the leading axes in the measurement
+    num_data: int  # number of examples in the measurement
+    inner: int | None  # consecutive rows per example; `None` if every batch has to be measured
 
     def row_map(self, num_data: int, leading: tuple[int, ...]) -> StridedRows | None:
-        """Return the owners of rows in another batch; `None` if they have to be measured.
+        """Return the row map for another batch; `None` if it has to be measured.
 
-        Leading axes may differ only in the length of the batch axis, by as much as the number of examples does.
+        Leading axes may differ only in the length of the batch axis, in proportion to the number of examples.
         """
         if self.inner is None or len(leading) != len(self.leading):
             return None
@@ -69,25 +69,25 @@ class KnownUse:
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What a measurement on a few examples found."""
+    """The results of an audit that later batches use."""
 
-    uses: tuple[KnownUse, ...] = ()  # places of uses, in their order
-    meetings: tuple[KnownUse, ...] = ()  # places at which a derived parameter meets the batch, in their order
-    # Whether results that do not depend on data have a row for every example.
+    uses: tuple[KnownUse, ...] = ()  # queries of uses, in order
+    meetings: tuple[KnownUse, ...] = ()  # queries of derived parameters, in order
+    # Whether results of operations on constants have a row for every example.
     answers: Mapping[Question, bool] = field(default_factory=dict)
-    constants: frozenset[int] = frozenset()  # which inputs of the model are the same for all data, by their number
-    inputs: tuple[bool, ...] = ()  # which inputs are data; empty if that is not known yet
-    rows: tuple[tuple[What, RowRule], ...] = ()  # which rows count, for uses in their order
-    otherwise: RowRule = ALL  # which rows of other uses do
-    has_mask: bool = True  # whether masks of batches say anything
-    checked: int | None = None  # the use whose gradients show whether a batch has padding that these data do not have
-    distrusted: bool = False  # whether a batch had some, so that every batch is measured
+    constants: frozenset[int] = frozenset()  # indices of model inputs that are the same for all examples
+    inputs: tuple[bool, ...] = ()  # whether each input is data; empty if not known yet
+    rows: tuple[tuple[What, RowRule], ...] = ()  # row rules of uses, in order
+    otherwise: RowRule = ALL  # row rule of other uses
+    has_mask: bool = True  # whether masks of batches are used
+    checked: int | None = None  # the use at which later batches are checked for padding that the audited examples lack
+    distrusted: bool = False  # whether such padding was found, so that every batch is measured
     unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
-    both_ways: frozenset[str] = frozenset()  # weights that are used both ways round, and have biases
+    both_ways: frozenset[str] = frozenset()  # weights with biases that are used both plain and transposed
 
     @cached_property
     def row_rules(self) -> frozenset[RowRule]:
-        """All rules about rows that count."""
+        """All row rules."""
         return frozenset((self.otherwise, *(rule for _, rule in self.rows)))
 
 
@@ -97,8 +97,8 @@ class Counting:
 
     rule: RowRule = ALL
     positions: int = 1  # of each row
-    row_map: RowMap | None = None  # those of rows, if nobody has to ask
-    by_datum: bool = True  # whether it matters which example a row belongs to, also if the rule does not need it
+    row_map: RowMap | None = None  # the row map, if it is known by construction
+    by_datum: bool = True  # whether the row map is needed even if the rule does not use it
 
 
 EVERYTHING = Counting()
@@ -106,31 +106,30 @@ EVERYTHING = Counting()
 
 @dataclass(eq=False)
 class RowQuery:
-    """A place in a pass at which gradients arrive, and whose rows wait to be measured."""
+    """A pending query: takes probe gradients until its row map is measured, then the gradients to accumulate."""
 
     what: What
     leading: tuple[int, ...]
-    start: Callable[[RowMap], Receiver]  # takes the owners of rows, and returns what takes gradients
+    start: Callable[[RowMap], Receiver]  # takes the row map, and returns the gradient callback
     sites: "RowQueries"
-    meeting: bool  # whether a derived parameter meets the batch there
+    meeting: bool  # whether it is for a derived parameter, and not for a use
     counting: Counting = EVERYTHING
-    known: RowMap | None = None  # the owners of rows, if they need not be measured
-    has_gradient: Tensor | None = None  # which positions have one, `[rows, positions]`
-    of_vector: Tensor | None = None  # gradients for the vector that shows it
+    known: RowMap | None = None  # the row map, if it need not be measured
+    has_gradient: Tensor | None = None  # which positions have a gradient, `[rows, positions]`
+    of_vector: Tensor | None = None  # gradients of the first of the two vectors that determine `has_gradient`
     receiver: Receiver | None = None
     probed: list[Tensor] = field(default_factory=list)
-    first: Tensor | None = None  # gradients of the first probe, if somebody wants them again
+    first: Tensor | None = None  # gradients of the first probe, for `RowQueries.replay`
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
     measured: Measured | None = None
-    row_map: Tensor | None = (
-        None  # the example of each row, or -1; `None` if positions of a row belong to different data
-    )
+    # The example of each row, or -1; `None` if positions of a row belong to different examples.
+    row_map: Tensor | None = None
     inner: int | None = None
     certain: bool = True
 
     def receive(self, g: Tensor) -> None:
-        """Take gradients `[columns, *leading, ..., features]`: of probes, or later of vectors that count."""
+        """Process gradients `[columns, *leading, ..., features]`: of probes, or, once started, those to accumulate."""
         if self.receiver is not None:
             self.receiver(g)
             return
@@ -146,7 +145,7 @@ class RowQuery:
         self.probed.append(project(g[0]))
 
     def _look_for_gradients(self, g: Tensor) -> None:
-        """Take the gradients of a vector, or those of a multiple of it, which show together which rows have any."""
+        """Store the gradients of a vector; when those of its multiple arrive, determine which rows have a gradient."""
         if self.counting.rule.kind != "measured":
             return
         if self.of_vector is None:
@@ -157,11 +156,11 @@ class RowQuery:
 
     @property
     def is_certain(self) -> bool:
-        """Whether rows are in a regular order, and in no other one."""
+        """Whether rows are in exactly one regular order."""
         return self.certain and self.inner is not None
 
     def find_order(self, found: Measured, num_data: int, mixing: bool) -> None:
-        """Find the order of rows, with what was measured."""
+        """Derive the order of rows from a measurement."""
         self.measured = found
         self.row_map = found.of_groups(prod(self.leading))
         if mixing and found.mixes:
@@ -172,17 +171,17 @@ class RowQuery:
         self.probed.clear()
 
     def adopt(self, inner: int | None, num_data: int) -> None:
-        """Take over the order of rows at other places, where it is not certain and not contradicted."""
+        """Adopt the order of rows of other queries, if the own order is uncertain and does not contradict it."""
         if self.is_certain or inner is None:
             return
-        silent = self.measured is None  # no gradient came back at all
+        silent = self.measured is None  # no gradient arrived
         if silent or (self.row_map is not None and obeys(self.row_map, inner, num_data)):
             self.inner, self.certain = inner, True
 
     def begin(self, num_data: int) -> None:
-        """Start, with the owners of rows."""
+        """Start with the row map that is known, measured or guessed."""
         rule = self.counting.rule
-        if rule.kind == "measured" and self.has_gradient is None:  # no prediction that counts depends on it
+        if rule.kind == "measured" and self.has_gradient is None:  # no prediction that counts depends on these rows
             self.has_gradient = torch.zeros(prod(self.leading), self.counting.positions, dtype=torch.bool)
             self.has_gradient = self.has_gradient.to(self.sites.masks.device, non_blocking=True)
         if self.known is not None:
@@ -191,7 +190,7 @@ class RowQuery:
             has_votes = self.measured is not None and self.measured.has_votes
             regular = StridedRows(num_data, self.inner, complete=self.certain or not has_votes)
             self.receiver = self.start(self.sites.counted(regular, self.leading, self.counting, self.has_gradient))
-        elif self.measured is None:  # predictions do not depend on it
+        elif self.measured is None:  # predictions do not depend on these rows
             self.certain = False
             self.receiver = self.start(guessed(num_data, self.leading, self.sites.axis))
         elif self.row_map is not None:
@@ -206,56 +205,55 @@ class RowQuery:
             operation, parameter = self.what
             error = DataError(
                 f"One input of {operation} (parameter {parameter!r}) has positions that belong to different data.",
-                "KFAC with sharing='expand' does not need to know whose they are; or leave the parameter out with "
-                "params=.",
+                "Use KFAC with sharing='expand', which needs no row map, or leave the parameter out with params=.",
             )
             self.receiver = self.start(UnknownRows(error, num_data))
 
 
 class UnknownRows(RowMap):
-    """Rows of which one does not know whose they are: an error as soon as it matters."""
+    """Row map that could not be determined; raises on first use."""
 
     def __init__(self, error: DataError, num_data: int) -> None:
         self.error = error
         self.num_data = num_data
 
     def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
-        """Refuse."""
+        """Raise the stored error."""
         raise self.error
 
     def counts(self, rows: int, like: Tensor) -> Tensor:
-        """Refuse."""
+        """Raise the stored error."""
         raise self.error
 
     def most(self, rows: int) -> int:
-        """Refuse."""
+        """Raise the stored error."""
         raise self.error
 
     def index(self, rows: int) -> Tensor:
-        """Refuse."""
+        """Raise the stored error."""
         raise self.error
 
     def in_order(self, rows: int) -> bool:
-        """Say no."""
+        """Conservatively `False`: rows may be in any order."""
         return False
 
     def counting(self, counted: Tensor | None) -> "UnknownRows":
-        """Return the same error, as long as positions that count are all that matters."""
+        """Return the same row map, with `counted` positions."""
         other = copy(self)
         other.counted = counted
         return other
 
 
 class RowQueries:
-    """All places of one pass at which it matters which example a row belongs to.
+    """All row queries of one pass.
 
     Args:
         num_data: Number of examples.
-        axis: Where the batch axis is in activations, if somebody said so. It is used if nobody measures.
-        known: What a measurement found. `None` to guess.
-        measuring: Whether all places wait to be measured.
-        mixing: Whether data may mix.
-        masks: What the batch says about rows that count.
+        axis: Position of the batch axis in activations, if given. It is used if nothing is measured.
+        known: Results of an audit. `None` to guess.
+        measuring: Whether to measure the row maps of all queries.
+        mixing: Whether examples may mix.
+        masks: The masks that determine which rows count.
     """
 
     def __init__(
@@ -268,7 +266,7 @@ class RowQueries:
         masks: BatchMasks | None = None,
     ) -> None:
         self.masks = masks or BatchMasks()
-        self.counting_rows = False  # whether vectors are sent back that show which rows count
+        self.counting_rows = False  # whether the vectors being sent back show which rows count
         self.num_data = num_data
         self.axis = axis
         self.measuring = measuring
@@ -278,28 +276,28 @@ class RowQueries:
         self._mixing = mixing
         self.questions: list[
             tuple[Question, bool, list[RowQuery]]
-        ] = []  # with answers, and the places that they are about
+        ] = []  # with the answer, and the queries that depend on it
         self._next = [0, 0]
         self._asked: Counter[tuple[Any, str]] = Counter()
 
     @property
     def next_use(self) -> int:
-        """The place of the next use among those that an audit knows."""
+        """Index of the next use among those that the audit recorded."""
         return self._next[False]
 
     @property
     def need_probes(self) -> bool:
-        """Whether vectors have to be sent back, to find out whose rows are, or which ones count."""
+        """Whether probes have to be sent back, to measure row maps or which rows count."""
         return self.need_owners or self.count_rows
 
     @property
     def count_rows(self) -> bool:
-        """Whether vectors have to be sent back that show which rows count."""
+        """Whether probes have to be sent back to measure which rows count."""
         return any(site.counting.rule.kind == "measured" for site in self.waiting)
 
     @property
     def need_owners(self) -> bool:
-        """Whether vectors have to be sent back that tell data apart."""
+        """Whether probes have to be sent back to measure row maps."""
         return bool(self.observed) or any(site.known is None for site in self.waiting)
 
     def open(
@@ -310,15 +308,16 @@ class RowQueries:
         meeting: bool = False,
         counting: Counting = EVERYTHING,
     ) -> Receiver:
-        """Open a place, and return what takes its gradients `[columns, *leading, ..., features]`.
+        """Open a query, and return its gradient callback for `[columns, *leading, ..., features]`.
 
         Args:
-            what: What happens there.
+            what: The operation, and the parameter that it uses.
             leading: Lengths of the leading axes.
-            start: Takes the owners of rows as soon as they are known, and returns what takes gradients.
-            meeting: Whether it is a place at which a derived parameter meets the batch, and not a use.
+            start: Called with the row map as soon as it is known; returns the gradient callback.
+            meeting: Whether it is for a derived parameter, and not for a use.
             counting: Which positions count.
         """
+        # Is the row map known: trivially, by construction, from an audit, or as a guess?
         row_map = counting.row_map
         if self.num_data == 1:
             row_map = StridedRows.batch_first(1, prod(leading))
@@ -328,10 +327,11 @@ class RowQueries:
             else:
                 known = self._known.meetings if meeting else self._known.uses
                 row_map = self._look_up(what, leading, known, meeting)
-            # If a use only asks which of its rows have gradients, nobody needs to know whose they are.
+            # If only the rows with gradients matter, no row map is needed.
             if row_map is None and not counting.by_datum and counting.rule.kind in {"all", "measured"}:
-                error = DataError("It was not measured which example rows belong to.", "Use sharing='expand'.")
+                error = DataError("The row map of this input was not measured.", "Use sharing='expand'.")
                 row_map = UnknownRows(error, self.num_data)
+        # Which rows count may have to be measured, or is known only with the targets.
         rule = counting.rule
         waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
         if row_map is not None and not waits:
@@ -343,7 +343,7 @@ class RowQueries:
     def counted(
         self, row_map: RowMap, leading: tuple[int, ...], counting: Counting, has_gradient: Tensor | None = None
     ) -> RowMap:
-        """Return owners that know which positions of rows count."""
+        """Return a row map with the positions that count."""
         if has_gradient is not None:
             return row_map.counting(has_gradient)
         rows, rule = prod(leading), counting.rule
@@ -355,14 +355,14 @@ class RowQueries:
         return row_map.counting(row_map.from_data(found.expand(row_map.num_data, -1), rows))
 
     def observe(self, what: What, shape: tuple[int, ...]) -> Receiver:
-        """Measure a result number by number, and do nothing else with its gradients."""
+        """Measure the row map of a result number by number, and discard its gradients otherwise."""
         site = RowQuery(what, shape, nothing, self, meeting=True)
         self.observed.append(site)
         return lambda g: site.receive(g.unsqueeze(-1))
 
     @contextmanager
     def with_axis(self, axis: int | None) -> Iterator[None]:
-        """Override the batch axis in this context, where nobody measures."""
+        """Override the batch axis in this context; it is used if nothing is measured."""
         before = self.axis
         self.axis = before if axis is None else axis
         try:
@@ -374,7 +374,7 @@ class RowQueries:
     def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
         """Ask whether the result of an operation on a parameter and constants has a row for every example.
 
-        An audit finds out; without one, the answer is a guess. It is about the places that are opened in this context.
+        The answer comes from an audit; without one, it is `guess`. Queries opened in this context depend on it.
         """
         question = (func, name, self._asked[func, name])
         self._asked[func, name] += 1
@@ -385,7 +385,7 @@ class RowQueries:
         self.questions.append((question, answer, opened))
 
     def settle(self) -> None:
-        """Find out whose the rows are, and which ones count, after all probes were sent back."""
+        """Compute all row maps, and start all queries, after all probes were sent back."""
         probes = 1 + number_of_digits(self.num_data)
         kinds: dict[Any, list[RowQuery]] = {}
         for site in (*self.waiting, *self.observed):
@@ -394,14 +394,14 @@ class RowQueries:
         # Gradients in float32 that came through operations in half precision are no more precise than those.
         lowest = max((dtype for dtype, _ in kinds), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
         for (dtype, _), sites in kinds.items():
-            # All rows together, and not on an accelerator: there are many small questions to answer.
+            # All rows are processed together, and on the CPU: these are many small computations.
             # Squares of vanishing gradients need the range of float64.
             gradients = [torch.cat([site.probed[i] for site in sites]).cpu().double() for i in range(probes)]
             lengths = [len(site.probed[0]) for site in sites]
             found_at = measured(gradients, lengths, self.num_data, dtype, lowest)
             for site, found in zip(sites, found_at, strict=True):
                 site.find_order(found, self.num_data, self._mixing)
-        # Where gradients of too few rows came back, rows are in the order that they have at other places.
+        # If too few rows have gradients, assume the order of another query with the same leading axes.
         orders = {site.leading: site.inner for site in self.waiting if site.is_certain}
         for site in (*self.waiting, *self.observed):
             if site.known is None:
@@ -409,13 +409,13 @@ class RowQueries:
             site.begin(self.num_data)
 
     def replay(self) -> None:
-        """Pass gradients of the first probe on, now that it is known whose they are; the latest places come first."""
+        """Pass on the gradients of the first probe once row maps are known, latest query first."""
         for site in reversed(self.waiting):
             if site.first is not None and site.receiver is not None:
                 site.receiver(site.first)
 
     def forget(self) -> None:
-        """Forget all places, which may hold activations."""
+        """Drop all queries, which may hold activations."""
         self.waiting.clear()
         self.observed.clear()
         self.questions.clear()
@@ -423,7 +423,7 @@ class RowQueries:
     def _look_up(
         self, what: What, leading: tuple[int, ...], known: Sequence[KnownUse], meeting: bool
     ) -> StridedRows | None:
-        """Return what is known about the next place; `None` if that is another one, or nothing."""
+        """Return the known row map of the next query; `None` if there is none, or if it is for another operation."""
         place = self._next[meeting]
         self._next[meeting] += 1
         if place >= len(known) or known[place].what != what:
@@ -432,7 +432,7 @@ class RowQueries:
 
 
 def guessed(num_data: int, leading: tuple[int, ...], axis: int | None) -> RowMap:
-    """Guess owners by lengths; if that is not possible, it is an error as soon as somebody needs them."""
+    """Guess a row map from lengths; if this is not possible, it raises on first use."""
     try:
         return by_length(num_data, leading, axis)
     except DataError as error:
@@ -440,5 +440,5 @@ def guessed(num_data: int, leading: tuple[int, ...], axis: int | None) -> RowMap
 
 
 def nothing(_: Any) -> Receiver:
-    """Return a receiver that does nothing, whoever the owners are."""
+    """Return a receiver that ignores gradients."""
     return lambda _: None

@@ -1,7 +1,7 @@
-"""Taps: identities in the computation graph whose backward pass shows gradients.
+"""Taps: identities in the computation graph whose backward pass shows gradients to a callback.
 
-A tap has a zero-size second input. Differentiating the predictions with respect to this input sends vectors back to all
-taps: no weight gradient is computed, and a gradient is used where it arises and never stored.
+A tap has a zero-size second input, the handle. Differentiating predictions with respect to the handle sends vectors
+back to all taps: no weight gradient is computed, and each gradient is used where it arises and never stored.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from kfs.factors.trace.tracking import Derived
 
 
 class CapturedPass(Protocol):
-    """What taps need to know of the forward pass that they belong to; see `Capture`."""
+    """The part of `Capture` that taps use."""
 
     handle: Tensor | None
     sums: Sums
@@ -39,7 +39,7 @@ class CapturedPass(Protocol):
     noise: torch.Generator | None
 
     def note_padding(self) -> None:
-        """Take note of rows that should count and have no gradient."""
+        """Record rows that should count but have no gradient."""
 
 
 class Tap(torch.autograd.Function):
@@ -57,13 +57,13 @@ class Tap(torch.autograd.Function):
         ctx.capture = capture
         ctx.receive = receive
         ctx.waits = waits
-        # The same memory, but for autograd it is no view: operations in place may follow, and cost nothing extra in
-        # the backward pass. Nobody else uses z any more, and no operation that has a rule keeps its output.
+        # The result shares memory but is not a view for autograd: in-place operations may follow, and add nothing to
+        # the backward pass. This is safe: z is not used elsewhere, and no operation that has a rule saves its output.
         return z.detach() if capture.noise is None else _noisy(z, capture.noise)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Show the gradients; nothing needs to be computed for the second input."""
+        """Show the gradients to the receiver. The handle needs no gradient."""
         capture, receive = ctx.capture, ctx.receive
         if capture.running:
             raise ModelError(
@@ -71,16 +71,16 @@ class Tap(torch.autograd.Function):
                 "Let the model send derivatives forward beside values, as in docs/howto_pinn.md; or leave the "
                 "parameters behind that derivative out with params=. kfs.GGN(risk) takes the model as it is.",
             )
-        ours, theirs = capture.sending, capture.listening
-        if receive is None or not (ours or theirs):  # somebody differentiates what the model has kept, or again
+        sending, listening = capture.sending, capture.listening
+        if receive is None or not (sending or listening):  # a backward pass that is not of interest
             return g, None, None, None, None
         if capture.probing and not ctx.waits:
             return g, None, None, None, None
         if g.is_cuda:  # pragma: no cover (the thread's first operation may be a product: cuBLAS wants a context)
             torch.cuda.set_device(g.device)
-        if ours and capture.together:
+        if sending and capture.together:
             Show.apply(g, receive)  # type: ignore[no-untyped-call]
-        elif ours:
+        elif sending:
             receive(g.unsqueeze(0))
         else:
             with full_precision(g.device.type):
@@ -91,7 +91,7 @@ class Tap(torch.autograd.Function):
 
 
 def _noisy(z: Tensor, generator: torch.Generator) -> Tensor:
-    """Return an activation with noise that is as large as the activation itself."""
+    """Return an activation plus noise of the same root mean square."""
     if not z.is_floating_point() or not z.numel():
         return z.detach()
     size = z.norm() / z.numel() ** 0.5
@@ -99,25 +99,25 @@ def _noisy(z: Tensor, generator: torch.Generator) -> Tensor:
     return z + torch.where(size > 0, size, 1.0) * noise
 
 
-# What `Tap.apply` calls after it has looked for transformations of torch.func: that takes a third of its time.
+# `Tap.apply` without its check for torch.func transformations, which takes a third of its time.
 apply_tap: Callable[..., Tensor] = super(torch.autograd.Function, Tap).apply
 
 
 class Show(torch.autograd.Function):
-    """Passes gradients of columns that are sent back together, by `vmap`, to a receiver: `[columns, ...]`."""
+    """Passes the gradients of several columns, which are batched by `vmap`, to a receiver as `[columns, ...]`."""
 
     @staticmethod
-    def forward(g: Tensor, receive: Receiver) -> Tensor:  # noqa: ARG004 (columns do not differ here, so that g is zero)
-        """Show nothing."""
+    def forward(g: Tensor, receive: Receiver) -> Tensor:  # noqa: ARG004 (g is not batched, so it is zero)
+        """Return an empty tensor; an unbatched gradient is not shown."""
         return g.new_empty(0)  # pragma: no cover (whether this happens depends on PyTorch's backward formulas)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing."""
+        """Save nothing."""
 
     @staticmethod
     def vmap(_: Any, in_dims: Any, g: Tensor, receive: Receiver) -> tuple[Tensor, None]:
-        """Show all columns."""
+        """Show all columns to the receiver."""
         receive(g.movedim(in_dims[0], 0))
         return g.new_empty(0), None
 
@@ -129,14 +129,14 @@ def send_back(
     keep_graph: bool = False,
     like: Tensor | None = None,
 ) -> None:
-    """Send vectors back to all taps, chunk by chunk, and add what arrives to the sums.
+    """Send vectors back to all taps, chunk by chunk, and accumulate the gradients in the sums.
 
     Args:
         f: Predictions.
-        capture: The forward pass that they come from.
-        vectors: Chunks of some columns, `[columns, *f.shape]`.
-        keep_graph: Whether somebody needs the graph afterwards.
-        like: Values of the predictions, if `f` has none.
+        capture: The forward pass that computed the predictions.
+        vectors: Chunks of columns, `[columns, *f.shape]`.
+        keep_graph: Whether to retain the graph.
+        like: The predictions, if `f` is a `GradientEdge`.
     """
     measure_rows(f, capture, like)
     capture.sums.finish_forward()
@@ -152,28 +152,30 @@ def send_back(
 def measure_rows(
     f: Tensor | GradientEdge, capture: CapturedPass, like: Tensor | None = None, also: Sequence[Tensor] = ()
 ) -> Sequence[Tensor | None]:
-    """Find out to which data rows belong that wait for it; arguments are those of `send_back` and `backward`.
+    """Measure the row maps that are not known yet. Arguments are those of `send_back` and `backward`.
 
     Returns:
-        Gradients for the first probe with respect to what was asked for by `also`.
+        Gradients of the first probe with respect to the tensors in `also`.
     """
     sites = capture.sites
     if sites is None or not (sites.waiting or sites.observed):
         return [None] * len(also)
     predictions = f if isinstance(f, Tensor) else like
-    assert predictions is not None  # noqa: S101 (whoever has no predictions gives their values)
+    assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
     found: Sequence[Tensor | None] = ()
-    if not sites.need_probes:  # only targets had to be waited for
+    if not sites.need_probes:  # only targets were missing
         sites.settle()
         return [None] * len(also)
     capture.probing = True
     try:
         sites.counting_rows = sites.count_rows
+        # Which rows have a gradient? Send back a vector and a multiple of it.
         if sites.counting_rows:
             v = capture.masks.of_predictions(next(probes(predictions, capture.num_data)))
             for multiple in (v, MULTIPLE * v):
                 backward(f, capture, multiple.unsqueeze(0), keep_graph=True)
         sites.counting_rows = False
+        # Which example does each row belong to? Send back vectors that are scaled differently for each example.
         for place, v in enumerate(probes(predictions, capture.num_data) if sites.need_owners else ()):
             gradients = backward(f, capture, v.unsqueeze(0), keep_graph=True, also=() if place else also)
             found = found or gradients
@@ -190,15 +192,15 @@ def backward(
     keep_graph: bool = False,
     also: Sequence[Tensor] = (),
 ) -> Sequence[Tensor | None]:
-    """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives.
+    """Send vectors `[columns, *f.shape]` back to all taps, which pass the gradients to their receivers.
 
     Returns:
-        Gradients with respect to what was asked for by `also`, for a single column.
+        Gradients with respect to the tensors in `also`, for a single column.
     """
     handle = capture.handle
     if isinstance(f, Tensor) and not f.requires_grad:  # no parameter was used
         return [None] * len(also)
-    if handle is None:  # no use was seen; that there was none is not said
+    if handle is None:  # no use was seen, but predictions may still depend on `also`
         return torch.autograd.grad(f, also, vectors[0], retain_graph=keep_graph, allow_unused=True) if also else ()
     capture.keep_graph = keep_graph
     capture.together = len(vectors) > 1
@@ -225,13 +227,13 @@ def backward(
 
 
 def pass_derived(capture: CapturedPass) -> None:
-    """After a backward pass: pass on what arrived at derived parameters, the latest ones first."""
+    """Pass on the gradients of derived parameters after a backward pass, in reverse order of creation."""
     for derived in reversed(capture.derived):
         derived.pass_on()
 
 
 def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Yield each chunk of vectors, and whether it is the last one."""
+    """Generate each chunk of vectors, and whether it is the last one."""
     chunk = next(vectors, None)
     while chunk is not None:
         following = next(vectors, None)

@@ -1,13 +1,14 @@
-"""Which rows count: those that a prediction depends on whose target counts.
+"""Which rows count: those that influence at least one prediction whose target counts.
 
-Padding, packed neighbours and what nobody attends to are not part of the function that is learned: they change neither
-loss nor gradient, and must not change a factor. Which rows they are differs from one operation to the next. In the head
-of a language model, rows count whose target does. Below causal attention, also those count that a later target sees;
-below other attention, all that a mask allows; after a class token is taken, one row of each example.
+Padding, packed neighbors and positions that nothing attends to are not part of the function that is learned: they
+change neither loss nor gradient, and must not change a factor. Which rows these are differs from one operation to the
+next. In the head of a language model, a row counts if its target does. Below causal attention, a row also counts if a
+later target does. Below other attention, all positions that the mask allows count. After a class token is selected, one
+row of each example counts.
 
-An audit finds a `RowRule` for every use (see `row_rules`). A rule turns what a batch says, its `BatchMasks`, into
-booleans for the rows of a use, by a few small operations that a recorded pass can repeat. Where no such rule explains
-which rows have gradients, the rule is `"measured"`: every batch is asked, by sending one more vector back.
+An audit finds a `RowRule` for every use (see `row_experiments`). A rule converts the batch's `BatchMasks` to booleans
+for the rows of a use, with a few small operations that can be recorded in a CUDA graph. If no such rule explains which
+rows have gradients, the rule is `"measured"`: every batch is measured by sending one more vector back.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -29,18 +30,18 @@ class RowRule:
     """Which rows of a use count, given the masks of a batch.
 
     Attributes:
-        kind: `"all"`: all rows. `"data"`: those of data that have a target that counts. `"mask"`: of these, the
-            positions in the batch's mask. `"causal"`: of these, the positions before the last target that counts.
-            `"targets"`: positions whose target counts. `"positions"`: the same ones in every example. `"measured"`:
-            those that have a gradient.
-        outer: Whether a position of the mask occurs several times at a distance, and not several times in a row.
-        pattern: Which positions count, for `"positions"`.
-        lone: What is left out because a position that attends to nothing but itself has neither a query nor a key that
-            matters. Below causal attention that is the first one: `"row"` leaves it out (queries), `"target"` its
-            target (keys). Elsewhere it is the only one that an example has: `"datum"` leaves out such data.
-        own: Whether a position that is not in the mask counts all the same if its own target does. It does not if a
-            mask hides it from every prediction, as keys, values, and all inputs of an encoder.
-        whole: Whether all rows count if all targets do, and if the mask has all positions.
+        kind: `"all"`: all rows. `"data"`: rows of examples with at least one target that counts. `"mask"`: of these,
+            the positions in the batch's mask. `"causal"`: of these, the positions up to the last target that counts.
+            `"targets"`: positions whose target counts. `"positions"`: the same positions in every example.
+            `"measured"`: rows that have a gradient.
+        outer: Whether repeats of a mask position are at a distance, and not consecutive.
+        pattern: Which positions count, for kind `"positions"`.
+        lone: What to leave out because a position that attends only to itself has a query and a key without influence.
+            Below causal attention, this is the first position: `"row"` leaves it out (queries), `"target"` its target
+            (keys). Elsewhere, it is the only position of an example: `"datum"` leaves out examples with one position.
+        own: Whether a position outside of the mask counts if its own target does. It does not if the mask hides it from
+            every prediction, as with keys, values, and all inputs of an encoder.
+        whole: Whether all rows count if all targets do and the mask has all positions.
     """
 
     kind: Kind = "all"
@@ -52,11 +53,11 @@ class RowRule:
 
     @property
     def always_leaves_out(self) -> bool:
-        """Whether rows do not count although all targets do, and although the mask has all positions."""
+        """Whether rows are left out even if all targets count and the mask has all positions."""
         return self.kind == "positions" or bool(self.lone) or (self.kind == "measured" and not self.whole)
 
     def __str__(self) -> str:
-        """Say which rows count; nothing if all do."""
+        """Describe which rows count; empty if all do."""
         if self.kind == "positions":
             return f"{sum(self.pattern)} of {len(self.pattern)} rows of an example count"
         texts = {
@@ -78,14 +79,14 @@ _LONE: dict[Kind, tuple[Lone, ...]] = {
 
 
 class BatchMasks:
-    """What a batch says about the rows that count.
+    """The masks of a batch that determine which rows count.
 
     Args:
-        targets: Which predictions count, as `Loss.counted` returns it. `None` if all do.
-        mask: Which positions of the inputs are there, booleans `[N, S]`. `None` if the batch has no mask.
-        pending: Whether `targets` are set later, as in training: then they are known when the gradient of the loss is.
-        device: Where rows are.
-        beyond: Whether targets count that the mask does not have, which only experiments choose.
+        targets: Which predictions count, as returned by `Loss.counted`. `None` if all do.
+        mask: Which positions of the inputs are not padding, booleans `[N, S]`. `None` if the batch has no mask.
+        pending: Whether `targets` are set later. In training, they are known when the gradient of the loss is.
+        device: Device of the rows.
+        beyond: Whether targets outside of the mask count. Only experiments set this.
     """
 
     def __init__(
@@ -102,14 +103,14 @@ class BatchMasks:
         self.device = torch.device(device)
         self._found: dict[tuple[RowRule, int], Tensor | None] = {}
         self._all_count = False
-        self._complete: bool | None = None  # whether all rows may count; `None` as long as nobody has asked
+        self._complete: bool | None = None  # cache of `are_complete`
         self._of_predictions: Tensor | None = None
         self._targets: Tensor | None = None
         if not pending:
             self.set_targets(targets)
 
     def set_targets(self, targets: Tensor | None) -> None:
-        """Say which predictions count."""
+        """Set which predictions count."""
         self.pending = False
         self._complete = None
         self._found.clear()
@@ -117,36 +118,36 @@ class BatchMasks:
         self._targets = None if targets is None else targets.flatten(1)
 
     def of_predictions(self, v: Tensor) -> Tensor:
-        """Return vectors shaped like predictions with zeros where these do not count."""
+        """Return vectors shaped like predictions, with zeros where predictions do not count."""
         return v if self._of_predictions is None else v * self._of_predictions
 
     @property
     def are_complete(self) -> bool:
-        """Whether the host knows that all targets count, and that the mask has all positions."""
+        """Whether the host knows that all targets count and that the mask has all positions."""
         if self._complete is None:
             targets = None if self._all_count else self._targets
             self._complete = not (self.pending or _may_be_false(targets) or _may_be_false(self.mask))
         return self._complete
 
     def hidden(self, size: int, outer: bool) -> Tensor | None:
-        """Return rows whose target counts and which the mask does not have, `[N, size]`; `None` if they do not fit."""
+        """Return rows outside of the mask whose target counts, `[N, size]`; `None` if the shapes do not fit."""
         if self._targets is None or self.mask is None or self._targets.shape != self.mask.shape:
             return None
         return _spread(self._targets & ~self.mask, size, outer)
 
     def assume_all_count(self) -> None:
-        """Take all targets to count; somebody else finds out whether they do."""
+        """Assume that all targets count. The caller verifies this."""
         self._all_count = True
         self._complete = None
 
     def leave_out(self, rules: Set[RowRule]) -> bool:
-        """Whether some rules may leave a row out. If an accelerator would have to be asked, they may."""
+        """Whether any of the rules may leave a row out. True if only the accelerator could tell."""
         if rules == {ALL}:
             return False
         return not self.are_complete or any(rule.always_leaves_out for rule in rules)
 
     def counted(self, rule: RowRule, size: int) -> Tensor | None:
-        """Return which rows count, `[N, size]`, if every example has `size` rows; `None` if all do."""
+        """Return which rows count, `[N, size]`, for `size` rows per example; `None` if all do."""
         if self.are_complete and not rule.always_leaves_out:
             return None
         key = (rule, size)
@@ -159,7 +160,7 @@ class BatchMasks:
         return self._found[key]
 
     def _of_rule(self, rule: RowRule) -> Tensor | None:
-        """Return which positions count by a rule, `[N, S]`, or `[N, 1]` if all positions of an example are alike."""
+        """Return which positions count by a rule: `[N, S]`, or `[N, 1]` if an example's positions are alike."""
         if rule.kind in {"all", "measured"}:
             return None
         T, M = self._targets, self.mask
@@ -185,19 +186,19 @@ class BatchMasks:
         return found & ~first if rule.lone == "row" and first is not None and found is not None else found
 
     def _first(self, targets: Tensor) -> Tensor:
-        """Return where each example begins, booleans `[N, S]` like targets: at the first position in the mask."""
+        """Return the first position of each example that is in the mask, booleans `[N, S]` like targets."""
         there = self.mask if self.mask is not None and self.mask.shape == targets.shape else torch.ones_like(targets)
         return there & (there.cumsum(1) == 1)
 
 
 def candidates(num_data: int, size: int, masks: Sequence[BatchMasks], alive: Sequence[Tensor]) -> Iterator[RowRule]:
-    """Generate rules for a use with `size` rows of each example: the simplest ones first.
+    """Generate candidate rules for a use with `size` rows per example, simplest first.
 
     Args:
         num_data: Number of examples.
-        size: Rows of an example.
-        masks: Those of some experiments.
-        alive: Which rows had gradients in these experiments, `[N, size]`.
+        size: Number of rows of an example.
+        masks: The masks of some experiments.
+        alive: Which rows had gradients in each experiment, `[N, size]`.
     """
     yield ALL
     yield RowRule("data")
@@ -219,16 +220,16 @@ def candidates(num_data: int, size: int, masks: Sequence[BatchMasks], alive: Seq
 def matching_rule(
     masks: Sequence[BatchMasks], alive: Sequence[Tensor], cares: Tensor | None = None
 ) -> tuple[RowRule, bool]:
-    """Return the rule that says in all experiments which rows have gradients.
+    """Return the rule that predicts, in all experiments, which rows have gradients.
 
     Args:
-        masks: Those of some experiments.
-        alive: Which rows had gradients in them, `[N, size]`.
-        cares: Which rows matter, likewise; `None` if all do.
+        masks: The masks of some experiments.
+        alive: Which rows had gradients in each experiment, `[N, size]`.
+        cares: Which rows to compare, likewise; `None` for all.
 
     Returns:
-        The rule, and whether it says exactly that. If no rule does, it is the one that leaves out most, and none of
-        the rows that had gradients.
+        The rule, and whether it is exact. If no rule is exact, the one that leaves out most rows without leaving out
+        any row that had a gradient.
     """
     num_data, size = alive[0].shape
     cares = torch.ones_like(alive[0]) if cares is None else cares
@@ -240,19 +241,19 @@ def matching_rule(
             return rule, True
         covers = not any(bool((a & ~one & cares).any()) for one, a in zip(expected, alive, strict=True))
         number = sum(int(one.sum()) for one in expected)
-        # The same positions of all data cover what they were made of, which explains nothing.
+        # A rule of kind "positions" covers by construction, which explains nothing.
         if covers and number < fewest and rule.kind != "positions":
             best, fewest = rule, number
     return best, False
 
 
 def _may_be_false(t: Tensor | None) -> bool:
-    """Whether some boolean is false, or is not known to the host."""
+    """Whether some boolean is false or its value is not known to the host."""
     return t is not None and (sync.is_asynchronous(t.device) or not t.all())
 
 
 def _spread(found: Tensor, size: int, outer: bool) -> Tensor | None:
-    """Return booleans of positions for `size` rows of each example; `None` if they do not fit."""
+    """Repeat booleans for positions to `size` rows per example; `None` if they do not fit."""
     length = found.shape[1]
     if length == size:
         return found
@@ -263,5 +264,5 @@ def _spread(found: Tensor, size: int, outer: bool) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _as_tensor(pattern: tuple[bool, ...], device: torch.device) -> Tensor:
-    """Return a pattern on a device; it is copied there once, as no copy is made in a recorded pass."""
+    """Return a pattern on a device. It is cached, because recorded passes cannot copy from the host."""
     return torch.tensor(pattern).to(device, non_blocking=True)

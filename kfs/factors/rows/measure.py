@@ -1,15 +1,15 @@
-r"""Ownership: which example a row of an activation belongs to, by measurement.
+r"""Measurement of row maps: which example a row of an activation belongs to.
 
-Send back vectors $v$, and the same vectors with those of example $n$ multiplied by $c_n$. If a row influences the
-prediction for example $n$ alone, its gradient is multiplied by $c_n$, too: the ratio of its two gradients names its
-example. If it influences several predictions, the ratio is not one of the $c_n$, or its features disagree: data mix.
-Nothing is guessed from lengths of axes.
+Send back vectors $v$, and the same vectors with the entries of example $n$ multiplied by $c_n$. If a row influences the
+prediction for example $n$ alone, its gradient is multiplied by $c_n$, too: the ratio of its two gradients identifies
+its example. If it influences several predictions, the ratio is not one of the $c_n$, or its features disagree: examples
+mix. Nothing is guessed from lengths of axes.
 
-The $c_n$ are powers of two, so that both gradients are rounded in the same way, and ratios are exact in any precision.
-With more than eight data, the digits of $n$ (in base eight) are sent back one after the other.
+The $c_n$ are powers of two, so both gradients are rounded in the same way, and ratios are exact in any precision.
+With more than eight examples, the digits of $n$ in base eight are sent back one after the other.
 
-Rows nearly always come in a regular order (see `Regular`), which is measured once, on a few examples (see `audit`). It
-then holds for batches of any size. Where the order depends on the data, every batch is measured.
+Rows nearly always come in a regular order (see `StridedRows`), which is measured once, on a few examples (see
+`kfs.factors.audit`). It then holds for batches of any size. If the order depends on the data, every batch is measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,33 +23,34 @@ from torch import Tensor
 from kfs.runtime.precision import at_least_float32
 
 BASE = 8
-# No power of two: both gradients are to be rounded in different ways.
+# Not a power of two, so that both gradients are rounded in different ways.
 MULTIPLE = 3
-# Gradients of a row are looked at in so many directions.
+# Gradients of a row are projected to this many directions.
 _DIRECTIONS = 4
-# A row whose gradient is smaller than this many times the precision, relative to the largest one, has none: that little
-# is left where a few larger terms cancel, and it may look as if it belonged to anybody.
+# A row whose gradient is smaller than this many times the precision, relative to the largest one, has none: it is what
+# remains if a few larger terms cancel, and its ratio is meaningless.
 _NOTHING = 8
-# But a row with more than this has one. In half precision, eight times the precision would be 6 % of the largest
-# gradient, and gradients of different data differ by more than that.
+# A row with a larger gradient than this always has one. In half precision, eight times the precision would be 6 % of
+# the largest gradient, and gradients of different examples differ by more than that.
 _SMALLEST = 1e-3
-# A row's gradient may be off by this many roundings of the largest one. Roundings of k terms add up to about the root
-# of k: these are 4096 terms. In half precision, sums are rounded when they are complete, once for each of the two
-# gradients that are compared; with more, so few digits would be left that one would not notice anything.
+# A row's gradient may be off by this many rounding errors of the largest one. Errors of k terms add up to about the
+# root of k: this is for 4096 terms. In half precision, sums are rounded once they are complete, once for each of the
+# two gradients that are compared. A larger tolerance would leave too few digits to detect anything.
 _ROUNDINGS = {torch.float64: 64, torch.float32: 64}
 _ROUNDINGS_IN_HALF_PRECISION = 2
-# Up to which relative misfit a row belongs to one example. Powers of two leave no rounding errors, except where a GPU
-# adds numbers up in varying order, so that this is far above them. Where data mix in equal parts, the misfit is about
-# one, since factors differ by two or more. In half precision, it is four times the precision of bfloat16.
+# The largest relative misfit with which a row belongs to one example. Powers of two leave no rounding errors, except
+# that a GPU may add numbers in varying order; the tolerance is far above that. If examples mix in equal parts, the
+# misfit is about one, because factors differ by two or more. In half precision, it is four times the precision of
+# bfloat16.
 _MISFIT = {torch.float64: 1e-6, torch.float32: 1e-3}
 _MISFIT_IN_HALF_PRECISION = 3e-2
 
 
 def probes(f: Tensor, num_data: int) -> Iterator[Tensor]:
-    """Generate vectors that tell data apart, for predictions `[N, ...]`: random ones, then multiples by data."""
+    """Generate probe vectors for predictions `[N, ...]`: a random one, then copies of it scaled by example."""
     generator = torch.Generator(f.device).manual_seed(0)
     v = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
-    v = torch.where(f.detach().isfinite(), v, 0)  # a class that is masked has no gradient
+    v = torch.where(f.detach().isfinite(), v, 0)  # a masked class has no gradient
     yield v
     n = torch.arange(num_data, device=f.device)
     for _ in range(number_of_digits(num_data)):
@@ -59,22 +60,22 @@ def probes(f: Tensor, num_data: int) -> Iterator[Tensor]:
 
 
 def has_gradient(g: Tensor, of_multiple: Tensor) -> Tensor:
-    """Return which rows have a gradient, `[..., features]` to `[...]`, given those of a vector and of a `MULTIPLE`.
+    """Return which rows have a gradient, `[...]`, given gradients `[..., features]` of a vector and of its multiple.
 
-    What rounding leaves of a gradient that vanishes, as that of a query with a single key, is no multiple of anything.
+    Rounding errors of a vanishing gradient, such as that of a query with a single key, do not scale with the vector.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
     size = torch.linalg.vector_norm(g, dim=-1, dtype=wide)
     distance = torch.linalg.vector_norm(of_multiple - MULTIPLE * g, dim=-1, dtype=wide)
-    # Round-off is off by about its own size. Others are off by some roundings: far below 5 %, or, in half precision,
-    # by up to some tens of them, each 0.8 % in bfloat16.
+    # A rounding error is off by about its own size. Other gradients are off by some roundings: far below 5 %, or, in
+    # half precision, by up to some tens of them, each 0.8 % in bfloat16.
     tolerance = 0.05 if torch.finfo(g.dtype).bits > 16 else 0.3
     found: Tensor = (size > 0) & (distance <= tolerance * MULTIPLE * size)
     return found
 
 
 def number_of_digits(num_data: int) -> int:
-    """Return how many digits in base eight the index of an example has."""
+    """Return the number of base-eight digits of an example's index."""
     digits = 1
     while BASE**digits < num_data:
         digits += 1
@@ -83,21 +84,21 @@ def number_of_digits(num_data: int) -> int:
 
 @dataclass
 class Measured:
-    """What was measured about rows."""
+    """The measured row map of some rows, and how well it fits."""
 
     row_map: Tensor  # the example of each row; -1 if no gradient came back to it
     misfit: Tensor  # relative distance of each row's gradients from those of a row that belongs to one example
-    loud: Tensor  # whether a row's gradient is large enough for the misfit to mean something
+    loud: Tensor  # whether a row's gradient is large enough for the misfit to be meaningful
     tolerance: float
 
     @property
     def has_votes(self) -> bool:
-        """Whether any gradient came back."""
+        """Whether any row has a gradient."""
         return bool((self.row_map >= 0).any())
 
     @property
     def worst(self) -> float:
-        """The largest misfit of all rows with a gradient that is not tiny."""
+        """The largest misfit of all rows whose gradient is not tiny."""
         misfit = self.misfit[self.loud]
         return float(misfit.max()) if len(misfit) else 0.0
 
@@ -108,16 +109,16 @@ class Measured:
 
     @property
     def is_precise(self) -> bool:
-        """Whether gradients had more digits than those of half precision."""
+        """Whether gradients had more than half precision."""
         return self.tolerance < _MISFIT_IN_HALF_PRECISION
 
     @property
     def number_of_owners(self) -> int:
-        """The number of different data that rows belong to."""
+        """The number of different examples that rows belong to."""
         return len(set(self.row_map[self.row_map >= 0].tolist()))
 
     def of_groups(self, groups: int) -> Tensor | None:
-        """Return owners of groups of consecutive rows; `None` if rows of one group belong to different data."""
+        """Return the example of each group of consecutive rows; `None` if rows of a group differ."""
         if groups == len(self.row_map):
             return self.row_map
         row_map = self.row_map.reshape(groups, -1)
@@ -133,40 +134,40 @@ def measured(
     dtype: torch.dtype,
     precision: torch.dtype | None = None,
 ) -> list[Measured]:
-    """Find the example of each row, for the rows of several places together.
+    """Measure the example of each row, for the rows of several queries together.
 
     Args:
-        gradients: For each vector of `probes`, a few numbers for each row, `[rows of all places, directions]`.
-        lengths: How many rows each place has.
+        gradients: For each vector of `probes`, projected gradients of all rows, `[rows of all queries, directions]`.
+        lengths: Number of rows of each query.
         num_data: Number of examples.
         dtype: The dtype of gradients.
-        precision: The lowest precision on their way, if it is another one, as under `autocast`.
+        precision: The lowest precision that they passed through, if it is another one, as under `autocast`.
 
     Returns:
-        What was measured at each place.
+        The measurement of each query.
     """
     first = gradients[0]
     size = first.square().sum(1)
     precision = precision or dtype
     eps, tolerance = torch.finfo(precision).eps, _MISFIT.get(precision, _MISFIT_IN_HALF_PRECISION)
-    # Rows are compared with the largest one at their place.
+    # Rows are compared with the largest row of the same query.
     maxima = torch.stack([part.max() if len(part) else part.new_zeros(()) for part in size.split(list(lengths))])
     largest = maxima.repeat_interleave(torch.tensor(lengths))
-    # Numbers that are nearly too small for their precision are not rounded as larger ones are. In half precision, one
-    # over the precision would be too much: gradients in float16 are often that small.
+    # Numbers close to the smallest normal one have larger relative errors. In half precision, dividing by the precision
+    # would exclude too much: gradients in float16 are often that small.
     smallest = torch.finfo(dtype).tiny * (4 if torch.finfo(dtype).bits == 16 else 1 / torch.finfo(dtype).eps)
     votes = (size > min(_NOTHING * eps, _SMALLEST) ** 2 * largest) & (size > smallest**2)
     roundings = _ROUNDINGS.get(precision, _ROUNDINGS_IN_HALF_PRECISION)
     noise = roundings * eps * (largest / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt()
     row_map = torch.zeros_like(size, dtype=torch.long)
     misfit = torch.zeros_like(size)
-    for place, other in enumerate(gradients[1:]):
+    for position, other in enumerate(gradients[1:]):
         ratio = (first * other).sum(1) / size.clamp(min=torch.finfo(size.dtype).tiny)
         digit = ratio.clamp(min=1, max=2.0 ** (BASE - 1)).log2().round()
         expected = 2**digit
         distance = (other - expected.unsqueeze(1) * first).norm(dim=1) / (expected * size.sqrt())
         misfit = torch.maximum(misfit, distance.nan_to_num(nan=0.0))
-        row_map += digit.long() * BASE**place
+        row_map += digit.long() * BASE**position
     misfit[row_map >= num_data] = torch.inf
     row_map[~votes | (row_map >= num_data)] = -1
     loud = votes & ((noise <= tolerance) | (misfit > noise))
@@ -175,7 +176,7 @@ def measured(
 
 
 def regular_order(row_map: Tensor, num_data: int, leading: Sequence[int]) -> tuple[int | None, bool]:
-    """Find the simplest regular order that rows obey, as far as a gradient came back to them.
+    """Return the simplest regular order of the rows that have a gradient.
 
     Args:
         row_map: The example of each row, or -1.
@@ -183,45 +184,45 @@ def regular_order(row_map: Tensor, num_data: int, leading: Sequence[int]) -> tup
         leading: Lengths of the leading axes.
 
     Returns:
-        The number of consecutive rows of one example, or `None` if there is no such order. And whether that is certain:
-        no other order would do.
+        The number of consecutive rows of one example, or `None` if there is no regular order; and whether this is
+        certain, because no other order fits.
     """
     rows = len(row_map)
     if rows == 0 or rows % num_data:
         return None, True
-    everybody = bool((row_map >= 0).all())
+    all_measured = bool((row_map >= 0).all())
     obeyed = []
     for inner in _candidates(num_data, leading):
         if obeys(row_map, inner, num_data):
             obeyed.append(inner)
-            if everybody:
+            if all_measured:
                 break
-    # An axis that is as long as the batch explains more than a part of a longer one.
+    # An axis as long as the batch is a better explanation than a part of a longer axis.
     along_axes = [inner for inner in obeyed if inner in _axes(num_data, leading)]
     chosen = along_axes or obeyed
     return (chosen[0] if chosen else None), len(chosen) == 1
 
 
 def obeys(row_map: Tensor, inner: int, num_data: int) -> bool:
-    """Whether rows are in a regular order, as far as a gradient came back to them."""
+    """Whether all rows that have a gradient are in a regular order."""
     voters = (row_map >= 0).nonzero().squeeze(1)
     return torch.equal(voters // inner % num_data, row_map[voters])
 
 
 def _candidates(num_data: int, leading: Sequence[int]) -> Iterator[int]:
-    """Generate possible numbers of consecutive rows of one example: the simplest ones first."""
+    """Generate candidates for the number of consecutive rows of one example, simplest first."""
     shared = prod(leading) // num_data
     folded = [inner for inner in range(shared, 0, -1) if shared % inner == 0] if shared < 2**16 else [shared, 1]
     yield from dict.fromkeys((shared, *_axes(num_data, leading), *folded))
 
 
 def _axes(num_data: int, leading: Sequence[int]) -> list[int]:
-    """Return how many consecutive rows one example has if an axis as long as the batch is the batch axis."""
+    """Return the numbers of consecutive rows of one example, one for each axis that is as long as the batch."""
     return [prod(leading[axis + 1 :]) for axis, length in enumerate(leading) if length == num_data]
 
 
 def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[int]) -> int | None:
-    """Find the regular order that comes closest to what was measured, where data are allowed to mix."""
+    """Return the regular order closest to the measurement, for models in which examples may mix."""
     groups = prod(leading)
     if groups == 0 or groups % num_data:
         return None
@@ -235,13 +236,13 @@ def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[
             factors = (2.0 ** (n % BASE)).unsqueeze(1).to(first.dtype)
             distance += float((other - factors * first).square().sum())
             n = n // BASE
-        if distance < (1 - 1e-6) * smallest:  # among equal ones, up to rounding errors, the simplest wins
+        if distance < (1 - 1e-6) * smallest:  # of equal ones, up to rounding errors, take the simplest
             best, smallest = inner, distance
     return best
 
 
 def project(g: Tensor) -> Tensor:
-    """Return a few numbers for each row of gradients `[*leading, ..., features]`, `[rows, few]`."""
+    """Project gradients `[*leading, ..., features]` to a few directions, `[rows, directions]`."""
     rows = g.reshape(-1, g.shape[-1])
     rows = rows.to(at_least_float32(g.dtype))
     return rows @ _directions(g.shape[-1], rows.dtype, rows.device)
@@ -249,7 +250,7 @@ def project(g: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _directions(features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return directions `[features, few]` to look at gradients in: all features if there are few."""
+    """Return random directions `[features, directions]`; the identity if there are few features."""
     if features <= _DIRECTIONS:
         return torch.eye(features, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(features)

@@ -1,10 +1,10 @@
-"""Which example a row of an activation belongs to, and how rows are brought into the form `[batch, shared, features]`.
+"""Row maps: the example that each row of an activation belongs to, and reshaping to `[batch, shared, features]`.
 
-This is the axis convention of the whole engine: activations arrive with any leading axes, `[*leading, features]`, and
-gradients with one more axis for columns, `[columns, *leading, features]`. Leading axes, flattened, are *rows*. Where it
-matters which example a row belongs to, rows are brought into the form `[batch, shared]`.
+The engine uses one axis convention: activations arrive with any leading axes, `[*leading, features]`, and gradients
+with one more axis for columns, `[columns, *leading, features]`. Leading axes, flattened, are *rows*. Where it matters
+which example a row belongs to, rows are brought into the form `[batch, shared]`.
 
-Owners are measured (see `kfs.factors.rows.measure`), or guessed from lengths if nobody measures.
+Row maps are measured (see `kfs.factors.rows.measure`), or guessed from lengths of axes if nothing was measured.
 
 A row has one position, or several: a convolution reads all positions of an image off one row. Not all of them need to
 count (see `kfs.factors.rows.counted`).
@@ -41,36 +41,36 @@ class RowMap(ABC):
     def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
         """Bring a tensor `[*leading, *trailing]` into the form `[batch, shared, *trailing]`.
 
-        An example that has fewer rows than others gets zeros.
+        Examples with fewer rows are padded with zeros.
 
         Args:
             t: The tensor.
-            trailing: How many axes are not leading ones: one for features.
+            trailing: Number of axes that are not leading axes; one for features.
         """
 
     @abstractmethod
     def counts(self, rows: int, like: Tensor) -> Tensor:
-        """Return how many of some rows each example has, `[batch]`, with dtype and device of a tensor."""
+        """Return the number of rows of each example, `[batch]`, with the dtype and device of `like`."""
 
     @abstractmethod
     def most(self, rows: int) -> int:
-        """Return how many of some rows an example has at most."""
+        """Return the largest number of rows that any example has."""
 
     @abstractmethod
     def index(self, rows: int) -> Tensor:
-        """Return the example of each row, `[rows]`; negative for a row that belongs to none."""
+        """Return the example of each row, `[rows]`; negative for rows without an example."""
 
     @abstractmethod
     def in_order(self, rows: int) -> bool:
-        """Whether there is one row for each example, in the order of data."""
+        """Whether there is exactly one row for each example, in the order of the examples."""
 
     @abstractmethod
     def counting(self, counted: Tensor | None) -> "RowMap":
-        """Return the same owners, with `counted` positions."""
+        """Return the same row map, with `counted` positions."""
 
     def numbers_counted(self, dtype: torch.dtype) -> Tensor:
-        """Return ones for positions that count, and zeros, `[batch, shared, positions of a row]`."""
-        assert self.counted is not None  # noqa: S101 (whoever asks has looked)
+        """Return ones for positions that count and zeros elsewhere, `[batch, shared, positions of a row]`."""
+        assert self.counted is not None  # noqa: S101 (callers have checked)
         return self.by_datum(self.counted.to(dtype))
 
 
@@ -80,9 +80,9 @@ class StridedRows(RowMap):
 
     Attributes:
         num_data: Number of examples.
-        inner: How many consecutive rows belong to one example. If the batch axis comes first, these are all its rows;
-            if it comes last, one.
-        complete: Whether that is certain for all rows: those without gradient may be in another order.
+        inner: Number of consecutive rows that belong to one example. If the batch axis comes first, all its rows; if it
+            comes last, one.
+        complete: Whether the order is certain for all rows; rows without a gradient may be in another order.
         counted: As in `RowMap`.
 
     Example:
@@ -97,11 +97,11 @@ class StridedRows(RowMap):
 
     @classmethod
     def batch_first(cls, num_data: int, rows: int) -> "StridedRows":
-        """Return the order in which all rows of an example stand together, data by data."""
+        """Return the row map for a batch axis that comes first: all rows of an example are consecutive."""
         return cls(num_data, max(rows // num_data, 1))
 
     def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
-        """Reshape; this copies nothing if the batch axis comes first."""
+        """Reshape to `[batch, shared, *trailing]`; a view if the batch axis comes first."""
         shape = t.shape[t.ndim - trailing :]
         rows = prod(t.shape[: t.ndim - trailing])
         if rows == 0:  # an expert without tokens
@@ -112,39 +112,38 @@ class StridedRows(RowMap):
         return t.reshape(self.num_data, -1, *shape)
 
     def counts(self, rows: int, like: Tensor) -> Tensor:
-        """Return the same number for all data."""
+        """Return the number of rows of each example, which is the same for all."""
         return like.new_full((self.num_data,), rows // self.num_data)
 
     def most(self, rows: int) -> int:
-        """All data have as many."""
+        """Return the number of rows of each example, which is the same for all."""
         return rows // self.num_data
 
     def index(self, rows: int) -> Tensor:
-        """Count."""
+        """Return the example of each row."""
         return torch.arange(rows) // self.inner % self.num_data
 
     def in_order(self, rows: int) -> bool:
-        """Whether there is one row for each example."""
+        """Whether there is exactly one row for each example."""
         return rows == self.num_data
 
     def counting(self, counted: Tensor | None) -> "StridedRows":
-        """Return the same order."""
+        """Return the same row map, with `counted` positions."""
         return replace(self, counted=counted)
 
     def from_data(self, t: Tensor, rows: int) -> Tensor:
-        """Undo `by_datum` for `[batch, shared * k]`: `[rows, k]`."""
+        """Invert `by_datum`: map `[batch, shared * k]` to `[rows, k]`."""
         outer = rows // (self.num_data * self.inner)
         return t.reshape(self.num_data, outer, self.inner, -1).movedim(0, 1).reshape(rows, -1)
 
 
 class IndexedRows(RowMap):
-    """Rows in any order, and any number of them for each example: ragged graphs, tokens that are sent to experts.
+    """Rows in any order, with any number for each example: ragged graphs, or tokens that are routed to experts.
 
-    They are measured anew in every batch, and sizes of tensors depend on them: an accelerator has to be waited for.
+    They are measured anew in every batch. Sizes of tensors depend on them, so the host has to synchronize.
 
     Args:
-        owners: The example of each row, `[rows]`; negative for a row that belongs to none, because no gradient comes
-            back to it.
+        row_map: The example of each row, `[rows]`; negative for a row that no gradient comes back to.
         num_data: Number of examples.
 
     Example:
@@ -156,32 +155,32 @@ class IndexedRows(RowMap):
         self.num_data = num_data
         with sync.allow_sync():
             self.complete = bool((row_map >= 0).all())
-        self._owners = row_map
+        self._row_map = row_map
 
     def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
-        """Copy rows to where they belong."""
+        """Gather rows into `[batch, shared, *trailing]`, padded with zeros."""
         rows = t.reshape(-1, *t.shape[t.ndim - trailing :])
         zero = rows.new_zeros(1, *rows.shape[1:])
         return torch.cat([rows, zero])[self._places]
 
     def counts(self, rows: int, like: Tensor) -> Tensor:
-        """Count the rows of each example."""
+        """Return the number of rows of each example."""
         return self._counts.to(like)
 
     def most(self, rows: int) -> int:
-        """Return the length of the table of rows."""
+        """Return the largest number of rows that any example has."""
         return self._places.shape[1]
 
     def index(self, rows: int) -> Tensor:
-        """Return them."""
-        return self._owners
+        """Return the example of each row."""
+        return self._row_map
 
     def in_order(self, rows: int) -> bool:
-        """Be careful: say no."""
+        """Conservatively `False`: rows may be in any order."""
         return False
 
     def counting(self, counted: Tensor | None) -> "IndexedRows":
-        """Return the same table."""
+        """Return the same row map, with `counted` positions."""
         other = copy(self)
         other.counted = counted
         return other
@@ -189,33 +188,33 @@ class IndexedRows(RowMap):
     @cached_property
     def _counts(self) -> Tensor:
         with sync.allow_sync():
-            return torch.bincount(self._owners[self._owners >= 0], minlength=self.num_data)
+            return torch.bincount(self._row_map[self._row_map >= 0], minlength=self.num_data)
 
     @cached_property
     def _places(self) -> Tensor:
-        """The rows of each example, `[batch, shared]`; the number of all rows where there are no more."""
+        """The row indices of each example, `[batch, shared]`, padded with the number of all rows."""
         with sync.allow_sync():
             number, most = int(self._counts.sum()), int(self._counts.max())
-        order = self._owners.argsort(stable=True)
-        order = order[len(order) - number :]  # those that belong to no example come first
-        sorted_owners = self._owners[order]
+        order = self._row_map.argsort(stable=True)
+        order = order[len(order) - number :]  # rows without an example come first
+        sorted_owners = self._row_map[order]
         first = self._counts.cumsum(0) - self._counts
         position = torch.arange(len(order), device=order.device) - first[sorted_owners]
-        places = order.new_full((self.num_data, most), len(self._owners))
+        places = order.new_full((self.num_data, most), len(self._row_map))
         places[sorted_owners, position] = order
         return places
 
 
 def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) -> StridedRows:
-    """Guess where the batch axis is: the first one, the only one of its length, or a part of the first one.
+    """Guess the batch axis from lengths: the first axis, the only one of its length, or a part of the first one.
 
     Args:
         num_data: Number of examples.
         leading: Lengths of the leading axes.
-        axis: Where the batch axis is, if somebody knows.
+        axis: Position of the batch axis, if known.
 
     Raises:
-        DataError: If it is not found.
+        DataError: If the batch axis is not found.
     """
     rows = prod(leading)
     if num_data == 1 or rows == 0:

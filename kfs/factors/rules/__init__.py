@@ -1,4 +1,4 @@
-"""Rules: what multiplies an operation's parameters, and how its gradients are read. One file per kind of operation.
+"""Rules: how an operation uses its parameters, and how its gradients are read. One file per kind of operation.
 
 A rule is a pure function that returns a plan; see `kfs.factors.trace.plan`.
 """
@@ -40,16 +40,16 @@ RULES = {
 def new_session(
     params: Mapping[str, Tensor], joint_bias: bool = True, mixing: bool = False, model: Module | None = None
 ) -> Session:
-    """Start a session with all rules; arguments are those of `Session`."""
+    """Return a new session with all rules. Arguments are those of `Session`."""
     rules = {func: asked(rule) for func, rule in RULES.items()}
     return Session(params, rules, without_rule, joint_bias, mixing, model)
 
 
 @cache
 def asked(rule: Rule) -> Rule:
-    """Return a rule that gives up if an operation is called with arguments that the rule does not know.
+    """Return a rule that returns `None` if an operation is called with arguments that the rule does not have.
 
-    The signature of a rule has the arguments that are known, by the names that PyTorch documents.
+    The signature of a rule has the supported arguments, with the names that PyTorch documents.
     """
     known = signature(rule)
 

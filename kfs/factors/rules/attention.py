@@ -1,7 +1,7 @@
-"""Attention: `F.multi_head_attention_forward` as the linear operations that it consists of, and learned biases.
+"""Attention: `F.multi_head_attention_forward`, rewritten as linear operations, and learned attention biases.
 
-PyTorch's own code is run, except that it does not ask for overrides again: its products then reach the capture one by
-one. It works on `[sequence, batch, features]`.
+PyTorch's own code is run with its check for overrides disabled, so its products reach the capture one by one. Its axes
+are `[sequence, batch, features]`.
 """
 
 from types import FunctionType
@@ -24,7 +24,7 @@ _BODY = FunctionType(
 
 
 def multi_head_attention(call: Call, *args: Any, **named: Any) -> Planned:
-    """Attend."""
+    """Plan multi-head attention, as the operations that it consists of."""
     return Rewrite(_attend)
 
 
@@ -42,7 +42,7 @@ def scaled_dot_product(
     *args: Any,
     **named: Any,
 ) -> Planned:
-    """Attend with a learned bias, such as T5's, that is the same for all data; or with learned queries."""
+    """Plan attention with learned queries, or with a learned bias (as in T5) that is the same for all data."""
     learned = any(t.tracked for t in (query, key, value))
     if learned or attn_mask is None or not attn_mask.by_rows:
         return joined(call, query, key, value, *(() if attn_mask is None else (attn_mask,)))

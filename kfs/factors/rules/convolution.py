@@ -1,7 +1,7 @@
 """Convolutions and transposed convolutions: linear maps of patches, shared by all output positions.
 
-A transposed convolution is a convolution of its input with zeros put between pixels, with the kernel mirrored. Groups
-of channels have a factor pair each.
+A transposed convolution is a convolution of its input with zeros inserted between pixels, with the kernel mirrored.
+Each group of channels has its own pair of factors.
 """
 
 from math import prod
@@ -26,7 +26,7 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Planned:
-    """Convolve."""
+    """Plan a convolution."""
     dims = weight.ndim - 2
     kernel, spread = weight.shape[2:], _each(dilation, dims)
     if padding == "same":
@@ -52,7 +52,7 @@ def transposed_convolution(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Planned:
-    """Convolve the other way round."""
+    """Plan a transposed convolution."""
     dims = weight.ndim - 2
     if input.ndim != dims + 2:
         return None
@@ -67,7 +67,7 @@ def transposed_convolution(
         sparse = x.new_zeros(*x.shape[:2], *spatial)
         pixels: tuple[Any, ...] = (..., *(slice(None, None, s) for s in step))
         sparse[pixels] = x
-        # The kernel is mirrored; mirroring the image instead changes the order of positions only.
+        # The kernel is mirrored. Mirroring the image instead only changes the order of positions.
         return sparse.flip(*range(2, dims + 2))
 
     patches = Patches((*input.shape[:2], *spatial), kernel, (1,) * dims, around, spread, groups, mirrored=True)
@@ -89,7 +89,7 @@ def _plan(
     out: int,
     prepare: Any = None,
 ) -> Planned:
-    """Plan a linear map of patches to `out` channels; `shape`, `order` and `split` are those of the layout."""
+    """Plan a linear map of patches to `out` channels, for a layout with `shape`, `order` and `split`."""
     if not x.data:
         return None
     apart = bias_apart(call, x, weight, bias, trailing=len(patches.out))

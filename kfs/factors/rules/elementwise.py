@@ -1,7 +1,7 @@
-"""Parameters that are broadcast over the batch: added, multiplied, joined. And copies of parameters.
+"""Parameters that are broadcast over the batch (added, multiplied, concatenated), and copies of parameters.
 
-Such a parameter is expanded to the shape that it is broadcast to, and tapped there, so that its gradients are still
-there for every example and position. Sizes of one aside, the last axis of a parameter holds its features, and the
+Such a parameter is expanded to the shape that it is broadcast to, and tapped there, where gradients are still separate
+for every example and position. Apart from axes of length one, the last axis of a parameter holds its features, and the
 others are rows: it is like an embedding whose rows are all looked up once for every example, and has the same factors.
 """
 
@@ -31,7 +31,7 @@ def elementwise(call: Call, *args: Any, **named: Any) -> Planned:
 
 
 def joined(call: Call, *args: Any, **named: Any) -> Planned:
-    """Plan an operation that leaves the first axis alone: an expanded first axis of a parameter is the batch axis."""
+    """Plan an operation that preserves the first axis: an expanded first axis of a parameter is the batch axis."""
     parts = (*args, *named.values())
     flat = [inner for part in parts for inner in (part if isinstance(part, tuple) else (part,))]
     inputs = [part for part in flat if isinstance(part, Argument)]
@@ -42,7 +42,7 @@ def joined(call: Call, *args: Any, **named: Any) -> Planned:
 
 
 def copied(call: Call, input: Argument, *args: Any, **named: Any) -> Planned:
-    """Plan copying a whole parameter, perhaps into another precision."""
+    """Plan a copy of a whole parameter, perhaps in another precision."""
     view = input.view
     if view is None or view.transposed or input.shape != view.shape:
         return None
@@ -50,7 +50,7 @@ def copied(call: Call, input: Argument, *args: Any, **named: Any) -> Planned:
 
 
 def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
-    """Plan the expansion of (a view of) a parameter to the shape of data; one example may have no further axis."""
+    """Plan the expansion of (a view of) a parameter to the shape of data."""
     spread = Spread.expanded(t, shape)
     if t.derived:
         return Broadcast(t, shape, None, spread)
@@ -83,7 +83,7 @@ def entries_plan(
     prepare: Callable[..., Any] | None = None,
     mixes: bool = False,
 ) -> Plan:
-    """Plan a use of a whole parameter with several axes, which are the last ones of what `read` returns."""
+    """Plan a use of a whole parameter with several axes, which are the last axes of the result of `read`."""
     layout = entries_layout(parameter)
 
     def by_rows(g: Tensor, x: Any) -> Tensor:
@@ -100,8 +100,8 @@ def all_rows(layout: Layout, device: torch.device) -> Tensor | None:
 
 
 def entries_layout(t: Argument) -> Layout:
-    """Return the layout of a parameter whose entries are used one by one: features along its last axis."""
-    assert t.source is not None and t.name is not None  # noqa: PT018, S101 (only tracked arguments get here)
+    """Return the layout of a parameter whose entries are used one by one, with features along its last axis."""
+    assert t.source is not None and t.name is not None  # noqa: PT018, S101 (only called for tracked arguments)
     shape = t.source[0] or (1,)
     features = max((axis for axis, n in enumerate(shape) if n > 1), default=len(shape) - 1)
     order = (features, *(axis for axis in range(len(shape)) if axis != features))
@@ -109,7 +109,7 @@ def entries_layout(t: Argument) -> Layout:
 
 
 def is_expanded(num_data: int, t: Argument) -> bool:
-    """Whether a parameter was expanded over the batch before; a batch of one shows only as a first axis of one."""
+    """Whether a parameter is expanded over the batch; for a batch of one, whether its first axis has length one."""
     if num_data == 1:
         return t.ndim > 1 and t.shape[0] == 1
     repeated = (n for n, stride in zip(t.shape, t.stride, strict=True) if stride == 0)
@@ -117,7 +117,7 @@ def is_expanded(num_data: int, t: Argument) -> bool:
 
 
 def _own_axes_last(free: tuple[int, ...], own: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Return what brings gradients `[columns, *shape]` into the form `[columns, *free axes, entries]`."""
+    """Return a function that brings gradients `[columns, *shape]` into the form `[columns, *free axes, entries]`."""
     order = (0, *(1 + axis for axis in (*free, *own)))
 
     def own_last(g: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ def _own_axes_last(free: tuple[int, ...], own: tuple[int, ...]) -> Callable[[Ten
 
 
 def _rows_and_places(index: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Return which rows of a parameter are used, and where entries are among them; `None` if they are in order."""
+    """Return the used rows of a parameter, and the positions of entries in them; `None` if they are in order."""
     features = layout.row_size
     first, count = (int(index[0]), len(index)) if len(index) else (0, 0)
     if first % features == 0 and count % features == 0 and torch.equal(index, torch.arange(first, first + count)):
         return torch.arange(first // features, (first + count) // features), None
-    # Not by PyTorch, whose function imports its compiler, which takes seconds.
+    # NumPy, because PyTorch's function imports its compiler, which takes seconds.
     unique, inverse = np.unique((index // features).numpy(), return_inverse=True)
     rows, order = torch.from_numpy(unique), torch.from_numpy(inverse)
     places = order * features + index % features

@@ -1,6 +1,6 @@
-"""Embeddings: linear maps of unit vectors, whose outer products are diagonal. The input-based factor counts tokens.
+"""Embeddings: linear maps of unit vectors. Outer products of these are diagonal: the input-based factor counts tokens.
 
-A bag of embeddings is a sum, mean or maximum of them, and is run as such: it has the factors of the embedding.
+A bag of embeddings is a sum, mean or maximum of them, and is rewritten as such, so it has the factors of the embedding.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Planned:
-    """Look rows up. The row of the padding index is constant: positions that look it up do not count."""
+    """Plan a lookup of rows. The row of the padding index is constant: positions that look it up do not count."""
     refuse_changing_embedding(max_norm, scale_grad_by_freq)
     view = weight.view
     if view is None or view.transposed or weight.ndim != 2:
@@ -37,7 +37,7 @@ def embedding(
 
 
 def embedding_bag(call: Call, *args: Any, **named: Any) -> Planned:
-    """Look rows up, and combine those of each bag."""
+    """Plan a lookup of rows that are reduced over each bag."""
     return Rewrite(_written_out)
 
 

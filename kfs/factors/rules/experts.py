@@ -1,7 +1,7 @@
-"""Experts: products with all matrices of a parameter `[E, in, out]`, as one product for each of them.
+"""Experts: products with all matrices of a parameter `[E, in, out]`, rewritten as one product for each matrix.
 
-Every matrix is a block of its own, as if it were the weight of a layer of its own. A mixture of experts sends a token
-to a few of them; heads of attention may have their matrices in one parameter, too.
+Every matrix has a block of its own, as if it were the weight of a separate layer. A mixture of experts sends a token to
+a few of them; the heads of attention may also have their matrices in one parameter.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite, argument_at
 
 
 def product(call: Call, a: Argument, b: Argument) -> Planned:
-    """Plan `a @ b`, where one of them has matrices of a parameter."""
+    """Plan `a @ b`, where one operand is a stack of matrices of a parameter."""
     weight, x = (a, b) if a.tracked else (b, a)
     if x.data and weight.derived:
-        # Matrices that are computed, and the same for all data, such as keys of positions: each example gets a copy.
+        # Computed matrices that are the same for all examples, such as keys of positions: each example gets a copy.
         leading = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         mine = (1,) * (len(leading) - weight.ndim + 2) + weight.shape[:-2]
         copies = any(n == 1 and long % call.num_data == 0 for n, long in zip(mine, leading, strict=True))
-        if copies or call.num_data == 1:  # a single example has all of it
+        if copies or call.num_data == 1:  # a single example needs no copies
             return (broadcast(weight, (*leading, *weight.shape[-2:]), "matmul"),)
         return None
     if not x.data or not _is_stack(weight):
@@ -48,7 +48,7 @@ def einsum(weight: Argument, x: Argument, letters: tuple[str, str, str]) -> Plan
     Args:
         weight: The parameter.
         x: What it is multiplied with.
-        letters: Those of the parameter, of `x`, and of the result.
+        letters: Axis letters of the parameter, of `x`, and of the result.
     """
     w, v, result = letters
     if len(w) < 3:
@@ -85,7 +85,7 @@ def baddbmm(
     alpha: float = 1,
     out: Argument | None = None,
 ) -> Planned:
-    """Compute `beta * input + alpha * batch1 @ batch2`."""
+    """Plan `beta * input + alpha * batch1 @ batch2`."""
     if out is not None or not (batch1.data or batch2.data):
         return None
     joins = beta == 1 and alpha == 1 and _are_biases(input, batch1, batch2)
@@ -100,7 +100,7 @@ def baddbmm(
             if beta == 0:  # then the input is ignored, even if it is not finite
                 return alpha * z
             z = z if alpha == beta else alpha / beta * z
-            # A parameter is added before anything is scaled: nobody has to follow what is computed from it.
+            # A parameter is added before scaling, so that no scaled parameter has to be tracked.
             total = bias + z
             total = total if beta == 1 else beta * total
             result: Tensor = total.to(z.dtype)  # under autocast, the sum has a higher precision than the operation
@@ -117,14 +117,14 @@ def grouped_mm(
     bias: Argument | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Planned:
-    """Multiply consecutive rows `[tokens, in]` with a matrix of `[E, in, out]` each; `offs` has the ends of groups."""
+    """Plan products of consecutive rows with one matrix of `[E, in, out]` each; `offs` has the ends of groups."""
     if bias is not None or out_dtype is not None or not input.data or not _is_stack(mat2):
         return None
 
     def body(capture: Capture, *args: Any, **kwargs: Any) -> Tensor:
         x, W = (argument_at(t.place, args, kwargs) for t in (input, mat2))
         ends = None if offs is None else argument_at(offs.place, args, kwargs).tolist()
-        # Autocast leaves this operation alone, but not those that it consists of.
+        # Autocast does not affect this operation, but would affect its parts.
         with torch.autocast(x.device.type, enabled=False), capture:
             if ends is None:
                 return _over_experts(x, W, torch.matmul)
@@ -141,14 +141,14 @@ def _over_experts(x: Tensor, W: Tensor, multiply: Callable[[Tensor, Tensor], Ten
     if W.ndim == 2:
         return multiply(x, W)
     x = x.expand(*torch.broadcast_shapes(x.shape[:-2], W.shape[:-2]), *x.shape[-2:])
-    if W.shape[0] == 1 or W.stride(0) == 0:  # one matrix for all
+    if W.shape[0] == 1 or W.stride(0) == 0:  # one matrix for all experts
         return _over_experts(x, W[0], multiply)
     pairs = zip(x.unbind(-W.ndim), W.unbind(0), strict=True)
     return torch.stack([_over_experts(one, matrix, multiply) for one, matrix in pairs], -W.ndim)
 
 
 def _is_stack(weight: Argument) -> bool:
-    """Whether a tensor with more than two axes consists of matrices that are simple views of a parameter."""
+    """Whether a tensor with more than two axes is a stack of matrices that are simple views of a parameter."""
     if weight.ndim < 3 or not weight.tracked:
         return False
     known = [_is_stack(part) if part.ndim > 2 else part.view is not None for part in _parts(weight)]
@@ -156,7 +156,7 @@ def _is_stack(weight: Argument) -> bool:
 
 
 def _are_biases(input: Argument, x: Argument, weight: Argument) -> bool:
-    """Whether an input `[E, 1, out]` has the biases of linear layers with weights `[E, in, out]`."""
+    """Whether an input `[E, 1, out]` holds the biases of linear layers with weights `[E, in, out]`."""
     if input.ndim != 3 or input.shape[1] != 1 or not x.data or not _is_stack(weight):
         return False
     biases = [part.part(0) for part in _parts(input)]
@@ -165,7 +165,7 @@ def _are_biases(input: Argument, x: Argument, weight: Argument) -> bool:
 
 
 def _parts(weight: Argument) -> list[Argument]:
-    """Describe what the indices of the first axis select; a single one if all of them are the same."""
+    """Return descriptions of the slices along the first axis; a single one if all slices are the same."""
     return [weight.part(index) for index in range(1 if _is_repeated(weight) else weight.shape[0])]
 
 

@@ -1,6 +1,6 @@
-"""What to do with operations that have no rule: follow what is computed from parameters alone, and probe the rest.
+"""The fallback for operations without a rule: track results of parameters and constants, and probe everything else.
 
-A probe tells, in the backward pass, whether predictions depend on a use that nobody explains.
+A probe is a tap that reports, in the backward pass, whether predictions depend on a use that is not covered.
 """
 
 from collections.abc import Callable
@@ -30,33 +30,35 @@ _MOVE_NAMES = (
 _MOVES = {getattr(owner, name) for name in _MOVE_NAMES for owner in (torch, Tensor) if hasattr(owner, name)}
 _CASTS = {getattr(Tensor, name) for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")}
 _ELEMENTWISE = {func for func, rule in elementwise.RULES.items() if rule is elementwise.elementwise}
-# Products, and lookups. Before they follow constants, somebody has asked whether these have a row for every example.
+# Products and lookups: `Capture` has already asked whether constants have a row for every example.
 _PRODUCTS = {linear.linear, linear.addmm, linear.matmul, linear.mm, linear.rmatmul}
 _FOLLOW = {func for func, rule in linear.RULES.items() if rule in _PRODUCTS} | {F.embedding}
-# Operations that treat all vectors of their inputs alike: inputs may have one more axis in front.
+# Operations that treat all vectors of their inputs alike, so inputs may have one more leading axis.
 _BY_ROWS = _FOLLOW | _ELEMENTWISE | {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
 
 
 def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation without rule.
+    """Run an operation that has no rule.
 
-    What is computed from parameters and constants is a derived parameter, unless it has a row for every example. All
-    other uses are probed: one learns whether predictions depend on them.
+    A result of parameters and constants is tracked as a derived parameter, unless it has a row for every example. All
+    other uses are probed, to find out whether predictions depend on them.
     """
     inputs = tensors_of((*args, *kwargs.values()))
     tracked = [t for t in inputs if capture.tracker.find(t) is not None]
     parameters = [capture.tracker.get(t) for t in tracked]
     names = set().union(*(parameter.names for parameter in parameters))
     has_data = any(map(capture.is_data, inputs))
+    # An in-place operation may change a derived parameter; then its new values are tracked.
     change = None if has_data else _Change.expected(func, args, kwargs, tracked, parameters)
     result = func(*args, **kwargs)
     if change is not None and change.happened:
         change.follow(capture)
         return result
-    if is_in_place(func):  # nobody may look at the result, so that there is nothing to probe
+    if is_in_place(func):  # the result may not be used, so there is nothing to probe
         why = _why_not(capture, func, parameters, has_data)
         capture.unexplained.update((name, why) for name in names)
         return result
+    # Otherwise, track the result, or probe it if that is not possible.
     outputs = [t for t in tensors_of([result]) if t.is_floating_point() or t.is_complex()]
     storages = {t.untyped_storage()._cdata for t in tracked}
     if not outputs or all(t.untyped_storage()._cdata in storages for t in outputs):
@@ -80,7 +82,7 @@ def _followed(
     has_data: bool,
     result: Any,
 ) -> Any:
-    """Return the result such that its gradients are brought to all parameters; `None` if that is not possible."""
+    """Return the result, tracked so that its gradients reach all parameters; `None` if that is not possible."""
     different = list({id(t): t for t in tracked}.values())
     arguments = [Argument.of((), t, capture.tracker.get(t), data=False) for t in different]
     follows = isinstance(result, Tensor) and not has_data and all(argument.by_rows for argument in arguments)
@@ -88,7 +90,7 @@ def _followed(
         return _Following(capture, func, args, kwargs, tracked[0], arguments[0], parameters[0], result).result()
     expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(capture, t, parameter)]
     if expanded and (len({parameter.name for parameter in parameters}) > 1 or has_data):
-        # With one example, everything may be a row of it. What larger batches are like is known from an audit.
+        # With one example, everything may be a row of it; an audit knows what larger batches are like.
         guess = capture.num_data > 1 or not has_data
         with capture.places().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
             if has_rows:
@@ -97,7 +99,7 @@ def _followed(
 
 
 def _why_not(capture: Capture, func: Any, parameters: list[Tracked], has_data: bool) -> str:
-    """Say why a use is not covered: there is no rule for it, or there is one that does not take such arguments."""
+    """Return the reason why a use is not covered: there is no rule, or the rule does not take such arguments."""
     operation = getattr(func, "__name__", str(func))
     others = " together with another parameter" if len({one.name for one in parameters}) > 1 and not has_data else ""
     before = " before it meets the batch" if any(one.derived is not None for one in parameters) else ""
@@ -107,31 +109,31 @@ def _why_not(capture: Capture, func: Any, parameters: list[Tracked], has_data: b
 
 
 def _may_have_rows(capture: Capture, t: Tensor, parameter: Tracked) -> bool:
-    """Whether (a view of) a parameter may have a row for every example, as learned queries that were expanded."""
+    """Whether (a view of) a parameter may have a row for every example, such as expanded learned queries."""
     argument = Argument.of((), t, parameter, data=False)
     computed = parameter.derived is not None and capture.num_data == 1
     return argument.by_rows and (computed or elementwise.is_expanded(capture.num_data, argument))
 
 
 def _with_expanded(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor) -> Any:
-    """Run an operation on (a view of) a parameter that was expanded over the batch: as on data."""
+    """Run an operation on (a view of) a parameter that was expanded over the batch, treating it as data."""
     parameter = capture.tracker.get(t)
     argument = Argument.of((), t, parameter, data=False)
     call = Call(func, capture.num_data)
     collect = _per_datum_receiver(capture, call, argument, parameter)
     spread = Spread.expanded(argument, tuple(t.shape))
-    # A copy does not live where the parameter does, so that it is not taken for it again.
+    # A copy has its own storage, so it is not recognized as the parameter again.
     swap = {id(t): tap_spread(capture, t, (call.name, parameter.name), spread, collect).clone()}
     named = {key: _replaced(part, swap) for key, part in kwargs.items()}
     with capture:
         result = func(*_replaced(args, swap), **named)
     for one in tensors_of([result]):
-        capture.marks.mark(one)  # also where nothing else depends on data
+        capture.marks.mark(one)  # even if nothing else depends on data
     return result
 
 
 class _Following:
-    """An operation on one parameter and constants, and what gradients of its result mean for the parameter."""
+    """An operation on one parameter and constants, whose gradients are mapped back to the parameter."""
 
     def __init__(
         self,
@@ -157,15 +159,15 @@ class _Following:
         self.shape = tuple(parameter.tensor.shape)
 
     def result(self) -> Tensor:
-        """Return the result such that its gradients are brought to the parameter, example by example."""
+        """Return the result, tracked so that its per-example gradients reach the parameter."""
         num_data = self.capture.num_data
-        # Without an audit: there is an axis as long as the batch that was not there before.
+        # Without an audit, guess from a new axis as long as the batch.
         guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
         with self.capture.places().question(self.func, self.parameter.name, guess) as has_data:
             return self.capture.marks.mark(self._with_rows_of_data()) if has_data else self._derived()
 
     def _with_rows_of_data(self) -> Tensor:
-        """Tap the result: it has a row for every example, so that gradients are still there for each of them."""
+        """Tap the result, which has a row for every example, so that gradients are still separate."""
         capture, shape = self.capture, tuple(self.plain.shape)
         if self.func in _ELEMENTWISE:
             spread = Spread.expanded(self.argument, shape)
@@ -185,7 +187,7 @@ class _Following:
         return capture.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
 
     def _derived(self) -> Tensor:
-        """Follow the result; gradients go back through the operation when they have arrived for every example."""
+        """Track the result; per-example gradients are pulled back through the operation after the backward pass."""
 
         def add_use() -> Receiver:
             receive, pull_back = self._back()
@@ -196,11 +198,11 @@ class _Following:
         return add_derived(self.capture, self.plain, name, token, self.call.name, add_use, also)
 
     def _receiver(self) -> Receiver:
-        """Return what takes gradients `[columns, N, *shape of the parameter]`."""
+        """Return the gradient callback for `[columns, N, *shape of the parameter]`."""
         return _per_datum_receiver(self.capture, self.call, self.argument, self.parameter)
 
     def _back(self) -> tuple[Receiver, Callable[[Tensor], list[Tensor]]]:
-        """Return what takes gradients of the argument, `[columns, N, *shape]`, and what computes them."""
+        """Return the callback for gradients `[columns, N, *shape]` of the argument, and their computation."""
         return _at_entries(self._receiver(), self.argument), _pull_back(self._again, [self.t], self.plain)
 
     def _again(self, value: Tensor) -> Tensor:
@@ -208,10 +210,10 @@ class _Following:
         return _run_again(self.func, self.args, self.kwargs, {id(self.t): value})
 
     def _entries_of_result(self) -> Tensor:
-        """Return which entry of the parameter each number of the result is."""
-        if self.t.is_meta:  # there are no numbers
+        """Return the parameter entry at each position of the result."""
+        if self.t.is_meta:  # there are no values
             return torch.zeros((), dtype=torch.long).expand(self.plain.shape)
-        # On the CPU, unless there are indices elsewhere: an accelerator would have to be waited for.
+        # Compute on the CPU to avoid synchronization, unless index tensors are on another device.
         alone = len(tensors_of((*self.args, *self.kwargs.values()))) == 1
         places = torch.arange(self.t.numel(), device="cpu" if alone else self.t.device).reshape(self.t.shape)
         if self.func not in _CASTS:
@@ -224,14 +226,14 @@ class _Following:
 class _Change:
     """An operation that changes (a view of) a derived parameter in place, such as `nn.ReLU(inplace=True)`.
 
-    From then on, what lies in its memory is another derived parameter.
+    From then on, its memory holds another derived parameter.
     """
 
     @classmethod
     def expected(
         cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor], parameters: list[Tracked]
     ) -> "_Change | None":
-        """Prepare for a change, before the operation runs; `None` if it will not change a derived parameter."""
+        """Record the state before the operation runs; `None` if it will not change a derived parameter."""
         may_change = is_in_place(func) or kwargs.get("inplace") is True or any(part is True for part in args)
         if not may_change or len(tracked) > 1 or parameters[0].derived is None:
             return None
@@ -249,15 +251,15 @@ class _Change:
 
     @property
     def happened(self) -> bool:
-        """Whether the operation has changed anything."""
+        """Whether the operation has changed the tensor."""
         return self.t._version != self.version
 
     def follow(self, capture: Capture) -> None:
-        """Follow the changed tensor in place of the one that was there before."""
+        """Track the changed tensor in place of the original one."""
         old = self.parameter
 
         def add_use() -> Receiver:
-            assert old.derived is not None  # noqa: S101 (others are not followed)
+            assert old.derived is not None  # noqa: S101 (checked by `expected`)
             collect, pull_back = old.derived.collector(), _pull_back(self._again, [self.before], self.before)
             return lambda g: collect(pull_back(g)[0])
 
@@ -273,11 +275,12 @@ class _Change:
 
 
 class _Computed:
-    """An operation on several parameters and constants, and what gradients of its result mean for all of them.
+    """An operation on several parameters and constants, whose gradients are mapped back to all parameters.
 
-    Gradients arrive for every example, as if each had a copy of the result. So parameters have the factors that they
-    have if inputs are data, the same ones for all: of a small network of positions, which computes a bias of attention.
-    If no rule says what these are, gradients are brought to the entries of a parameter.
+    Gradients arrive for every example, as if each had a copy of the result. So if a rule covers the operation,
+    parameters have the factors that they would have if inputs were data, equal for all examples. An example is a small
+    network of positions that computes an attention bias. If no rule covers it, gradients are mapped to the entries of
+    each parameter.
     """
 
     def __init__(
@@ -294,7 +297,7 @@ class _Computed:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.tensors = tensors  # those that are tracked
+        self.tensors = tensors  # the tracked tensors
         self.arguments = arguments
         self.plain = result
         self.call = Call(func, capture.num_data)
@@ -304,10 +307,10 @@ class _Computed:
         self.names = [name for source in sources if source is not None for name in sorted(source.names)]
         self.constants = [t for t, source in zip(inputs, sources, strict=True) if source is None]
         derived = [t for t, argument in zip(tensors, arguments, strict=True) if argument.derived]
-        self.inputs = derived or (self.constants or tensors)[:1]  # what stands for data
+        self.inputs = derived or (self.constants or tensors)[:1]  # the tensors that are treated as data
 
     def result(self) -> Tensor:
-        """Return the result such that its gradients are brought to all parameters, example by example."""
+        """Return the result, tracked so that its per-example gradients reach all parameters."""
         if not self.constants or self.func in _FOLLOW:
             return self._followed()
         num_data = self.capture.num_data
@@ -326,7 +329,7 @@ class _Computed:
 
     def _add_use(self) -> Receiver:
         by_rule, expanded = self._by_rule()
-        # By tensor: what the operation runs with, and what takes gradients with respect to that.
+        # By id of a tensor: the tensor to differentiate with respect to, and its gradient callback.
         rest = dict(expanded)
         for t, argument in zip(self.tensors, self.arguments, strict=True):
             if id(t) not in rest and (argument.name not in by_rule or any(t is one for one in self.inputs)):
@@ -347,11 +350,11 @@ class _Computed:
         return receive_all
 
     def _by_rule(self) -> tuple[dict[str, Receiver], dict[int, tuple[Tensor, Receiver]]]:
-        """Ask the rule for the operation, as if inputs were data.
+        """Return the gradient callbacks of parameters that the operation's rule covers, treating inputs as data.
 
         Returns:
-            By name of a parameter, what takes gradients of the result. By identity of a tensor that is broadcast, the
-            expanded one, and what takes gradients with respect to that.
+            By name of a parameter, the callback for gradients of the result. By id of a broadcast tensor, the expanded
+            tensor and the callback for its gradients.
         """
         capture, num_data, plain = self.capture, self.capture.num_data, self.plain
         rule = capture.session.rules.get(self.func)
@@ -376,7 +379,7 @@ class _Computed:
         expanded: dict[int, tuple[Tensor, Receiver]] = {}
         for step in plans[self.key] or ():
             plan = step.plan if isinstance(step, Broadcast) else step
-            assert plan is not None  # noqa: S101 (derived parameters stand for data)
+            assert plan is not None  # noqa: S101 (derived parameters are treated as data)
             for one in settled(capture, plan, self.call, plain):
                 with full_precision(plain.device.type):
                     receive = capture.use(one, prepared(one, args, kwargs), by_construction=True)
@@ -389,7 +392,7 @@ class _Computed:
 
 
 def _per_datum_receiver(capture: Capture, call: Call, argument: Argument, parameter: Tracked) -> Receiver:
-    """Return what takes gradients `[columns, N, *shape]` of a parameter, or of a derived one."""
+    """Return the callback for gradients `[columns, N, *shape]` of a parameter, or of a derived one."""
     with full_precision(argument.device.type):
         if parameter.derived is None:
             return _use_per_datum(capture, call, argument, parameter.tensor)
@@ -397,7 +400,7 @@ def _per_datum_receiver(capture: Capture, call: Call, argument: Argument, parame
 
 
 def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tensor) -> Receiver:
-    """Record a use of all entries of a parameter, once for every example; gradients are `[columns, N, *shape]`."""
+    """Record a use of all entries of a parameter by every example; gradients are `[columns, N, *shape]`."""
     layout = entries_layout(argument)
     device = argument.device
 
@@ -414,20 +417,20 @@ def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tenso
 
 
 def _probed(capture: Capture, result: Any, names: set[str], why: str) -> Any:
-    """Return results such that one learns whether gradients come back to them."""
+    """Return results with probes that report the use as not covered if gradients reach them."""
 
     def fire(_: Tensor) -> None:
         capture.unexplained.update((name, why) for name in names)
 
     if isinstance(result, Tensor):
         return capture.tap(result, fire, probed=True)
-    fire(tensors_of(result)[0])  # several results are not followed one by one
+    fire(tensors_of(result)[0])  # several results are not probed one by one
     return result
 
 
 def _pull_back(run: Callable[..., Tensor], tensors: list[Tensor], result: Tensor) -> Callable[[Tensor], list[Tensor]]:
-    """Return what takes gradients `[..., *shape of the result]` back to the tensors that it is computed from."""
-    made: list[Any] = []  # made when gradients arrive: inside of a checkpoint, PyTorch refuses to make it
+    """Return a function that pulls gradients `[..., *shape of the result]` back to the inputs of an operation."""
+    made: list[Any] = []  # created when gradients arrive, because PyTorch refuses to create it inside of a checkpoint
     values, shape = [t.detach() for t in tensors], result.shape
 
     def pull_back(g: Tensor) -> list[Tensor]:
@@ -441,14 +444,14 @@ def _pull_back(run: Callable[..., Tensor], tensors: list[Tensor], result: Tensor
 
 
 def _at_entries(receive: Receiver, argument: Argument) -> Receiver:
-    """Return what takes gradients `[columns, N, *shape]` of (a view of) a parameter, and passes on the parameter's."""
+    """Return a callback that scatters gradients `[columns, N, *shape]` of (a view of) a parameter into its entries."""
     assert argument.source is not None  # noqa: S101 (only tracked arguments get here)
     index, shape = argument.entries(tuple(range(argument.ndim))), argument.source[0]
     return lambda g: receive(scattered(g.reshape(*g.shape[: g.ndim - argument.ndim], -1), index, shape))
 
 
 def _run_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], swap: dict[int, Tensor]) -> Tensor:
-    """Run an operation with other tensors in place of some."""
+    """Run an operation with some tensors replaced."""
     named = {key: _replaced(part, swap) for key, part in kwargs.items()}
     out: Tensor = func(*_replaced(args, swap), **named)
     return out

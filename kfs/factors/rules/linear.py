@@ -1,8 +1,8 @@
 """Linear operations: `F.linear`, `addmm`, products with `@`, simple `einsum`, bilinear maps.
 
-All multiply vectors $x$ of features with a weight matrix $W$: the input-based factor comes from $x$, the
-gradient-based one from gradients with respect to $W x$. The matrix may be one of several that a parameter has; products
-with all of them at once are in `experts`.
+All multiply feature vectors $x$ with a weight matrix $W$: the input-based factor comes from $x$, the gradient-based one
+from gradients with respect to $W x$. The matrix may be one of several in a parameter; products with all of them at once
+are in `experts`.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
+from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.inputs import Inputs, Rows, Vectors
 from kfs.factors.capture.capture import Capture
@@ -20,7 +20,7 @@ from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read, Rewrite,
 
 
 def linear(call: Call, input: Argument, weight: Argument, bias: Argument | None = None) -> Planned:
-    """Multiply with `weight` `[out, in]`."""
+    """Plan a linear layer with `weight` `[out, in]`."""
     apart = bias_apart(call, input, weight, bias)
     return multiply(call, "linear", input, weight, bias) if apart is None else apart
 
@@ -36,14 +36,14 @@ def addmm(
     alpha: float = 1,
     out: Argument | None = None,
 ) -> Planned:
-    """Compute `bias + x @ weight`, as Hugging Face's `Conv1D` does."""
+    """Plan `bias + x @ weight`, as in Hugging Face's `Conv1D`."""
     if beta != 1 or alpha != 1 or out_dtype is not None or out is not None:
         return None
     return multiply(call, "addmm", mat1, mat2, input, flip=True)
 
 
 def matmul(call: Call, input: Argument, other: Argument, *, out: Argument | None = None) -> Planned:
-    """Compute `a @ b`, where one is a parameter with two axes or a matrix for each expert, or `b` is a vector."""
+    """Plan `a @ b`, where one operand is a parameter with two axes or a stack of matrices, or `b` is a vector."""
     a, b = input, other
     if out is not None or not isinstance(a, Argument) or not isinstance(b, Argument):
         return None
@@ -60,17 +60,17 @@ def matmul(call: Call, input: Argument, other: Argument, *, out: Argument | None
 
 
 def mm(call: Call, input: Argument, mat2: Argument, out_dtype: Any = None, *, out: Argument | None = None) -> Planned:
-    """Compute `a @ b`, by the names that `torch.mm` and `torch.bmm` have for them."""
+    """Plan `a @ b`, with the argument names of `torch.mm` and `torch.bmm`."""
     return None if out_dtype is not None else matmul(call, input, mat2, out=out)
 
 
 def rmatmul(call: Call, input: Argument, other: Argument) -> Planned:
-    """Compute `other @ input`."""
+    """Plan `other @ input`."""
     return matmul(call, other, input)
 
 
 def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
-    """Contract a parameter with a tensor over some of the parameter's axes, or all; others are in the result."""
+    """Plan a contraction of a parameter with a tensor over some of the parameter's axes, or all."""
     operands = operands[0] if len(operands) == 1 and type(operands[0]) in {tuple, list} else operands
     if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
         return None
@@ -121,7 +121,7 @@ def inner_products(call: Call, x: Argument, weight: Argument) -> Planned:
 
 
 def bilinear(call: Call, input1: Argument, input2: Argument, weight: Argument, bias: Argument | None = None) -> Planned:
-    """Compute `x^T W y + bias` for every matrix `W` of `weight`: linear in the outer products of the inputs."""
+    """Plan `x^T W y + bias` for every matrix `W` of `weight`, which is linear in outer products of the inputs."""
     view = weight.view
     if view is None or view.stacked or not input1.data or not input2.data:
         return None
@@ -148,7 +148,7 @@ def multiply(
 ) -> Planned:
     """Plan a product of vectors `[*leading, in]` with a weight `[out, in]`, or `[in, out]` if `flip`.
 
-    The vectors are `x`, or what `prepare` makes from it; then `leading` has their leading axes.
+    The vectors are `x`, or `prepare(x)`; then `leading` has their leading axes.
     """
     leading = x.shape[:-1] if leading is None else leading
     if weight.ndim != 2:
@@ -178,7 +178,7 @@ def weight_and_bias(
     read: Read | None = None,
     follows: bool = False,
 ) -> Planned:
-    """Plan a use of a weight and of a bias along the output features. Whether they share a block is decided later."""
+    """Plan a use of a weight, and of a bias along the output features. The session decides if they share a block."""
     features = layout.row_size * layout.groups
     alone = bias_plan(bias, features, leading, read)
     joins = False
@@ -186,7 +186,7 @@ def weight_and_bias(
         view = bias.view
         if view is None or alone is None:
             return None
-        # A part of a bias may join only the same part of a weight.
+        # Some rows of a bias may join only the same rows of a weight.
         whole = layout.rows == (0, layout.shape[0])
         same_rows = (view.rows, view.shape[0]) == (layout.rows, layout.shape[0])
         joins = view.is_whole if whole else same_rows
@@ -194,9 +194,9 @@ def weight_and_bias(
 
 
 def bias_apart(call: Call, x: Argument, weight: Argument, bias: Argument | None, trailing: int = 0) -> Rewrite | None:
-    """Plan to add a bias after the operation, if its weight is computed: it is covered though the weight is not.
+    """Plan to add the bias after the operation if the weight is computed, so that the bias is covered.
 
-    The features have some axes behind them.
+    The output has `trailing` axes after its features.
     """
     if not weight.derived or not x.data or bias is None or not bias.tracked:
         return None
@@ -213,7 +213,7 @@ def bias_apart(call: Call, x: Argument, weight: Argument, bias: Argument | None,
 
 
 def bias_plan(bias: Argument | None, features: int, leading: tuple[int, ...], read: Read | None) -> Plan | None:
-    """Plan the use of a bias alone; `None` if there is none that is tracked, or if it is not a vector of features."""
+    """Plan the use of a bias alone; `None` if it is missing, not tracked, or not a vector of features."""
     if bias is None or bias.view is None or bias.shape != (features,):
         return None
     return vector_plan("bias", bias, leading, (), read)
@@ -230,10 +230,10 @@ def vector_plan(
 ) -> Plan:
     """Plan a use of a vector that is added to, or scales, the output's features.
 
-    What `read` returns has axes `leading` for positions. Other arguments are those of `Plan`.
+    The result of `read` has axes `leading` for positions. Other arguments are those of `Plan`.
     """
     view = vector.view
-    assert view is not None  # noqa: S101 (who calls this has made sure)
+    assert view is not None  # noqa: S101 (callers have checked)
     layout = view.layout((0,), 1)
     rows = Rows(None, 1, leading, vector.dtype, vector.device)
     return Plan(operation, layout, rows, arguments, prepare, read, mixes=mixes)

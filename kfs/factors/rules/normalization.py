@@ -1,4 +1,4 @@
-"""Scale and shift of normalizations, and the slope of PReLU: vectors that multiply features, or are added to them."""
+"""Scale and shift of normalizations, and the slope of PReLU: vectors that multiply features or are added to them."""
 
 from collections.abc import Callable
 from math import prod
@@ -22,7 +22,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Planned:
-    """Normalize over the last axes, then scale and shift."""
+    """Plan layer normalization: scale and shift after normalizing over the last axes."""
     return _scaled("layer_norm", input, weight, bias, lambda x: F.layer_norm(x, normalized_shape, eps=eps))
 
 
@@ -33,7 +33,7 @@ def rms_norm(
     weight: Argument | None = None,
     eps: float | None = None,
 ) -> Planned:
-    """Divide by the root mean square over the last axes, then scale."""
+    """Plan RMS normalization: scale after dividing by the root mean square over the last axes."""
     return _scaled("rms_norm", input, weight, None, lambda x: F.rms_norm(x, normalized_shape, eps=eps))
 
 
@@ -46,7 +46,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Planned:
-    """Normalize groups of channels, then scale and shift channels."""
+    """Plan group normalization: scale and shift of channels after normalizing groups of channels."""
     return _scaled("group_norm", input, weight, bias, lambda x: F.group_norm(x, num_groups, eps=eps), "channels")
 
 
@@ -61,7 +61,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Planned:
-    """Normalize by running statistics (by those of the batch in training), then scale and shift channels."""
+    """Plan batch normalization: scale and shift of channels, by running statistics or, in training, by the batch's."""
     statistics = () if training else (running_mean, running_var)
 
     def normalized(x: Tensor, mean: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
@@ -81,7 +81,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Planned:
-    """Normalize every channel of every example, then scale and shift channels."""
+    """Plan instance normalization: scale and shift of channels after normalizing every channel of every example."""
     statistics = () if running_mean is None else (running_mean, running_var)
 
     def normalized(x: Tensor, mean: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
@@ -92,7 +92,7 @@ def instance_norm(
 
 
 def prelu(call: Call, input: Argument, weight: Argument) -> Planned:
-    """Multiply negative numbers with a slope, per channel or altogether."""
+    """Plan PReLU: negative numbers are multiplied with a slope, per channel or one for all."""
     along = "channels" if prod(weight.shape) > 1 else "nothing"
     return _scaled("prelu", input, weight, None, lambda x: x.clamp(max=0), along)
 
@@ -109,8 +109,8 @@ def _scaled(
 ) -> Planned:
     """Plan the uses of a scale and a shift.
 
-    Both lie `along` the `"last axes"`, `"channels"` (the second axis), or `"nothing"` if there is one number for
-    everything. The scale multiplies `normalized(x, *statistics)`, which is computed when gradients arrive.
+    Both lie `along` the `"last axes"`, the `"channels"` (the second axis), or `"nothing"` if they are a single number.
+    The scale multiplies `normalized(x, *statistics)`, which is computed when gradients arrive.
     """
     if not x.data:
         return None
@@ -142,7 +142,7 @@ def _parameter_plan(
     prepare: Callable[..., Any] | None,
     mixes: bool,
 ) -> Plan | None:
-    """Plan the use of a scale or a shift; `None` if it is not tracked, or not a view that one understands."""
+    """Plan the use of a scale or a shift; `None` if it is not tracked, or not a simple view of a parameter."""
     if parameter is None or parameter.view is None:
         return None
     if parameter.ndim > 1:

@@ -1,4 +1,4 @@
-"""Recurrent networks, as the linear operations that they consist of, with one loop back in time for their gradients."""
+"""Recurrent networks, rewritten as linear operations, with one loop backwards in time for their gradients."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -17,31 +17,31 @@ from kfs.factors.capture.capture import Capture
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite
 from kfs.runtime.precision import at_least_float32
 
-# Gradients at all p, at all q, at all projected states, at the first state, and at the first state of cells. Those that
-# an operation does not have are empty.
+# Gradients with respect to all p, all q, all projected states, the first state, and the first cell state. Gradients
+# that a network does not have are empty.
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What the steps of a recurrence take, for all times, in float32 or better."""
+    """The inputs of a recurrence's steps, for all times, in float32 or better."""
 
-    p: Tensor  # what inputs contribute, [time, batch, gates, features]
-    q: Tensor  # what states contribute, likewise
+    p: Tensor  # contribution of inputs, [time, batch, gates, features]
+    q: Tensor  # contribution of states, likewise
     before: Tensor  # states before each time, [time, batch, features]
-    cell: Tensor | None  # the first state of the cells of an LSTM, [batch, features]
+    cell: Tensor | None  # the first cell state of an LSTM, [batch, features]
 
 
 class Slopes(ABC):
-    """Partial derivatives of a recurrent step, for all times: what gradients are multiplied with.
+    """Partial derivatives of a recurrent step, for all times. Gradients are multiplied with them.
 
     Args:
-        tensors: These derivatives, `[time, batch, ...]`, in float32 or better.
-        states: What the steps return, `[time, batch, features]`; what an LSTM returns before it is projected.
-        last_cell: The last state of the cells of an LSTM, `[batch, features]`.
+        tensors: The derivatives, `[time, batch, ...]`, in float32 or better.
+        states: The results of the steps, `[time, batch, features]`; of an LSTM, before projection.
+        last_cell: The last cell state of an LSTM, `[batch, features]`.
     """
 
-    gates: ClassVar[int]  # how many p and q there are for each feature of a state
+    gates: ClassVar[int]  # number of p and q for each feature of a state
 
     def __init__(self, tensors: tuple[Tensor, ...], states: Tensor, last_cell: Tensor | None = None) -> None:
         self.tensors = tensors
@@ -51,7 +51,7 @@ class Slopes(ABC):
     @classmethod
     @abstractmethod
     def of(cls, steps: Steps) -> "Slopes":
-        """Compute them."""
+        """Compute states and partial derivatives."""
 
     @staticmethod
     @abstractmethod
@@ -59,9 +59,9 @@ class Slopes(ABC):
         """Send gradients back through all times.
 
         Args:
-            tensors: Those of an instance.
-            g: Gradients at states from outside, `[time, columns, batch, features]`.
-            g_cell: Gradients at the last state of cells, `[columns, batch, features]`. Empty if there are none.
+            tensors: The derivatives of an instance.
+            g: Gradients with respect to states, from outside of the recurrence, `[time, columns, batch, features]`.
+            g_cell: Gradients with respect to the last cell state, `[columns, batch, features]`. Empty if there is none.
             W: The recurrent weight.
             W_r: The weight that projects states.
         """
@@ -72,10 +72,10 @@ def slopes_of(kind: type[Slopes], p: Tensor, q: Tensor, before: Tensor, cell: Te
 
     Args:
         kind: Kind of the step.
-        p: What inputs contribute, `[time, batch, gates * features]`.
-        q: What states contribute, likewise.
+        p: Contribution of inputs, `[time, batch, gates * features]`.
+        q: Contribution of states, likewise.
         before: States before each time.
-        cell: The first state of the cells of an LSTM.
+        cell: The first cell state of an LSTM.
     """
     dtype = at_least_float32(before.dtype)
     with full_precision(before.device.type):
@@ -96,7 +96,7 @@ class OneGate(Slopes):
         W: Tensor,
         W_r: Tensor | None,  # noqa: ARG004 (nor projections)
     ) -> Gradients:
-        """Take one product and one multiplication per time."""
+        """Send gradients back through all times, with one product and one multiplication per time."""
         (slopes,) = tensors
         at_q = g.new_empty(g.shape)
         total = g.new_empty(g.shape[1:])
@@ -118,7 +118,7 @@ class Tanh(OneGate):
 
     @classmethod
     def of(cls, steps: Steps) -> "Tanh":
-        """Compute `1 - h^2`."""
+        """Compute the states `h` and slopes `1 - h^2`."""
         h = (steps.p + steps.q).squeeze(2).tanh_()
         return cls((1 - h.square(),), h)
 
@@ -128,7 +128,7 @@ class ReLU(OneGate):
 
     @classmethod
     def of(cls, steps: Steps) -> "ReLU":
-        """Look which states are positive."""
+        """Compute the states, and slopes of one where they are positive."""
         h = (steps.p + steps.q).squeeze(2).relu_()
         return cls(((h > 0).to(h.dtype),), h)
 
@@ -162,12 +162,12 @@ class GRU(Slopes):
         W: Tensor,
         W_r: Tensor | None,  # noqa: ARG004 (nor projections)
     ) -> Gradients:
-        """Take one product and two multiplications per time."""
+        """Send gradients back through all times, with one product and two multiplications per time."""
         slopes, at_n, z = tensors
         by_gate = g.new_empty(*g.shape[:3], *slopes.shape[2:])
         at_q = by_gate.flatten(-2)
         totals = g.new_empty(g.shape)
-        following: tuple[Tensor, Tensor, Tensor] | None = None  # what the next state has: see the end of the loop
+        following: tuple[Tensor, Tensor, Tensor] | None = None  # values of the following time: see the end of the loop
         times = _back_in_time(
             *(_rows(g), slopes, z, by_gate, _rows(at_q)),
             *(totals, totals.unsqueeze(-2), _rows(totals)),
@@ -190,7 +190,7 @@ class GRU(Slopes):
 class LSTM(Slopes):
     """`c' = f c + i g` and `h' = o tanh(c')`, for `i, f, o = sigmoid(p + q)` and `g = tanh(p + q)`.
 
-    If there is a projection, `h'` is multiplied with its weight.
+    With a projection, `h'` is multiplied with its weight.
     """
 
     gates = 4
@@ -199,7 +199,7 @@ class LSTM(Slopes):
     def of(cls, steps: Steps) -> "LSTM":
         """Compute slopes of `c'` with respect to `c`, `i`, `f`, `g`, and of `h'` with respect to `o` and `c'`.
 
-        States of cells are computed time by time, by one operation each.
+        Cell states are computed one time after the other, with one operation each.
         """
         assert steps.cell is not None  # noqa: S101 (an LSTM has one)
         gates = steps.p + steps.q
@@ -226,10 +226,10 @@ class LSTM(Slopes):
 
     @staticmethod
     def send_back(tensors: tuple[Tensor, ...], g: Tensor, g_cell: Tensor, W: Tensor, W_r: Tensor | None) -> Gradients:
-        """Take one product and three multiplications per time, and one more product if states are projected."""
+        """Send gradients back, with one product (two with projection) and three multiplications per time."""
         slopes, at_cell = tensors
-        results = g.new_empty(*g.shape[:3], *slopes.shape[2:])  # at the cell before, and at the four gates
-        at_q = results[..., 1:, :].flatten(-2)  # a view: four of five parts that stand side by side
+        results = g.new_empty(*g.shape[:3], *slopes.shape[2:])  # for the cell state before, and the four gates
+        at_q = results[..., 1:, :].flatten(-2)  # a view of the last four of five parts
         at_state = g.new_empty(g.shape)
         at_new_cell = g.new_empty(results.shape[1], *at_cell.shape[1:])
         by_gate = at_new_cell.unsqueeze(-2)
@@ -242,7 +242,7 @@ class LSTM(Slopes):
             *(results[..., :4, :], results[..., 4, :], results[..., 0, :], _rows(at_q)),
             *(at_state, _rows(at_state)),
         )
-        # Slices are taken before the loop: on a GPU, it is the number of operations in it that counts.
+        # Slices are taken before the loop: on a GPU, the number of operations in the loop dominates.
         for outside, of_cell, of_o, slope, at_parts, at_o, at_old_cell, rows, here, here_rows in times:
             if following is None:
                 here_rows.copy_(outside)
@@ -259,7 +259,7 @@ class LSTM(Slopes):
 
 
 def _back_in_time(*sequences: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Go through sequences from the last time to the first one."""
+    """Iterate over sequences from the last time to the first one."""
     return zip(*(reversed(t.unbind(0)) for t in sequences), strict=True)
 
 
@@ -269,16 +269,16 @@ def _rows(t: Tensor) -> Tensor:
 
 
 class Recurrence(torch.autograd.Function):
-    """All states of a recurrence, as a function of what inputs and states contribute, and of first states.
+    """All states of a recurrence, as a function of the contributions of inputs and states, and of first states.
 
-    Their values are known: one step from what came before each time. The backward pass sends gradients through the
-    recurrence, as if states had been computed one by one.
+    Their values are computed before, by one step from the state before each time. The backward pass sends gradients
+    through the recurrence, as if states had been computed one by one.
     """
 
     @staticmethod
     def forward(  # noqa: D102
         ctx: Any,
-        p: Tensor,  # noqa: ARG004 (gradients come back to these)
+        p: Tensor,  # noqa: ARG004 (only needed for their gradients)
         q: Tensor,  # noqa: ARG004
         projected: Tensor | None,
         h: Tensor,  # noqa: ARG004
@@ -305,7 +305,7 @@ class Recurrence(torch.autograd.Function):
             g = like.new_zeros(*like.shape[:2], width)
         if g_cell is None:
             g_cell = like.new_empty(0)
-        # Slopes were computed without graph. If somebody wants to differentiate again, that must not go unnoticed.
+        # Slopes were computed without a graph, so a second differentiation must raise: see `SendBack.backward`.
         again = torch.empty(0, requires_grad=torch.is_grad_enabled())
         found: Gradients = SendBack.apply(g, g_cell, again, ctx.kind, W, W_r, *slopes)  # type: ignore[no-untyped-call]
         at_p, at_q, at_projected, at_h, at_cell = found
@@ -315,7 +315,7 @@ class Recurrence(torch.autograd.Function):
 
 
 class SendBack(torch.autograd.Function):
-    """Gradients through a recurrence, for one column or, by `vmap`, for several ones together."""
+    """Gradients through a recurrence, for one column or, with `vmap`, for several together."""
 
     @staticmethod
     def forward(g: Tensor, g_cell: Tensor, again: Tensor, kind: type[Slopes], *saved: Any) -> Gradients:  # noqa: ARG004
@@ -326,14 +326,14 @@ class SendBack(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing."""
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:  # noqa: ARG004
-        """Refuse: slopes, which have no graph, would be taken for constants."""
+        """Raise: slopes have no graph, so they would be treated as constants."""
         raise ModelError(
-            "The gradient of a recurrent network is differentiated again, in a pass that KFAC watches.",
-            "Compute what needs it (a penalty on gradients, a Hessian) in a pass that KFAC does not watch, or write "
+            "The gradient of a recurrent network is differentiated again, in a pass that KFAC captures.",
+            "Compute second derivatives (a gradient penalty, a Hessian) in a pass that KFAC does not capture, or write "
             "the network as a loop over cells, such as torch.nn.LSTMCell.",
         )
 
@@ -355,7 +355,7 @@ class SendBack(torch.autograd.Function):
         elif g_cell.numel():
             g_cell = g_cell.expand(columns, *g_cell.shape)
         found = _on_each(_send_back(g, g_cell, kind, saved), lambda t, axis: t.movedim(axis, 0))
-        # What is empty has no columns.
+        # Empty tensors have no axis for columns.
         axes = tuple(0 if t.ndim > 1 else None for t in found)
         return found, axes
 
@@ -370,7 +370,7 @@ def _send_back(g: Tensor, g_cell: Tensor, kind: type[Slopes], saved: tuple[Any, 
 
 
 def _on_each(found: Gradients, change: Callable[[Tensor, int], Tensor]) -> Gradients:
-    """Change each of these gradients, given where its axis for columns is; not those that are empty."""
+    """Apply a function to every non-empty gradient, passing the index of its column axis."""
     axes = (1, 1, 1, 0, 0)
     at_p, at_q, *others = [change(t, axis) if t.ndim > 1 else t for t, axis in zip(found, axes, strict=True)]
     return at_p, at_q, others[0], others[1], others[2]
@@ -383,7 +383,7 @@ Step = Callable[[Tensor, Tensor, State], State]
 def _sequence(operation: Callable[..., Any], kind: type[Slopes]) -> Callable[..., Planned]:
     """Return the rule for a recurrent network over all times.
 
-    It returns outputs and last states: hidden ones, and those of the cells of an LSTM.
+    The rewritten operation returns outputs, last hidden states and, for an LSTM, last cell states.
     """
     states = 2 if kind is LSTM else 1
 
@@ -400,10 +400,10 @@ def _sequence(operation: Callable[..., Any], kind: type[Slopes]) -> Callable[...
         batch_first: bool,
     ) -> Planned:
         if isinstance(hx, Argument) and not hx.dtype.is_floating_point:
-            return None  # a packed sequence, with the number of sequences at every time
+            return None  # a packed sequence, with the batch size at every time
         if train and dropout:
             raise ModelError(
-                "A recurrent network drops out, so its prediction depends on chance.", "Call model.eval() first."
+                "A recurrent network uses dropout, so its predictions are random.", "Call model.eval() first."
             )
         network = _Network(operation, kind, states, has_biases, num_layers, bidirectional, batch_first)
         return Rewrite(network.run)
@@ -412,7 +412,7 @@ def _sequence(operation: Callable[..., Any], kind: type[Slopes]) -> Callable[...
 
 
 def _cell(step: Step, states: int) -> Callable[..., Planned]:
-    """Return the rule for one time of a recurrent network."""
+    """Return the rule for one time of a recurrent network, such as `torch.lstm_cell`."""
 
     def body(
         capture: Capture, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
@@ -431,12 +431,12 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
 
 
 def _with_batch(capture: Capture, state: Iterable[Tensor]) -> State:
-    """Return states that count as data: they may consist of zeros only, but they have a batch axis."""
+    """Return states that are marked as data: they may be zeros, but they have a batch axis."""
     return tuple(_first_state(capture, h) for h in state)
 
 
 def _first_state(capture: Capture, h: Tensor) -> Tensor:
-    """Return a first state that counts as data; a learned one is expanded over the batch."""
+    """Return a first state that is marked as data; a learned one is expanded over the batch."""
     if capture.tracker.find(h) is None:
         return capture.as_data(h)
     with capture:
@@ -444,7 +444,7 @@ def _first_state(capture: Capture, h: Tensor) -> Tensor:
 
 
 def _recur(state: State, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, State]:
-    """Return what the state contributes, and the state."""
+    """Return the state's contribution, and the state."""
     return F.linear(state[0], weight, bias), state
 
 
@@ -473,16 +473,16 @@ def _relu_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
 class _Network:
     """A recurrent network over all times."""
 
-    operation: Callable[..., Any]  # PyTorch's
+    operation: Callable[..., Any]  # PyTorch's operation
     kind: type[Slopes]
-    states: int  # an LSTM has two: hidden ones, and those of its cells
+    states: int  # number of states: an LSTM has hidden states and cell states
     has_biases: bool
     num_layers: int
     bidirectional: bool
     batch_first: bool
 
     def run(self, capture: Capture, input: Tensor, hx: Any, params: list[Tensor], *_: Any, **__: Any) -> Any:
-        """Run all layers and directions. Further arguments of the operation are fields already."""
+        """Run all layers and directions. The operation's other arguments are fields already."""
         _refuse_checkpoint()
         initial = _with_batch(capture, hx if self.states == 2 else (hx,))
         directions = 2 if self.bidirectional else 1
@@ -517,6 +517,7 @@ class _Network:
         w_hr = weights[-1] if len(weights) % 2 else None
         with capture:
             x = x.flip(0) if backwards else x
+        # The states are known from PyTorch's operation, so all times can be computed by one linear operation each.
         before = self._states_before(x, state, weights)
         with capture:
             p = F.linear(x, w_ih, b_ih)
@@ -537,11 +538,11 @@ class _Network:
 
     @torch.no_grad()
     def _states_before(self, x: Tensor, state: State, weights: Sequence[Tensor]) -> Tensor:
-        """Return the states before all times, which PyTorch's own operation computes."""
+        """Return the states before all times, computed by PyTorch's own operation."""
         first = [h.unsqueeze(0).contiguous() for h in state]
         with warnings.catch_warnings():
-            # PyTorch warns of what nobody can change here: weights of one of several layers share memory with others,
-            # and some libraries do not know projections. A user's own call warns of what is wrong with it.
+            # Ignore warnings that do not apply here: weights of one of several layers share memory with others, and
+            # some libraries do not support projections. A user's own call shows the warnings that matter.
             warnings.simplefilter("ignore")
             hx = first if self.states == 2 else first[0]
             # One layer, no dropout, not in training, one direction, time before batch.
@@ -550,9 +551,9 @@ class _Network:
 
 
 def _refuse_checkpoint() -> None:
-    """Refuse to run inside of a checkpoint: nobody watches when it runs again, so it would not be the same operations.
+    """Raise if called inside of a checkpoint: its second run is not captured, so its operations would differ.
 
-    Tensors that were kept would then be mistaken for others, and gradients could be wrong.
+    Saved tensors would then be confused, and gradients could be wrong.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__:

@@ -1,4 +1,4 @@
-"""Uses of parameters: what a rule sees, the plan that it returns, and the session that keeps plans between batches."""
+"""Plans for uses of parameters, the descriptions of arguments that rules see, and the session that caches plans."""
 
 from kfs.factors.trace.session import Session
 

@@ -1,12 +1,13 @@
-"""What rules see and what they return: arguments, and plans for them.
+"""The input and output types of rules: descriptions of arguments, and plans.
 
-A rule is a pure function from a `Call` and descriptions of its arguments to a plan: it looks at shapes, strides and
-names, never at values, and runs nothing. It returns
+A rule is a pure function that maps a `Call` and descriptions of its arguments to a plan. It reads shapes, strides and
+names, never values, and it runs nothing. It returns
 
-- some `Plan`s and `Broadcast`s, one for each use of a parameter,
-- a `Rewrite`, for an operation that consists of others,
-- a `Copy`, for an operation whose result stands for the parameter,
-- or `None` if it does not know what to do. Then the use is followed, or reported as not covered.
+- `Plan`s and `Broadcast`s, one for each use of a parameter,
+- a `Rewrite`, for an operation that is composed of other operations,
+- a `Copy`, for an operation whose result replaces the parameter,
+- or `None` if the rule does not cover the arguments. The fallback then follows the result as a derived parameter or
+  reports the use as not covered.
 """
 
 from collections.abc import Callable
@@ -24,9 +25,9 @@ from kfs.factors.trace.tracking import Tracked, Tracker
 from kfs.problem.torch_fixes import refuse_sparse_and_nested
 
 CPU = torch.device("cpu")
-# Where an argument is: its position, its keyword, or a position followed by one within a list.
+# Position of an argument: its index, its keyword, or an index followed by an index into a list.
 Place = tuple[int | str, ...]
-# Reads gradients `[columns, *shape of the output]` as `[columns, *leading, features]`, given what the plan prepared.
+# Converts gradients `[columns, *shape of the output]` to `[columns, *leading, features]`, given the prepared input.
 Read = Callable[[Tensor, Any], Tensor]
 
 
@@ -35,37 +36,37 @@ class Call:
     """One call of an operation."""
 
     func: Any  # the operation
-    num_data: int  # in the batch
+    num_data: int  # number of examples in the batch
     narrow: torch.dtype | None = None  # the precision in which `autocast` multiplies, if it is on
 
     @property
     def name(self) -> str:
-        """What the user calls the operation."""
+        """The operation's name, as the user knows it."""
         return str(getattr(self.func, "__name__", self.func))
 
 
 @dataclass(frozen=True)
 class View:
-    """Some consecutive rows of a parameter, or one of those tensors that it stacks; a matrix perhaps transposed."""
+    """Consecutive rows of a parameter, or one index of its first axis; a matrix may be transposed."""
 
     name: str
-    shape: tuple[int, ...]  # that of the parameter
+    shape: tuple[int, ...]  # shape of the parameter
     rows: tuple[int, int]  # half-open range
     transposed: bool
-    stacked: bool = False  # whether it is a single index of the first axis, and does not have this axis any more
+    stacked: bool = False  # whether it is a single index of the first axis, with this axis removed
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all rows."""
+        """Whether the view has all rows of the parameter."""
         return self.rows == (0, self.shape[0])
 
     def matrix_layout(self, flip: bool = False) -> Layout:
-        """Return the layout of a view with two axes, which is `[out, in]`, or `[in, out]` if `flip`."""
+        """Return the layout of a view with two axes: `[out, in]`, or `[in, out]` if `flip`."""
         return self.layout((1, 0) if self.transposed != flip else (0, 1), 1)
 
     def layout(self, order: tuple[int, ...], split: int) -> Layout:
-        """Return the layout of a view, given the order of its axes, and how many of them make the rows."""
-        if self.stacked:  # the axis that the view lacks has length one in the block
+        """Return the layout of a view, given the order of its axes and the number of axes that form the matrix rows."""
+        if self.stacked:  # the removed axis has length one in the block
             order = (0, *(1 + axis for axis in order))
             split += 1
         return Layout(self.name, self.shape, self.rows, order, split)
@@ -82,7 +83,7 @@ class Argument:
     device: torch.device
     data: bool  # whether it depends on the data
     name: str | None = None  # the parameter that it is a view of
-    offset: int = 0  # its place in its storage, relative to that of the parameter
+    offset: int = 0  # storage offset, relative to the parameter's
     source: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None  # the parameter's shape, strides, dtype
     derived: bool = False  # whether it is a view of a derived parameter
 
@@ -101,7 +102,7 @@ class Argument:
 
     @cached_property
     def is_positional(self) -> bool:
-        """Whether it is a positional argument, and not within a list."""
+        """Whether it is a positional argument, not an element of a list."""
         return len(self.place) == 1 and isinstance(self.place[0], int)
 
     @property
@@ -116,7 +117,7 @@ class Argument:
 
     @property
     def view(self) -> View | None:
-        """Which part of a parameter it is; `None` if it is not such a simple view of a parameter."""
+        """The part of a parameter that this argument is; `None` if it is not a simple view of a parameter."""
         if self.name is None or self.source is None or self.derived:
             return None
         shape, stride, dtype = self.source
@@ -128,21 +129,21 @@ class Argument:
         candidates = [(self.shape, self.stride, False)]
         if self.ndim == 2:
             candidates.append((self.shape[::-1], self.stride[::-1], True))
-        for mine, strides, transposed in candidates:
-            if len(mine) == len(shape) and mine[1:] == shape[1:] and strides == stride:
-                return View(self.name, shape, (first, first + mine[0]), transposed)
-            if mine and mine == shape[1:] and strides == stride[1:]:
+        for own_shape, strides, transposed in candidates:
+            if len(own_shape) == len(shape) and own_shape[1:] == shape[1:] and strides == stride:
+                return View(self.name, shape, (first, first + own_shape[0]), transposed)
+            if own_shape and own_shape == shape[1:] and strides == stride[1:]:
                 return View(self.name, shape, (first, first + 1), transposed, stacked=True)
         return None
 
     def part(self, index: int) -> "Argument":
-        """Describe what an index of the first axis selects."""
+        """Return the description of `t[index]`."""
         offset = self.offset + index * self.stride[0]
         return replace(self, shape=self.shape[1:], stride=self.stride[1:], offset=offset)
 
     @property
     def by_rows(self) -> bool:
-        """Whether the parameter that it is a view of is laid out by rows, without gaps."""
+        """Whether the viewed parameter is contiguous in row-major order."""
         assert self.source is not None  # noqa: S101 (only tracked arguments are asked)
         shape, stride, _ = self.source
         expected = 1
@@ -153,7 +154,7 @@ class Argument:
         return True
 
     def entries(self, axes: tuple[int, ...]) -> Tensor | None:
-        """Return which entries of the parameter it has along some axes; `None` for all of them in order."""
+        """Return the indices of the parameter's entries along some axes; `None` if these are all entries in order."""
         assert self.source is not None  # noqa: S101 (only tracked arguments are asked)
         size = prod(self.source[0])
         shape = [self.shape[axis] for axis in axes]
@@ -168,60 +169,60 @@ class Argument:
 
 @dataclass(eq=False)
 class Plan:
-    """What is known about a use of a parameter before it runs (again). Nobody changes it."""
+    """Everything that is known about a use of a parameter before the operation runs. Plans are never mutated."""
 
-    operation: str  # what the user calls the operation
+    operation: str  # the operation's name
     layout: Layout  # how the parameter becomes a matrix
     inputs: Inputs  # how the vectors that multiply it are read
-    arguments: tuple[Argument, ...] = ()  # what `prepare` takes
-    prepare: Callable[..., Any] | None = None  # makes what `inputs` reads; by default the first argument as it is
-    read: Read | None = None  # reads the output's gradients; by default they are as they should be
-    bias: "Plan | None" = None  # the use of a bias by the same operation
-    joins: bool = False  # whether the bias is the part of a parameter that may join the weight's block
+    arguments: tuple[Argument, ...] = ()  # arguments of `prepare`
+    prepare: Callable[..., Any] | None = None  # computes what `inputs` reads; by default, the first argument
+    read: Read | None = None  # converts the output's gradients; `None` to use them unchanged
+    bias: "Plan | None" = None  # plan for the bias of the same operation
+    joins: bool = False  # whether the bias may join the weight's block
     follows: bool = False  # whether inputs do not depend on the data: the output is then a derived parameter
-    mixes: bool = False  # whether the operation lets data of a batch influence each other
+    mixes: bool = False  # whether examples of a batch influence each other in the operation
 
-    # What the session decides when it settles the plan.
+    # Set by the session when it settles the plan.
     side: Side = "A"  # on which side of the block inputs are
-    ones: bool = False  # whether the bias of the block is used
-    fits: bool = True  # whether the use fits together with the other uses of its parameter
+    ones: bool = False  # whether inputs get a one appended for the block's bias
+    fits: bool = True  # whether the use is consistent with the other uses of its parameter
     narrow: torch.dtype | None = None
-    dtype: torch.dtype = torch.float32  # that of the operation's output
-    device: torch.device = CPU  # that of the operation's output
+    dtype: torch.dtype = torch.float32  # of the operation's output
+    device: torch.device = CPU  # of the operation's output
 
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """A parameter that is expanded to a shape with batch axis, and tapped there, before the operation runs.
+    """A parameter that is expanded to a shape with a batch axis and tapped there, before the operation runs.
 
-    For a derived parameter there is no plan: its gradients are brought back to the parameter, example by example.
+    A derived parameter has no plan: its per-example gradients are mapped back to the parameter.
     """
 
     argument: Argument
     shape: tuple[int, ...]
     plan: Plan | None
-    spread: Any = None  # for a derived parameter: which entries are where, a `Spread`
+    spread: Any = None  # for a derived parameter: the `Spread` that maps positions to entries
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """An operation as others that have rules: `body(capture, *args, **kwargs)` runs them inside of the capture."""
+    """An operation replaced by operations with rules: `body(capture, *args, **kwargs)` runs them under capture."""
 
     body: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Copy:
-    """An operation whose result has all entries of a parameter at the same places, and stands for it."""
+    """An operation whose result has the entries of a parameter at the same positions, and replaces it."""
 
-    name: str  # the parameter's
+    name: str  # of the parameter
 
 
 Planned = tuple[Plan | Broadcast, ...] | Rewrite | Copy | None
 
 
 def describe(part: Any, place: Place, tracker: Tracker, is_data: Callable[[Tensor], bool]) -> Any:
-    """Return an argument with tensors replaced by descriptions."""
+    """Return an argument with its tensors replaced by descriptions."""
     if isinstance(part, Tensor):
         return Argument.of(place, part, tracker.find(part), is_data(part))
     if type(part) in {tuple, list}:
@@ -230,7 +231,7 @@ def describe(part: Any, place: Place, tracker: Tracker, is_data: Callable[[Tenso
 
 
 def argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the argument at a place."""
+    """Return the argument at a position."""
     first = place[0]
     found = kwargs[first] if isinstance(first, str) else args[first]
     return found if len(place) == 1 else found[place[1]]
@@ -239,7 +240,7 @@ def argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def with_argument(
     place: Place, value: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return all arguments with another one at a place."""
+    """Return the arguments with the one at a position replaced."""
     first = place[0]
     if len(place) > 1:
         parts = enumerate(argument_at(place[:1], args, kwargs))

@@ -1,7 +1,7 @@
-"""A session: what outlives batches. Which parameters are tracked, and all plans for their uses.
+"""A session: the state that is kept between batches, which is the tracked parameters and all plans for their uses.
 
-It serves a sweep over data and a training loop alike. A plan belongs to a call of an operation with arguments of some
-shapes and strides, under some `autocast`, with some number of examples. It dies with the storage of a parameter.
+It serves a sweep over data and a training loop alike. A plan is cached by the operation, the shapes and strides of its
+arguments, the `autocast` state and the number of examples. It is dropped when a parameter's storage changes.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +21,7 @@ Rule = Callable[..., Planned]
 
 
 def no_rule(operation: str) -> str:
-    """Say why a parameter is not covered that some operation uses."""
+    """Return the reason why a parameter used by an operation is not covered."""
     return f"it is used by {operation}, for which there is no rule"
 
 
@@ -30,11 +30,11 @@ class Session:
 
     Args:
         params: The tracked parameters, by name.
-        rules: By operation, what returns plans.
-        fallback: What runs an operation that has no rule, or whose rule gave up: takes the capture, the operation, its
-            arguments and its keyword arguments.
+        rules: Rules by operation; each returns plans.
+        fallback: Runs an operation that has no rule, or whose rule returned `None`. Takes the capture, the operation,
+            its arguments and its keyword arguments.
         joint_bias: Whether a bias shares the block of its weight.
-        mixing: Whether data of a batch may influence each other, as by batch normalization in training.
+        mixing: Whether examples of a batch may influence each other, as with batch normalization in training.
         model: As in `Tracker`.
     """
 
@@ -49,50 +49,50 @@ class Session:
     ) -> None:
         self.tracker = Tracker(params, model)
         self.device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
-        # Whose `autocast` counts. There is none on `meta`.
+        # Device type of the `autocast` state that matters. `meta` has no `autocast`.
         self.device_type = self.device.type
         self.rules = rules
         self.fallback = fallback
-        # What a rule returned, by call; a list of settled plans after the first use of an output that is tapped.
+        # Results of rules, by call; a list of settled plans as soon as the output of the call was tapped.
         self.plans: dict[Any, Any] = {}
-        # Settled plans of parameters that meet the data later, by what a rule returned.
+        # Settled plans of broadcast and derived parameters and their uses, by the rule's plan.
         self.settled: dict[Plan, tuple[Plan, ...]] = {}
-        # `(parameter, why)` of hidden uses that were found in passes, and parameters that predictions depend on, by the
-        # operations of a pass.
+        # By the hash of a pass's operations: `(parameter, why)` of the hidden uses found in it, and the parameters that
+        # predictions depend on.
         self.hidden_uses: dict[Any, tuple[set[tuple[str, str]], set[str]]] = {}
         self.joint_bias = joint_bias
-        self.both_ways: set[str] = set()  # weights that their biases do not join: see `BlockMap`
+        self.both_ways: set[str] = set()  # weights whose biases stay apart: see `BlockMap`
         self.mixing = mixing
 
     def renewed(self) -> "Session":
-        """Return a session for the same parameters that has no plans."""
+        """Return a new session for the same parameters, without plans."""
         tracker = self.tracker
         one = Session(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
         one.both_ways |= self.both_ways
         return one
 
     def learn(self, both_ways: Collection[str]) -> None:
-        """Take note of weights that are used both ways round. Plans in which their biases join them are forgotten."""
+        """Record weights that are used both plain and transposed, and drop all plans: their biases no longer join."""
         self.both_ways |= set(both_ways)
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        """Forget everything that depends on where parameters are stored."""
+        """Drop everything that depends on the storage of parameters."""
         self.plans.clear()
         self.settled.clear()
         self.hidden_uses.clear()
 
     def settle(self, plan: Plan, call: Call, like: Tensor, placement: BlockMap) -> tuple[Plan, ...]:
-        """Decide to which block a use belongs: that of the weight joint with its bias, or one for each of them.
+        """Choose the block of a use: a joint block for weight and bias, or one for each.
 
         Args:
-            plan: What a rule returned.
-            call: The call that it is for.
-            like: The operation's output; has dtype and device.
-            placement: The blocks that are there already.
+            plan: The plan that a rule returned.
+            call: The call that it belongs to.
+            like: The operation's output, for its dtype and device.
+            placement: The existing blocks.
 
         Returns:
-            One plan, or two if there is a bias that does not join.
+            One plan, or two if there is a bias that does not join the weight's block.
         """
         if plan.mixes and not self.mixing:
             raise ModelError(

@@ -1,9 +1,7 @@
 """Tracking: which tensors are (views of) parameters, and which depend on the data of a batch.
 
-A tensor that lives in a parameter's storage belongs to it, whatever view of it it is.
-
-Parameters are recognized by the identity of their storage and by their place in it, never by an address alone: memory
-that was freed is used again.
+A tensor that lives in a parameter's storage is a view of it, however it was made. Parameters are recognized by the
+identity of their storage and by the offset in it, never by an address alone, because freed memory is reused.
 """
 
 import weakref
@@ -17,7 +15,7 @@ from torch.nn import Module, Parameter
 
 from kfs.problem.whole_parameters import is_sharded
 
-# Operations whose result does not depend on the values of their tensors, or only on those of the first one.
+# Operations whose result depends on no tensor's values, or only on those of the first tensor.
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 SHAPES_ONLY = {getattr(torch, name) for name in _LIKE} | {getattr(Tensor, name) for name in _NEW}
@@ -29,10 +27,10 @@ _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul
 class Tracked:
     """A tensor that is tracked: a parameter, a copy of one, or a derived parameter."""
 
-    name: str  # the parameter's
-    tensor: Tensor  # kept, so that its storage stays its own
-    token: Any  # what identifies it in plans; the same for every batch
-    derived: "Derived | None" = None  # how gradients of a derived parameter are taken
+    name: str  # of the parameter
+    tensor: Tensor  # kept alive, so that its storage is not reused
+    token: Any  # identifies it in the keys of plans; the same for every batch
+    derived: "Derived | None" = None  # collects the gradients of a derived parameter
     also: frozenset[str] = frozenset()  # further parameters that a derived one was computed from
     start: int = field(init=False)  # half-open range of bytes in the storage
     stop: int = field(init=False)
@@ -43,7 +41,7 @@ class Tracked:
         return {self.name, *self.also}
 
     def __post_init__(self) -> None:
-        """Note which bytes of the storage it has."""
+        """Compute the range of bytes that the tensor occupies in its storage."""
         t = self.tensor
         reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
         self.start = int(t.storage_offset()) * t.element_size()
@@ -51,10 +49,10 @@ class Tracked:
 
 
 class Derived:
-    """How gradients of a *derived parameter* are taken: of what is computed from parameters and constants alone.
+    """Collects gradients of a *derived parameter*, a tensor computed from parameters and constants alone.
 
     Args:
-        add_use: Takes note of the use, and returns what takes gradients `[columns, N, *shape]`.
+        add_use: Records the use, and returns the callback for gradients `[columns, N, *shape]`.
     """
 
     def __init__(self, add_use: Callable[[], Callable[[Tensor], None]]) -> None:
@@ -63,13 +61,13 @@ class Derived:
         self._arrived: list[Tensor] = []
 
     def collector(self) -> Callable[[Tensor], None]:
-        """Return what collects gradients `[columns, N, *shape]` of one of several operations that use it."""
+        """Return the gradient callback, `[columns, N, *shape]`, for one operation that uses the derived parameter."""
         if self._receive is None:
             self._receive = self._add_use()
         return self._arrived.append
 
     def pass_on(self) -> None:
-        """After a backward pass: pass on the sum of what was collected."""
+        """Pass on the sum of the collected gradients, after a backward pass."""
         if self._receive is not None and self._arrived:
             total = self._arrived[0] if len(self._arrived) == 1 else torch.stack(self._arrived).sum(0)
             self._receive(total)
@@ -77,11 +75,11 @@ class Derived:
 
 
 class Tracker:
-    """All tensors that are tracked, by the storage that they live in.
+    """All tracked tensors, by their storage.
 
     Args:
         params: The parameters, by name.
-        model: What they belong to. It is needed if `fully_shard` has sharded them, and the model runs as it is.
+        model: The model that they belong to. Needed if `fully_shard` has sharded it and the model itself is run.
     """
 
     def __init__(self, params: Mapping[str, Tensor], model: Module | None = None) -> None:
@@ -92,20 +90,20 @@ class Tracker:
         self._register()
 
     def leaves(self) -> dict[str, Tensor]:
-        """Return parameters as they are in computation graphs, by name: whole ones in place of sharded ones."""
+        """Return parameters as they occur in computation graphs, by name: unsharded ones in place of sharded ones."""
         found = {
             one.name: one.tensor for some in self._by_storage.values() for one in some if one.name in self._sharded
         }
         return {**self.params, **found} if found else self.params
 
     def forget_batch(self) -> None:
-        """Forget tensors that only a batch had: they may be large."""
+        """Drop the tensors that were tracked for one batch only: they may be large."""
         for storage in self._added:
             del self._by_storage[storage]
         self._added.clear()
 
     def has_moved(self) -> bool:
-        """Look where parameters are now, and return whether they have other storages than before."""
+        """Return whether any parameter's storage has changed, and update the records if so."""
         if [_place(p) for name, p in self.params.items() if name not in self._sharded] == self._places:
             return False
         self._register()
@@ -118,12 +116,12 @@ class Tracker:
         self._added.add(storage)
 
     def find(self, t: Tensor) -> Tracked | None:
-        """Return what a tensor is a view of; `None` also if it was detached from a trainable parameter."""
+        """Return the tracked tensor that `t` is a view of; `None` if there is none, or if `t` was detached from it."""
         if t.layout is not torch.strided:
             return None
         try:
             inside = self._by_storage.get(t.untyped_storage()._cdata)
-        except NotImplementedError:  # what torch.func.vjp keeps has no storage
+        except NotImplementedError:  # tensors saved by torch.func.vjp have no storage
             return None
         if inside is None and self._sharded:
             inside = self._unsharded(t)
@@ -136,17 +134,17 @@ class Tracker:
         return None
 
     def get(self, t: Tensor) -> Tracked:
-        """Return what a tensor is a view of; it must be tracked."""
+        """Return the tracked tensor that `t` is a view of; there must be one."""
         tracked = self.find(t)
-        assert tracked is not None  # noqa: S101 (whoever asks has found it before)
+        assert tracked is not None  # noqa: S101 (callers have checked)
         return tracked
 
     def as_other_numbers(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of some tensors reads the memory of a parameter as other numbers, such as complex ones."""
+        """Whether any tensor reinterprets the memory of a parameter in another dtype, such as a complex one."""
         return any((found := self.find(t)) is not None and found.tensor.dtype != t.dtype for t in tensors)
 
     def _register(self) -> None:
-        """Note where parameters are. Those that are sharded are nowhere until they are used."""
+        """Record the storages of all parameters; sharded ones have none until they are used."""
         self._by_storage.clear()
         self._sharded = {name for name, p in self.params.items() if is_sharded(p)}
         own = {name: p for name, p in self.params.items() if name not in self._sharded}
@@ -156,11 +154,11 @@ class Tracker:
                 self._by_storage.setdefault(_storage(p), []).append(Tracked(name, p, name))
 
     def _unsharded(self, t: Tensor) -> list[Tracked] | None:
-        """Track whole parameters that `fully_shard` has put into the places of sharded ones while the model runs.
+        """Track the unsharded parameters that `fully_shard` substitutes for sharded ones while the model runs.
 
-        Their storages are the same in all passes. In between they are empty, and others get their memory, so that
-        addresses tell nothing. Those that are whole at the same time are tracked together: a custom function may use
-        some of them, and does not show it.
+        Their storages are the same in all passes. Between passes these are empty and their memory is reused, so
+        addresses identify nothing. Parameters that are unsharded at the same time are tracked together, because a
+        custom function may use several of them without showing it.
         """
         if not isinstance(t, Parameter) or self.model is None:
             return None
@@ -177,22 +175,22 @@ def _storage(t: Tensor) -> int:
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor is, and how it is read."""
+    """Return the storage, address, shape, strides and dtype of a tensor."""
     return t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
 class Marks:
-    """Knows of the tensors of one pass whether they depend on data.
+    """Records which tensors of one pass depend on data.
 
     Args:
-        tracker: Knows parameters, which do not.
+        tracker: Has the parameters, which do not depend on data.
         num_data: Number of examples in the batch.
-        batch_axis: Where the batch axis is in inputs, if not first.
-        constants: Which inputs are the same for all data, by their number.
-        known: Whether each of the first inputs is data.
+        batch_axis: Position of the batch axis in inputs, if not the first.
+        constants: Indices of the inputs that are the same for all examples.
+        known: Whether each of the first inputs depends on data, from an audit.
 
     Attributes:
-        inputs: Shape of every input, and whether it is taken for data.
+        inputs: Shape of every input, and whether it is treated as data.
     """
 
     def __init__(
@@ -212,7 +210,7 @@ class Marks:
         self._marked: list[weakref.ref[Tensor]] = []
 
     def is_data(self, t: Tensor) -> bool:
-        """Whether a tensor depends on the data. One that comes from code that this mode does not see may do so."""
+        """Whether a tensor depends on the data; assumed for results of code that this mode does not see."""
         marked: bool | None = getattr(t, "_kfs_data", None)
         if marked is not None:
             return marked
@@ -220,25 +218,25 @@ class Marks:
         return computed and (not t._is_view() or self.tracker.find(t) is None)
 
     def mark_data(self, t: Tensor) -> Tensor:
-        """Return a batch's input such that what is computed from it is known to depend on data.
+        """Return an alias of a batch's input, marked by whether it is data; results computed from it inherit the mark.
 
-        An input without batch axis, such as positions `[1, T]`, is the same for all data.
+        An input without a batch axis, such as positions `[1, T]`, is the same for all examples.
         """
         axis = self.batch_axis or 0
         first = t.shape[axis] if t.ndim > axis else 1
         divides = first > 1 and (first % self.num_data == 0 or self.num_data % first == 0)
         elsewhere = self.num_data in t.shape and (t.shape[0] > 1 or self.num_data == 1)
-        nodes = first > 1 and t.is_floating_point()  # graphs of different size have any number of nodes
+        nodes = first > 1 and t.is_floating_point()  # a batch of graphs has any number of nodes
         data = divides or elsewhere or nodes or self.num_data == first
         place = len(self.inputs)
-        if place < len(self._known):  # an audit found out
+        if place < len(self._known):  # the audit has determined it
             data = self._known[place]
         data = data and place not in self._constants
         self.inputs.append((tuple(t.shape), data))
         return self.as_data(t, data)
 
     def as_data(self, t: Tensor, data: bool = True) -> Tensor:
-        """Return a tensor such that what is computed from it is known to depend on data (or not)."""
+        """Return an alias of a tensor that is marked as data, or as not data."""
         alias = t.view_as(t) if t.layout is torch.strided else t.detach()  # sparse tensors have no views
         self.mark(alias, data)
         return alias
@@ -251,9 +249,9 @@ class Marks:
         return t
 
     def note(self, func: Any, inputs: list[Tensor], args: Any, result: Any) -> None:
-        """Mark results by whether they depend on data, and what data were written into.
+        """Mark the results of an operation, and tensors that data were written into.
 
-        Most results need no mark: what was computed with a graph is taken for data.
+        Most results need no mark: a tensor with a graph counts as data anyway.
         """
         data = False
         if func not in SHAPES_ONLY:
@@ -262,7 +260,7 @@ class Marks:
                     data = True
                     break
         for t in (result,) if isinstance(result, Tensor) else tensors_of([result]):
-            if getattr(t, "_kfs_data", None):  # whoever marked it knows better: it has a row for every example
+            if getattr(t, "_kfs_data", None):  # marked before: it has a row for every example
                 continue
             if self.is_data(t) is not data and (data or all(t is not before for before in inputs)):
                 self.mark(t, data)
@@ -272,10 +270,10 @@ class Marks:
             self.mark(args[0], True)
         base = args[0]._base
         if base is not None and not base.requires_grad:
-            self.mark(base, True)  # data were written into a part of it
+            self.mark(base, True)  # data were written into a view of it
 
     def forget(self) -> None:
-        """Take marks off tensors that a model has kept."""
+        """Remove the marks from tensors that the model has kept."""
         for reference in self._marked:
             t = reference()
             if t is not None:
@@ -284,7 +282,7 @@ class Marks:
 
 
 def tensors_of(parts: Iterable[Any]) -> list[Tensor]:
-    """Return all tensors among arguments, also in lists and tuples."""
+    """Return all tensors among arguments, including those in nested lists and tuples."""
     found: list[Tensor] = []
     for part in parts:
         if isinstance(part, Tensor):
