@@ -281,13 +281,13 @@ def test_whose_data_choose_damping(tmp_path: Any) -> None:
     kfs.KFAC(risk).save(tmp_path / "k.safetensors")
     unknown = [kfs.load(tmp_path / "k.safetensors"), deepcopy(K), exact_diagonal(risk), K * 2.0]
     for C in unknown:
-        report = prune(model, C, 0.3).report
+        report = prune(model, C, 0.3).report  # type: ignore[arg-type]
         assert report.damping == kfs.Relative(0.03)
         assert not report.losses
         assert "damping Relative(0.03), not chosen by training loss" in repr(report)
-        assert prune(model, C, 0.3, risk=risk).report.losses
+        assert prune(model, C, 0.3, risk=risk).report.losses  # type: ignore[arg-type]
     expected = prune(model, K, 0.3).report.losses
-    for C in (kfs.EKFAC.from_kfac(unknown[0], risk), kfs.EKFAC(risk)):
+    for C in (kfs.EKFAC.from_kfac(unknown[0], risk), kfs.EKFAC(risk)):  # type: ignore[arg-type]
         assert prune(model, C, 0.3).report.losses.keys() == expected.keys()
     other = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (torch.randn(9, 8).double(), torch.randint(4, (9,))))
     assert prune(model, K, 0.3, risk=other).report.loss_data == 9
