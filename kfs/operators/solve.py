@@ -141,7 +141,7 @@ def _conjugate_gradients(
     tolerance: float,
     preconditioner: LinearOperator | None,
 ) -> Iterator[tuple[Tensor, float]]:
-    """Run conjugate gradients from `X`, and yield the solution and an estimate of its residual after each iteration."""
+    """Run conjugate gradients from `X`, and yield the solution and its estimated residual after each iteration."""
     R = B - product(A, X)
     Z = R if preconditioner is None else product(preconditioner, R)
     # Normalize columns. A multiple of the preconditioner gives the same iterates.

@@ -34,6 +34,7 @@ class Form(str):
     like: Mapping[str, Tensor]
 
     def __new__(cls, kind: _Kind, like: Mapping[str, Tensor] | None = None) -> "Form":
+        """Create the string `kind`, with `like` as an attribute."""
         form = super().__new__(cls, kind)
         form.like = like or {}
         return form

@@ -277,7 +277,7 @@ def test_top(of: Any, of_train: Any, memory: int) -> None:
 def test_refusals() -> None:
     queries, train = both()
     influence = Influence(kfs.KFAC(train), 0.1)
-    with pytest.raises(ModelError, match="Influence takes an operator with blocks, and this is a GGN"):
+    with pytest.raises(ModelError, match="Influence takes an operator with blocks, but this is a GGN"):
         Influence(kfs.GGN(train))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="not symmetric"):
         Influence(kfs.KFAC(train) @ kfs.KFAC(train, "empirical"))  # type: ignore[arg-type]

@@ -221,7 +221,7 @@ def test_other_bad_input() -> None:
         posterior(K, risk, 1.0, noise=1.0)
     with pytest.raises(DtypeError, match="The temperature is 0"):
         posterior(K, risk, 1.0, temperature=0)
-    with pytest.raises(ModelError, match=r"takes an operator with blocks, and this is a GGN"):
+    with pytest.raises(ModelError, match=r"takes an operator with blocks, but this is a GGN"):
         posterior(kfs.GGN(risk), risk, 1.0)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="not symmetric"):
         posterior(K @ kfs.KFAC(risk, fisher="empirical"), risk, 1.0)  # type: ignore[arg-type]
