@@ -134,7 +134,7 @@ def test_noise_is_overestimated() -> None:
     message = str(seen[0].message)
     assert f"number of parameters is {effective / 20:.0%} of the number of targets" in message
     residual = few.value() ** 0.5
-    assert f"it is {noise:.3g}, and residuals have a root mean square of {residual:.3g}" in message
+    assert f"it is {noise:.3g}, but the residuals have a root mean square of {residual:.3g}" in message
     assert f"tune_prior(K, risk, noise={residual:.3g})" in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")
