@@ -75,7 +75,7 @@ class Case:
             numbers = torch.randn(self.num_data, *self.outputs, dtype=torch.float64)
             labels = torch.randint(self.outputs[0], (self.num_data, *self.outputs[1:]))
         y = numbers if loss == "mse" else labels
-        # One label counts. The others have the same input, so that the exact curvature has one term.
+        # Only the first label counts. All examples have the same input.
         if loss == "ce, ignored labels":
             X, y = X[:1].expand_as(X).clone(), labels.clone()
             y[1:] = -1

@@ -97,7 +97,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "one example, activations in place",
         "linear",
-        _ONE + " Activations overwrite the outputs of layers. The gradient is that of the output before this.",
+        _ONE + " Activations overwrite the outputs of layers. KFAC needs the gradient of the original output.",
         lambda: mlp(activation=lambda: nn.ReLU(inplace=True)),
         lambda n: vectors(n, 4).abs() + 1,
     ),

@@ -171,12 +171,14 @@ def _relation_checks() -> Iterator[Check]:
         ),
         "NaN": (_nan, "NaN in the data gives finite factors, so values are probably filtered or clamped."),
     }
+    # These relations are checked with the case `APPROXIMATE`.
     for name, (function, bug) in relations.items():
         for fisher in ("type-2", "empirical"):
             tags = frozenset({"relation", fisher, "expand", "linear", name})
             tags |= {"reduce"} if name == "expand and reduce" else set()
             yield Check(f"relation: {name}, {fisher}", tags | {"ce"}, bug, partial(function, fisher))
 
+    # Padding needs a case with sequences.
     for fisher in PADDED.fishers:
         yield Check(
             f"relation: {PADDED.name}, {fisher}",

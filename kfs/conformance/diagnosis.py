@@ -51,6 +51,7 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
         apart = right.clone()
         apart[:weights, weights:], apart[weights:, :weights] = 0, 0
         found["Weight and bias are right, but nothing is between them, though they are in one block."] = apart
+    # Mistakes with convolutions, and with the order of entries.
     if len(shape) > 2:
         found |= _convolution_suspects(case, setting, params, fisher, sharing, right, shape)
     if len(shape) == 2:
@@ -160,12 +161,14 @@ def _convolution_suspects(
 ) -> dict[str, Tensor]:
     """Return the blocks that bugs with patches, groups and padding modes would give."""
     found = {}
+    # Kernel positions before channels.
     weights, channels, kernel = shape.numel(), shape[1], shape[2:].numel()
     places = torch.arange(weights).reshape(shape[0], channels, kernel)
     order = torch.cat([places.transpose(1, 2).flatten(), torch.arange(weights, len(right))])
     found["Patches are unfolded in another order: kernel places come before channels, and not after them."] = right[
         order
     ][:, order]
+    # Factors that are shared between groups of channels.
     if case.within_groups > 1:
         joint = len(params) == 2
         blocks = KFAC(_risk(setting), fisher, sharing, joint_bias=joint).blocks.values()  # type: ignore[arg-type]
@@ -178,6 +181,7 @@ def _convolution_suspects(
             found["Inputs of different groups of channels are averaged; each group needs its own factor."] = (
                 _weight_first(_of_average_input(block).expand_as(block.A), block.B, joint)
             )
+    # Zeros in place of another padding mode.
     padded = copy.deepcopy(setting.model)
     circular = [m for m in padded.modules() if isinstance(m, nn.Conv2d) and m.padding_mode != "zeros"]
     for module in circular:

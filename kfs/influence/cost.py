@@ -230,6 +230,7 @@ def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: t
     queries, train = request.queries.num_data, request.train.num_data
     of_queries = next(per_datum(request.queries, request.of, blocks=stream.operator))
     of_train = next(per_datum(request.train, request.of_train, blocks=stream.operator))
+    # There is one pass over the training data for each part of the queries that fits into memory.
     most = stream.most(of_queries)
     passes = -(-queries // most)
     works: dict[str, Work] = {}
@@ -242,6 +243,7 @@ def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: t
         nbytes = train * numbers_stored(form, of_train.blocks[name], rank) * dtype.itemsize
         flops = _OPERATIONS * works[name].total
         blocks.append(BlockCost(name, block.layout.matrix_shape, block.shared, way.way, flops, form, nbytes))
+    # Add the phases that are not split by block.
     itemsize = request.train.sum_dtype.itemsize
     kept = sum(stream.ways[name].bytes_of(block) for name, block in of_queries.blocks.items())
     phases = (

@@ -248,7 +248,7 @@ def _version(file: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-# Number of examples per batch whose compressed scores are compared with exact ones.
+# Number of examples per batch for which compressed scores are compared with exact ones.
 _SAMPLE = 16
 
 
@@ -469,7 +469,7 @@ class _CompletedBatches:
 
 def _other_data(what: str) -> StorageError:
     return StorageError(
-        f"The data differ from those that the index was made from: {what}.",
+        f"The data differ from the data that the index was made from: {what}.",
         "Pass the same data in the same batches and order, delete the folder, or choose another one.",
     )
 
@@ -531,7 +531,7 @@ class Index(Described):
         dtype = settings["dtype"]
         check_memory(shard_bytes, "shard_bytes")
         check_risk(K, train, "train")
-        gradient_of(of_train, train.loss)
+        gradient_of(of_train, train.loss)  # raises an error for unknown quantities
         warn_of_other_values(K, train.params, what="The curvature", owner="the model", stacklevel=4)
         self._K = K
         self._inverse = inverse
@@ -540,6 +540,7 @@ class Index(Described):
         self.train = train
         self.path = None if file is None else Path(file)
         self._shards: Shards = InMemory() if file is None else Folder(file)
+        # Keep digests of the weights, to detect later whether the model has changed.
         belongs_to = identity(K, train, of_train, settings)
         self._weights = {name: belongs_to[name] for name in weights(train)}
         plan = Plan(K, structures_of(inverse, train), train, of_train, rank, compression, dtype, shard_bytes)

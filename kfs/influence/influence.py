@@ -159,7 +159,7 @@ class Influence(Described):
             The scores, on the model's device.
 
         Raises:
-            ModelError: If models or parameters differ from each other or from those of the operator.
+            ModelError: If models or parameters differ between queries, training data and the operator.
             DataError: If there are no data, a score is not finite, or rows do not belong to single tokens.
         """
         with _agreed(train, "scores"):
@@ -223,7 +223,7 @@ class Influence(Described):
 
         Args:
             queries: As in `scores`.
-            train: As in `scores`. The measured error is that of scores with the data of the first batch.
+            train: As in `scores`. The error is measured on scores with the data of the first batch.
             query_rank: Number of singular vectors of every query to keep.
             of: As in `scores`.
             of_train: As in `scores`.

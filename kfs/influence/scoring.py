@@ -251,8 +251,8 @@ class Top(Described):
     """The most helpful and the most harmful training data of each query.
 
     Attributes:
-        helpful: The training examples whose removal is predicted to make the query worse by the largest amount.
-        harmful: The training examples whose removal is predicted to make the query better by the largest amount.
+        helpful: The training examples for which removal is predicted to make the query worse by the largest amount.
+        harmful: The training examples for which removal is predicted to make the query better by the largest amount.
 
     Example:
         >>> values, indices = torch.tensor([[2.0, -1.0]]), torch.tensor([[7, 3]])

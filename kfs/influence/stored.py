@@ -1,7 +1,7 @@
 r"""Forms in which an index stores the gradients of training data, block by block.
 
 - `"rows"`: the vectors of the rows of gradients. This form is exact.
-- `"matrices"` and `"rotated"`: gradient matrices, as they are or in the basis of the inverse. Both forms are exact.
+- `"matrices"` and `"rotated"`: gradient matrices, unchanged or in the basis of the inverse. Both forms are exact.
 - `"low rank"`: the leading singular vectors of every example's matrix, as rows.
 - `"projected"`: some coordinates in the basis of the inverse, which are the same for all examples. They belong to the
   leading eigenvectors of the curvature, where the damped inverse has its smallest eigenvalues $1 / (\lambda + \delta)$.

@@ -75,7 +75,7 @@ class ByBatch(ABC):
         """Run the pass for one batch, and return the item that it yields."""
         if self._pass is None:
             self._pass = self._begin()
-        # A tuple of inputs is the tuple of the model's arguments, whatever type the single argument has.
+        # A tuple of inputs is the tuple of the model's arguments, so that `x` may have any type.
         self._source.batch = ((x,), y)
         try:
             with torch.enable_grad():
@@ -122,7 +122,7 @@ class FactorsByBatch(ByBatch):
 
 
 class ColumnsByBatch(ByBatch):
-    """Computes, for each batch, per-example gradients whose outer products sum to the curvature."""
+    """Computes per-example gradients of each batch. The sum of their outer products is the curvature."""
 
     _num_seen = 0  # number of examples so far, so that every example has its own random labels
 

@@ -287,7 +287,7 @@ def tune_prior_and_noise(
         Prior precision and noise, in the format of the arguments of `posterior`.
 
     Raises:
-        ModelError: If the loss is not that of a regression.
+        ModelError: If the loss is not for regression.
         SolverError: If there is no optimal noise: the model predicts all targets exactly, or the search does not
             converge.
     """
@@ -300,6 +300,7 @@ def tune_prior_and_noise(
     num_targets = _num_targets(risk)
     if not criteria:
         raise SolverError("The model predicts all targets exactly, so the optimal noise is zero.", "Choose noise=.")
+    # Decompose once, for unit noise. Other noise only scales the eigenvalues.
     unit = spectra(decomposed(K, likelihood_of(K, risk, 1.0).scale), risk.params)
     # Start with the variance of the residuals, as if no parameter were effective.
     log_variance = log(2 * criteria / num_targets)

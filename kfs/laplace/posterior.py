@@ -243,8 +243,8 @@ class Posterior(Described):
                 probability).
             num_samples: Number of samples of the logits for `"mc"`.
             seed: Seed for the samples.
-            noise: For regression, whether to add the noise to the variances. If `True`, the covariance is that of
-                targets, otherwise that of the model's outputs.
+            noise: For regression, whether to add the noise to the variances. If `True`, the result is the covariance of
+                targets, otherwise the covariance of the model's outputs.
             batch_size: Number of examples per batch, if the inputs are a single tensor.
 
         Returns:

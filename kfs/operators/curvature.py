@@ -199,7 +199,7 @@ class Curvature(LinearOperator):
         return self.multiply(columns)
 
     def block(self, columns: Columns, rows: list[str]) -> Columns:
-        """Multiply by the block with the columns of the parameters in `columns` and the rows of those in `rows`."""
+        """Multiply by the block with the columns of all parameters in `columns` and the rows of all names in `rows`."""
         wide, dtype = self.risk.sum_dtype, self.codomain.dtype
         task = type(self).__name__
         with self.risk.together(task, {**self._settings(), "rows": rows}, columns):
@@ -247,7 +247,7 @@ class Curvature(LinearOperator):
 
 
 class CurvatureBlock(Submatrix):
-    """A block of a curvature operator, whose products do not compute the other blocks."""
+    """A block of a curvature operator. Its products do not compute any other block."""
 
     base: Curvature
 
@@ -315,7 +315,7 @@ class Sandwich(Curvature):
 
     @abstractmethod
     def factor(self, f: Tensor, batch: Batch) -> Tensor:
-        """Return vectors `[K, *f.shape]` whose outer products sum to every example's matrix in prediction space."""
+        """Return a factor `[K, *f.shape]`: the sum of outer products over `K` is every example's matrix."""
 
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
         """Multiply by `J`, then by the matrix in prediction space, then by `J^T`."""
@@ -496,7 +496,7 @@ class Fisher(Sandwich):
         return result
 
     def factor(self, f: Tensor, batch: Batch) -> Tensor:
-        """Return gradients whose outer products sum to the matrix, or an exact factor for `"type-2"`."""
+        """Return a factor of the matrix: gradients for given or sampled labels, or an exact factor for `"type-2"`."""
         loss = self.risk.loss
         if self.kind == "type-2":
             return loss.fisher_factor(f, batch.y)
@@ -533,7 +533,7 @@ class Jacobian(LinearOperator):
 
     Args:
         risk: Model, data and parameters. The loss is not used.
-        chunk_size: Number of columns to multiply at once. The default is that of `Curvature`.
+        chunk_size: Number of columns to multiply at once, with the same default as in `Curvature`.
         memory: Approximate number of bytes that the columns may take, as in `Curvature`.
 
     Example:

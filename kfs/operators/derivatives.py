@@ -459,9 +459,11 @@ class OneDerivative:
         def compare(by_func: bool, part: Batch) -> float:
             leaves, rest = leaves_and_rest(risk, names)
             v, u = (_signs({name: p.unsqueeze(0) for name, p in leaves.items()}, seed) for seed in (0, 1))
+            # A product with one column never uses `torch.func`.
             Hv = second_derivatives(risk, part, leaves, rest, rows, v, criterion=quadratic)
             if not by_func:
                 return _difference(u, Hv, v, second_derivatives(risk, part, leaves, rest, rows, u, criterion=quadratic))
+            # Compare with a product with two columns, which uses `torch.func`.
             both = {name: torch.cat([v[name], u[name]]) for name in v}
             HV = second_derivatives(risk, part, leaves, rest, rows, both, criterion=quadratic)
             return _difference(u, Hv, u, {name: t[:1] for name, t in HV.items()})
@@ -473,6 +475,7 @@ class OneDerivative:
                 "Look for hooks that change gradients, and for custom autograd.Functions with a backward pass that is "
                 "not the derivative of the forward pass.",
             )
+        # If `torch.func` gives another result, do not use it.
         self.by_func = self.by_func and not _differs(_on_a_few_data(partial(compare, True), batch), risk, batch)
         self._checked.append(frozenset(names))
 

@@ -366,6 +366,7 @@ def eigenvalues(
             f"The Lanczos method failed: {error}.",
             "Ask for fewer eigenvalues or less accuracy. The method cannot handle an operator that is zero.",
         ) from error
+    # ARPACK does not return values in descending order.
     order = torch.from_numpy(values).argsort(descending=True)
     to = {"dtype": A.dtype, "device": A.device}
     return torch.from_numpy(values)[order].to(**to), torch.from_numpy(vectors)[:, order].to(**to)  # type: ignore[call-overload]

@@ -152,7 +152,7 @@ class LinearOperator(DescribedOperator, ABC):
 
     symmetric = False
     chunk_size = 16
-    __array_ufunc__ = None  # so that `array @ A` calls `__rmatmul__`, whose error names the valid types
+    __array_ufunc__ = None  # so that `array @ A` calls `__rmatmul__`, which names the valid types
 
     _parts: "tuple[LinearOperator, ...]" = ()
 

@@ -34,7 +34,7 @@ class Solution(Described, Generic[Vec]):
         residuals: Relative residual norm `|b - A x| / |b|` after every iteration, the largest over columns.
         converged: Whether the last residual norm is below the tolerance.
         tolerance: The tolerance for convergence.
-        measure: The quantity whose norms are in `residuals`: `"residual"`, or `"gradient"` for least-squares problems.
+        measure: The quantity that `residuals` measures: `"residual"`, or `"gradient"` for least-squares problems.
     """
 
     x: Vec

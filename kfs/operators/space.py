@@ -109,6 +109,7 @@ class Space:
         if isinstance(v, Mapping):
             columns, several = self._read_dict(v)
             return columns, Form("dicts" if several else "dict", v)
+        # A list or tuple has one tensor per name, in the order of this space.
         if isinstance(v, list | tuple) and all(isinstance(t, Tensor) for t in v):
             named = self._named(v)
             columns, several = self._read_dict(named)
@@ -128,6 +129,7 @@ class Space:
             raise DtypeError(
                 "The vector is a DTensor.", "Pass a dictionary like the risk's params, or v.full_tensor()."
             )
+        # Columns have the axis of vectors first.
         flat = v.detach().unsqueeze(0) if v.ndim == 1 else v.detach().T
         return self.unflatten(flat), Form("vector" if v.ndim == 1 else "matrix")
 
@@ -188,6 +190,7 @@ class Space:
         other = next((t for t in v.values() if not isinstance(t, Tensor)), None)
         if other is not None:
             raise DtypeError(f"The dictionary has a {type(other).__name__}.", "Give it tensors like the risk's params.")
+        # There are several vectors if all tensors have one more axis than their parameters.
         several = all(v[name].ndim == 1 + len(shape) for name, shape in self.shapes.items())
         lengths = {len(v[name]) for name in self.shapes} if several else {1}
         for name, shape in self.shapes.items():

@@ -46,8 +46,8 @@ def compute(
         fitted.fit(loader)
     except ValueError as error:  # raised for everything unsupported, except layers
         raise NotImplementedError(str(error)) from error
-    # The factors belong to a sum over data (`ParametricLaplace`), for regression to half the squared error: a torch loss
-    # times `factor` is a negative log-likelihood (`CurvatureInterface`). The library also multiplies its empirical
+    # The factors belong to a sum over data (`ParametricLaplace`), and to half the squared error for regression: a torch
+    # loss times `factor` is a negative log-likelihood (`CurvatureInterface`). The library also multiplies its empirical
     # Fisher by `factor`.
     scale = 1 / fitted.backend.factor
     if loss.reduction == "mean":
