@@ -193,7 +193,7 @@ def _breakdown(curvature: Tensor, rho: Tensor, dtype: torch.dtype) -> SolverErro
         )
     return SolverError(
         f"The operator is not positive definite: a direction has curvature {curvature.min().item():.2e}.",
-        "Add more damping with A.shift(damping), or use the GGN or the Fisher instead of the Hessian.",
+        "Use a larger damping, A.shift(damping), or use the GGN or the Fisher instead of the Hessian.",
     )
 
 
