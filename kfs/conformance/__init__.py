@@ -1,6 +1,6 @@
-"""The conformance kit: is your KFAC right?
+"""The conformance kit, which checks whether an implementation of KFAC is correct.
 
-`kfs check package.module:compute` runs it. `cases` has the settings in which KFAC is exact, `checks` the questions.
+`kfs check package.module:compute` runs it. `cases` has the settings in which KFAC is exact, `checks` has the checks.
 """
 
 from kfs.conformance import report

@@ -1,17 +1,17 @@
-"""Adapters: how the kit asks an implementation for its factors, and how it reads the answer.
+"""Adapters, which call an implementation of KFAC, and the conversion of their answers to dense blocks.
 
 An adapter is a function `compute(model, loss, data, fisher, sharing)`:
 
 - `model` is a module in float64, `loss` an `nn.MSELoss` or `nn.CrossEntropyLoss`, `data` a list of batches `(X, y)`.
-- `fisher` is `"type-2"`, `"mc"` (one draw per example) or `"empirical"`; `sharing` is `"expand"` or `"reduce"`.
-- It returns `{layer: (A, B)}` by module name, such that the curvature of weight and bias, the matrix `(W b)` of shape
-  `[d_out, d_in + 1]` flattened by rows, is approximated by `kron(B, A)`. Grouped convolutions may have a list of pairs,
-  or a pair of stacks `[G, d, d]`. A factor that is diagonal may be a vector.
-  If weight and bias are separate, they have their parameters' names. Or it returns a matrix for all parameters, in the
-  order of `model.named_parameters()`, each flattened by rows.
-- A model of padded sequences has a method `mask(X)`, which says where they are, `[batch, positions]`. Labels of other
-  positions are -100.
-- What it does not support raises `NotImplementedError`.
+- `fisher` is `"type-2"`, `"mc"` (one label drawn per example) or `"empirical"`; `sharing` is `"expand"` or `"reduce"`.
+- It returns a dictionary `{layer: (A, B)}` by module name, such that `kron(B, A)` approximates the curvature of weight
+  and bias, where the matrix `(W b)` of shape `[d_out, d_in + 1]` is flattened by rows. For grouped convolutions, the
+  value may be a list of pairs, or a pair of stacks `[G, d, d]`. A diagonal factor may be a vector. If weight and bias
+  have separate factors, the keys are the names of the parameters. Alternatively, `compute` returns a matrix for all
+  parameters in the order of `model.named_parameters()`, each flattened by rows.
+- A model of padded sequences has a method `mask(X)`, which returns a boolean tensor `[batch, positions]` that is false
+  at padded positions. The labels of padded positions are -100.
+- For unsupported settings, it raises `NotImplementedError`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,16 +30,16 @@ Compute = Callable[[nn.Module, nn.Module, list[tuple[Tensor, Tensor]], str, str]
 
 @dataclass(frozen=True)
 class Adapter:
-    """An implementation to be checked.
+    """An implementation to check.
 
     Attributes:
-        name: What to call it.
-        compute: Returns factors, or a matrix.
-        unsupported: Tags of checks that it does not claim to pass; nothing by default.
-        expected_failures: Reasons by how the name of a check begins. All these checks must fail.
+        name: Name of the implementation.
+        compute: Function that returns factors, or a matrix; see the module docstring.
+        unsupported: Tags of checks that the implementation does not support. Empty by default.
+        expected_failures: Reasons of expected failures, by prefixes of the names of checks. All these checks must fail.
         version: Version of the library.
         single: Whether it computes in float32.
-        flattening: How a matrix is flattened: `"rvec"` (by rows) or `"cvec"` (by columns).
+        flattening: How parameters are flattened in a matrix: `"rvec"` (by rows) or `"cvec"` (by columns).
     """
 
     name: str
@@ -51,13 +51,13 @@ class Adapter:
     flattening: Literal["rvec", "cvec"] = "rvec"
 
     def expects_failure(self, check: str) -> str | None:
-        """Return why a check is expected to fail, if it is."""
+        """Return the reason why a check is expected to fail; `None` if it is expected to pass."""
         return next((why for name, why in self.expected_failures.items() if check.startswith(name)), None)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an implementation returned, block by block.
+    """The answer of an implementation as dense blocks.
 
     Attributes:
         blocks: Curvature by the names of the parameters in a block, in the order weight, bias; each flattened by rows.
@@ -67,23 +67,24 @@ class Answer:
 
 
 class UnreadableError(Exception):
-    """An answer that does not fit the model; the message says how."""
+    """Raised if an answer does not fit the model. The message gives the reason."""
 
 
 def built_in() -> list[str]:
-    """Return the names of all adapters that come with the kit."""
+    """Return the names of all built-in adapters."""
     folder = Path(__file__).parent / "adapters"
     return sorted(file.stem for file in folder.glob("[a-z]*.py"))
 
 
 def find(target: str) -> Adapter:
-    """Return an adapter that comes with the kit, or the user's.
+    """Return a built-in adapter, or import the user's adapter.
 
     Args:
-        target: `"curvlinops"`, say, or `"package.module:name"` of a function or an `Adapter`.
+        target: Name of a built-in adapter, such as `"curvlinops"`; or `"package.module:name"` of a function or an
+            `Adapter`.
 
     Raises:
-        ModelError: If it cannot be imported.
+        ModelError: If the adapter cannot be imported.
     """
     if ":" not in target and target in built_in():
         try:
@@ -109,22 +110,22 @@ def _checked(made: Any, target: str) -> Adapter:
     if not callable(made):
         raise ModelError(
             f"{target!r} is a {type(made).__name__}.",
-            "Let it be a function compute(model, loss, data, fisher, sharing), or an Adapter.",
+            "Pass the name of a function compute(model, loss, data, fisher, sharing), or of an Adapter.",
         )
     return Adapter(getattr(made, "__name__", target), made)
 
 
 def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None, flattening: str = "rvec") -> Answer:
-    """Take an answer apart.
+    """Convert the answer of an adapter to dense blocks.
 
     Args:
-        answer: What an adapter returned.
-        model: The model that it is about.
-        tied: Names that stand for others.
-        flattening: How a matrix is flattened.
+        answer: The return value of an adapter.
+        model: The model of the answer.
+        tied: For modules and parameters that share weights, the name to use instead.
+        flattening: How parameters are flattened in a matrix.
 
     Raises:
-        UnreadableError: If it is neither factors nor a matrix of the right size.
+        UnreadableError: If the answer is neither factors nor a matrix of the right size.
     """
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if isinstance(answer, Tensor):
@@ -138,6 +139,7 @@ def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None, f
         if not params:
             raise UnreadableError(f"{key!r} is neither a layer nor a parameter; there are {list(shapes)}.")
         A, B = _stacks(key, pairs)
+        # Check the sizes of factors, and recognize the most common mistakes.
         weight = shapes[params[0]]
         d_out, d_in = weight[0], weight[1:].numel()
         if len(params) == 2 and A.shape[-1] == d_in:
@@ -159,19 +161,19 @@ def _stacks(key: str, factors: Any) -> tuple[Tensor, Tensor]:
     expected = "expected a pair (A, B) of square matrices, a pair of stacks [G, d, d], or a list of pairs"
     try:
         is_pair = len(factors) == 2 and not isinstance(factors[0], tuple | list)
-        # Unpacking makes sure that there are two. Rows of a matrix would be taken for diagonals otherwise.
+        # Unpacking checks that each item is a pair. Otherwise the rows of a matrix would pass as diagonals.
         pairs = [(A, B) for A, B in ([factors] if is_pair else factors)]
         sides = [[_square(pair[side]) for pair in pairs] for side in (0, 1)]
         A, B = (torch.cat(side) for side in sides)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, UnreadableError) as error:
-        raise UnreadableError(f"The factors of {key!r} are not factors ({error}): {expected}.") from error
+        raise UnreadableError(f"The values for {key!r} are not factors ({error}): {expected}.") from error
     if len(A) != len(B) or not len(A):
         raise UnreadableError(f"There are {len(A)} input-based and {len(B)} gradient-based factors of {key!r}.")
     return A, B
 
 
 def _square(factor: Tensor) -> Tensor:
-    """Return matrices `[G, d, d]`, from one, several, or the diagonal of one."""
+    """Return a stack of matrices `[G, d, d]`, from a stack, a single matrix, or a diagonal."""
     factor = _numbers(factor)
     factor = torch.diag(factor) if factor.ndim == 1 else factor
     factor = factor.unsqueeze(0) if factor.ndim == 2 else factor
@@ -181,9 +183,9 @@ def _square(factor: Tensor) -> Tensor:
 
 
 def _numbers(t: Tensor) -> Tensor:
-    """Return a tensor in float64 on the CPU, whatever it is stored as."""
+    """Return a tensor as a dense float64 tensor on the CPU."""
     if not isinstance(t, Tensor):
-        raise UnreadableError(f"a {type(t).__name__} is no tensor")
+        raise UnreadableError(f"a {type(t).__name__} is not a tensor")
     if t.is_complex() or t.is_meta:
         kind = "complex" if t.is_complex() else "meta"
         raise UnreadableError(f"a {kind} tensor has no real numbers")
@@ -191,10 +193,11 @@ def _numbers(t: Tensor) -> Tensor:
 
 
 def _read_matrix(matrix: Tensor, shapes: Mapping[str, torch.Size], flattening: str) -> Answer:
-    """Cut a matrix into blocks: a weight with its bias, or both alone if nothing is between them."""
+    """Split a matrix into blocks: a weight with its bias, or separate blocks if the entries between them are zero."""
     total = sum(shape.numel() for shape in shapes.values())
     if matrix.shape != (total, total):
         raise UnreadableError(f"The matrix has shape {list(matrix.shape)}, but there are {total} parameters.")
+    # Positions of each parameter's entries, in the order of `rvec`.
     places, start = {}, 0
     for name, shape in shapes.items():
         index = torch.arange(start, start + shape.numel())
@@ -214,7 +217,7 @@ def _read_matrix(matrix: Tensor, shapes: Mapping[str, torch.Size], flattening: s
 
 
 def _weight_first(dense: Tensor, d_out: int, d_in: int) -> Tensor:
-    """Bring the block of `(W b)` into the order of `W` and then `b`."""
+    """Permute the block of `(W b)` to the order `W`, then `b`."""
     order = torch.arange(d_out * (d_in + 1)).reshape(d_out, d_in + 1)
     order = torch.cat([order[:, :-1].flatten(), order[:, -1]])
     return dense[order][:, order]

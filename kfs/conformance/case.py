@@ -1,4 +1,4 @@
-"""What a case is: a model, a loss and data for which KFAC is exact, made in the same way every time."""
+"""Cases of the conformance kit: a model, a loss and data for which KFAC is exact, created reproducibly."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ Data = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A model in float64 and evaluation mode, a loss, and batches."""
+    """A model in float64 and evaluation mode, a loss, and a list of batches."""
 
     model: nn.Module
     loss: nn.Module
     data: Data
 
     def unpadded(self) -> "Setting":
-        """Return the same sequences without padding, which is where the model's `mask` is false: one in each batch."""
+        """Return the same sequences without the padding that the model's `mask` excludes, one sequence per batch."""
         masked = [(x, y, mask) for X, Y in self.data for x, y, mask in zip(X, Y, self.model.mask(X), strict=True)]  # type: ignore[operator]
         data = [(x[mask].unsqueeze(0), y[mask].unsqueeze(0)) for x, y, mask in masked]
         return Setting(self.model, self.loss, data)
@@ -26,25 +26,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """A setting, and why KFAC is exact there.
+    """A setting with the reason why KFAC is exact.
 
     Attributes:
-        name: What to call it.
-        layer: Tag: which kind of layer it is about.
-        why: Why KFAC is exact, or what the case is good for.
-        model: Makes the model.
-        inputs: Makes some inputs, given their number.
+        name: Name of the case.
+        layer: Tag for the kind of layer.
+        why: Reason why KFAC is exact, or purpose of the case.
+        model: Function that creates the model.
+        inputs: Function that creates inputs, given their number.
         outputs: Shape of the prediction for one example.
-        num_data: How many examples.
-        sharings: For which weight sharing KFAC is exact.
-        fishers: For which Fisher it is exact.
-        losses: For which losses: `"mse"`, `"ce"`, `"ce, ignored labels"`, `"ce, class weights"`, or `"ce, padding"`,
-            where labels are ignored at positions that the model masks.
-        reductions: For which reductions it is checked.
-        positions: How many positions share a weight.
-        batches: Sizes of the batches.
-        within_groups: Into how many groups the first layer's channels fall; entries between them are not compared.
-        tied: Names that may stand for another one, since their parameters are the same.
+        num_data: Number of examples.
+        sharings: Kinds of weight sharing for which KFAC is exact.
+        fishers: Kinds of Fisher for which KFAC is exact.
+        losses: Losses for which KFAC is exact: `"mse"`, `"ce"`, `"ce, ignored labels"`, `"ce, class weights"`, or
+            `"ce, padding"`, where labels are ignored at positions that the model masks.
+        reductions: Reductions to check.
+        positions: Number of positions that share a weight.
+        batches: Sizes of the batches. If empty, all examples are one batch.
+        within_groups: Number of groups of channels in the first layer. Entries between groups are not compared.
+        tied: For modules and parameters that share weights, the name to use instead.
         may_refuse: Whether an error is as good an answer as the right factors.
     """
 
@@ -66,7 +66,7 @@ class Case:
     may_refuse: bool = False
 
     def setting(self, loss: str = "mse", reduction: str = "mean") -> Setting:
-        """Make model, loss and data; the same every time, and without touching the global random state."""
+        """Create model, loss and data reproducibly, without changing the global random state."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self.model().double().eval()
@@ -75,6 +75,7 @@ class Case:
             numbers = torch.randn(self.num_data, *self.outputs, dtype=torch.float64)
             labels = torch.randint(self.outputs[0], (self.num_data, *self.outputs[1:]))
         y = numbers if loss == "mse" else labels
+        # Only the first label counts. All examples have the same input.
         if loss == "ce, ignored labels":
             X, y = X[:1].expand_as(X).clone(), labels.clone()
             y[1:] = -1

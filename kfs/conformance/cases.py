@@ -1,6 +1,6 @@
-"""Settings in which KFAC is exact, or a known relation must hold: one list for our tests, the kit and the book.
+"""Settings in which KFAC is exact, or a known relation must hold: one list for the tests, the kit and the book.
 
-Numbers of examples, positions, classes and features all differ, so that a wrong scale tells where it comes from.
+The numbers of examples, positions, classes and features all differ, so that a wrong scale identifies its cause.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from kfs.conformance.models import CalledTwice, Hidden, Padded, Pool, Ragged, Re
 
 
 def vectors(num_data: int, *shape: int) -> Tensor:
-    """Return random inputs."""
+    """Return normally distributed inputs `[num_data, *shape]`."""
     return torch.randn(num_data, *shape)
 
 
 def mlp(
     bias: bool = True, activation: Callable[[], nn.Module] = nn.Tanh, linear: type[nn.Linear] = nn.Linear
 ) -> nn.Module:
-    """Return three layers of different widths."""
+    """Return a network with three linear layers of different widths."""
     sizes = ((4, 5), (5, 2), (2, 3))
     layers = [linear(i, o, bias=bias) for i, o in sizes]
     return nn.Sequential(layers[0], activation(), layers[1], activation(), layers[2])
@@ -40,11 +40,11 @@ def _positions(features: int, num_data: int) -> Tensor:
 
 
 def sequences(starts: Sequence[int], lengths: Sequence[int], positions: int) -> Tensor:
-    """Return sequences of some lengths, padded to a common one; the last feature is negative where padding is.
+    """Return sequences that are padded to a common length. The last feature is negative at padded positions.
 
     Args:
-        starts: Where each sequence starts: padding may be on both sides.
-        lengths: Their lengths.
+        starts: Start position of each sequence. Padding may be on both sides.
+        lengths: Length of each sequence.
         positions: The common length.
     """
     X = torch.randn(len(starts), positions, 5)
@@ -61,13 +61,13 @@ def _frozen() -> nn.Module:
     return model
 
 
-_ONE = "With one example and one position, a sum of Kronecker products has one term only."
-_LINEAR = "In a linear net with square loss, gradients of the prediction do not depend on the example."
-_EXPAND = "Positions are independent of each other, like further data."
-_REDUCE = "Predictions depend on positions through their sum only."
-_FOLDED = " They are rows of one matrix for all data, as if each were an example."
-_MIXED = " They are rows of one matrix for all data, in an order of their own."
-_RAGGED = " Some data have more of them than others."
+_ONE = "With one example and one position, a sum of Kronecker products has only one term."
+_LINEAR = "In a linear network with square loss, gradients of the prediction do not depend on the example."
+_EXPAND = "Positions are independent of each other, like further examples."
+_REDUCE = "Predictions depend on positions only through their sum."
+_FOLDED = " The positions of all examples are rows of one matrix, as if each position were an example."
+_MIXED = " The positions of all examples are rows of one matrix, in mixed order."
+_RAGGED = " The number of positions differs between examples."
 _BOTH = ("mean", "sum")
 _MSE = {"fishers": ("type-2",), "losses": ("mse",), "num_data": 5, "reductions": _BOTH}
 
@@ -76,7 +76,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "one example that counts",
         "linear",
-        _ONE + " Others have the same input and an ignored label; a mean divides by one.",
+        _ONE + " All other examples have the same input and an ignored label, so the mean divides by one.",
         mlp,
         lambda n: vectors(n, 4),
         num_data=3,
@@ -86,7 +86,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "one example, class weights",
         "linear",
-        _ONE + " A mean divides by the label's weight.",
+        _ONE + " The mean divides by the weight of the label.",
         mlp,
         lambda n: vectors(n, 4),
         losses=("ce, class weights",),
@@ -97,7 +97,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "one example, activations in place",
         "linear",
-        _ONE + " Activations overwrite the outputs of layers, whose gradients are those before that.",
+        _ONE + " Activations overwrite the outputs of layers. KFAC needs the gradient of the original output.",
         lambda: mlp(activation=lambda: nn.ReLU(inplace=True)),
         lambda n: vectors(n, 4).abs() + 1,
     ),
@@ -197,7 +197,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "one position, padded",
         "padding",
-        _ONE + " Other positions are padding, which the model masks, and whose labels are ignored.",
+        _ONE + " All other positions are padding: the model masks them, and their labels are ignored.",
         Padded,
         lambda n: sequences([2] * n, [1] * n, 7),
         outputs=(3, 7),
@@ -208,7 +208,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "a repeated table",
         "table",
-        _EXPAND + " Copies of a table for every example are that table, and not parameters of data.",
+        _EXPAND + " The copies of a table for every example are one parameter, not one parameter per example.",
         Table,
         lambda n: vectors(n, 7, 4),
         outputs=(7, 3),
@@ -219,7 +219,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "a use in a custom function",
         "hidden",
-        _REDUCE + " A use that only autograd sees is one, too. An error that says so is as good an answer.",
+        _REDUCE + " A use of the weight that only autograd sees also counts. An error that says so is also accepted.",
         Hidden,
         lambda n: vectors(n, 8),
         sharings=("reduce",),
@@ -261,7 +261,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "circular padding",
         "conv2d",
-        _REDUCE + " What is beyond the border comes from the opposite side, not from zeros.",
+        _REDUCE + " The padding consists of pixels from the opposite side, not of zeros.",
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), Pool("mean", (2, 3)), nn.Linear(4, 3)
         ),
@@ -273,7 +273,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "groups of channels",
         "conv2d",
-        "Each group of channels has inputs of its own, so that it needs a factor pair of its own.",
+        "Each group of channels has its own inputs, so it needs its own pair of factors.",
         _convolutions(lambda: nn.Conv2d(4, 6, 2, groups=2), 6),
         lambda n: vectors(n, 4, 2, 2),
         within_groups=2,
@@ -314,14 +314,14 @@ EXACT: tuple[Case, ...] = (
     ),
 )
 
-# Nothing is exact here: several examples, nonlinear.
-APPROXIMATE = Case("several examples", "linear", "A usual net.", mlp, lambda n: vectors(n, 4), num_data=6)
+# KFAC is not exact here: there are several examples, and the network is nonlinear.
+APPROXIMATE = Case("several examples", "linear", "A usual network.", mlp, lambda n: vectors(n, 4), num_data=6)
 
-# Sequences of different lengths, on the left, on the right and in the middle of their places.
+# Sequences of different lengths with padding on the right, on the left, and on both sides.
 PADDED = Case(
     "padded sequences",
     "padding",
-    "Predictions that count do not depend on padding.",
+    "Predictions at positions with labels do not depend on padding.",
     Padded,
     lambda _: sequences([0, 4, 1], [4, 2, 3], 6),
     outputs=(3, 6),

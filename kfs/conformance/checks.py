@@ -1,4 +1,4 @@
-"""What the kit checks of an implementation: factors where KFAC is exact, invariances, errors, and the user's state."""
+"""The checks of the kit: factors where KFAC is exact, Monte Carlo convergence, relations, and the user's state."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ _HOOKS = (
 
 
 def fingerprint(model: nn.Module, with_random_state: bool) -> dict[str, Any]:
-    """Return everything that must be the same before and after a call, by what it is."""
+    """Return all state that a call must not change, by description."""
     modules, params = dict(model.named_modules()), dict(model.named_parameters())
     found: dict[str, Any] = {
         "modules (layers were wrapped or replaced)": {name: id(module) for name, module in modules.items()},
@@ -52,18 +52,18 @@ def _content(t: torch.Tensor) -> Any:
 
 
 class CheckError(Exception):
-    """A check found something wrong; the message says what, and what probably caused it."""
+    """Raised if a check fails. The message says what is wrong, and the probable cause."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question to an implementation.
+    """A check of an implementation.
 
     Attributes:
-        name: Unique.
-        tags: What it is about: kind, fisher, sharing, layer, loss, reduction, and the case.
-        bug: What a failure points to.
-        run: Raises `CheckError`, an `UnreadableError`, or whatever the implementation raises.
+        name: Unique name.
+        tags: Tags for the kind of check, fisher, sharing, layer, loss, reduction, and the case.
+        bug: The bug that a failure indicates.
+        run: Runs the check. It raises `CheckError`, `UnreadableError`, or any error of the implementation.
     """
 
     name: str
@@ -73,10 +73,10 @@ class Check:
 
 
 def ask(adapter: Adapter, setting: Setting, fisher: str, sharing: str, case: Case | None = None) -> Answer:
-    """Ask an implementation for its factors, and read the answer.
+    """Compute factors with an implementation, and convert them to dense blocks.
 
     Raises:
-        UnreadableError: If the answer has not the form that it should have.
+        UnreadableError: If the answer has an invalid format.
     """
     answer = adapter.compute(setting.model, setting.loss, setting.data, fisher, sharing)
     return read(answer, setting.model, None if case is None else case.tied, adapter.flattening)
@@ -93,12 +93,12 @@ def _exact_checks() -> Iterator[Check]:
             for reduction in case.reductions:
                 for fisher in case.fishers:
                     if fisher == "empirical" and loss == "mse":
-                        continue  # which likelihood the square loss belongs to is a convention, and makes a factor two
+                        continue  # the likelihood of the square loss is a convention, with a factor of two
                     for sharing in case.sharings:
                         yield Check(
                             f"exact: {case.name}, {loss} {reduction}, {fisher}, {sharing}",
                             frozenset({"exact", fisher, sharing, case.layer, loss, reduction, case.name}),
-                            f"{case.why} So KFAC equals the exact curvature here, and yours does not.",
+                            f"{case.why} Therefore KFAC equals the exact curvature here, but yours does not.",
                             partial(_is_exact, case, loss, reduction, fisher, sharing),
                         )
 
@@ -128,7 +128,7 @@ def _monte_carlo_checks() -> Iterator[Check]:
             yield Check(
                 f"draws: {case.name}, {loss}, {sharing}",
                 frozenset({"draws", "mc", sharing, case.layer, loss, "mean"}),
-                "With many draws, the Monte Carlo Fisher converges to the type-II Fisher; yours goes elsewhere.",
+                "With many draws, the Monte Carlo Fisher converges to the type-II Fisher, but yours does not.",
                 partial(_converges, case, loss, sharing),
             )
 
@@ -136,6 +136,7 @@ def _monte_carlo_checks() -> Iterator[Check]:
 def _converges(case: Case, loss: str, sharing: str, adapter: Adapter) -> None:
     setting = case.setting(loss, "mean")
     X, y = (torch.cat(parts) for parts in zip(*setting.data, strict=True))
+    # Repeat the data, so that labels are drawn many times.
     times = -(-tolerances.MC_REPEATS // len(X))
     many = replace(setting, data=[(torch.cat([X] * times), torch.cat([y] * times))])
     with torch.random.fork_rng(devices=[]):
@@ -154,32 +155,35 @@ def _relation_checks() -> Iterator[Check]:
     relations: dict[str, tuple[Callable[..., None], str]] = {
         "mean and sum": (
             _mean_and_sum,
-            "The curvature of a mean is that of the sum, divided by the number of terms; the reduction is ignored.",
+            "The curvature of a mean is the curvature of the sum divided by the number of terms. The reduction is "
+            "probably ignored.",
         ),
         "split into batches": (
             _split,
-            "Results must not depend on how data are split into batches; an average over batches weights uneven ones "
-            "wrongly.",
+            "Results must not depend on how data are split into batches. An average over batches is wrong if their "
+            "sizes differ.",
         ),
         "order of data": (_order, "Results must not depend on the order of data."),
-        "repeated data": (_repeated, "Twice the same data leave a mean as it is, and double a sum."),
+        "repeated data": (_repeated, "If the data are repeated, a mean stays the same, and a sum doubles."),
         "expand and reduce": (
             _no_sharing,
-            "Where no positions share a weight, both variants of weight sharing are the same.",
+            "If no positions share a weight, both variants of weight sharing are the same.",
         ),
-        "NaN": (_nan, "NaN in the data gives factors that look fine: values are filtered or clamped somewhere."),
+        "NaN": (_nan, "NaN in the data gives finite factors, so values are probably filtered or clamped."),
     }
+    # These relations are checked with the case `APPROXIMATE`.
     for name, (function, bug) in relations.items():
         for fisher in ("type-2", "empirical"):
             tags = frozenset({"relation", fisher, "expand", "linear", name})
             tags |= {"reduce"} if name == "expand and reduce" else set()
             yield Check(f"relation: {name}, {fisher}", tags | {"ce"}, bug, partial(function, fisher))
 
+    # Padding needs a case with sequences.
     for fisher in PADDED.fishers:
         yield Check(
             f"relation: {PADDED.name}, {fisher}",
             frozenset({"relation", fisher, "expand", PADDED.layer, PADDED.name, "ce"}),
-            f"{PADDED.why} So results must be those of the same sequences without padding, one in each batch.",
+            f"{PADDED.why} Therefore results must equal those of the same sequences without padding, one per batch.",
             partial(_padding, fisher),
         )
 
@@ -259,7 +263,7 @@ def _state_checks() -> Iterator[Check]:
         yield Check(
             f"state: untouched, {fisher}",
             frozenset({"state", fisher, "expand", "linear", "ce"}),
-            "The user's model and the global state must be as before: somebody relies on them after the call.",
+            "The call must not change the user's model or the global state, which the user's code relies on.",
             partial(_untouched, fisher),
         )
 
@@ -272,7 +276,7 @@ def _untouched(fisher: str, adapter: Adapter) -> None:
     model[0].register_forward_hook(_hook)  # type: ignore[index]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        torch.rand(3)  # no seed leads here
+        torch.rand(3)  # advance the generator, so that `manual_seed` in the implementation is detected
         before = fingerprint(model, with_random_state=fisher != "mc")
         adapter.compute(model, setting.loss, setting.data, fisher, "expand")
         after = fingerprint(model, with_random_state=fisher != "mc")
@@ -282,18 +286,18 @@ def _untouched(fisher: str, adapter: Adapter) -> None:
 
 
 def _hook(*_: Any) -> None:
-    """Do nothing, as a hook of the user's."""
+    """Stand in for a hook of the user."""
 
 
 def _exact(setting: Setting, params: Sequence[str], fisher: str) -> Tensor:
-    """Return the exact block, from the definitions."""
+    """Return the exact block, computed from the definitions."""
     X, y = (torch.cat(parts) for parts in zip(*setting.data, strict=True))
     definition = exact_empirical_fisher if fisher == "empirical" else exact_ggn
     return definition(copy.deepcopy(setting.model), setting.loss, X, y, params)  # type: ignore[arg-type]
 
 
 def _all_there(answer: Answer, model: nn.Module) -> None:
-    """Refuse an answer without some parameters."""
+    """Raise `CheckError` if the answer lacks parameters."""
     there = {name for params in answer.blocks for name in params}
     missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in there]
     if missing:
@@ -301,7 +305,7 @@ def _all_there(answer: Answer, model: nn.Module) -> None:
 
 
 def _within_groups(block: Tensor, params: Sequence[str], setting: Setting, groups: int) -> Tensor:
-    """Drop entries between groups of channels, if there are several."""
+    """Set entries between different groups of channels to zero."""
     first = next(name for name, _ in setting.model.named_parameters())
     if groups == 1 or first not in params:
         return block
@@ -315,16 +319,16 @@ def _within_groups(block: Tensor, params: Sequence[str], setting: Setting, group
 
 
 def _facts(case: Case, setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> Facts:
-    """Return what is known about a case; suspects take time, and are wanted only after a failure."""
+    """Return facts and suspects for a diagnosis. Suspects take time, so this is only called after a failure."""
     num_data = sum(len(X) for X, _ in setting.data)
     counts = {"N": num_data, "S": case.positions} | _outputs(case, setting.loss)
-    # Suspects come from our own KFAC, which refuses such a case.
+    # Suspects are computed with our own KFAC, which raises an error for such a case.
     found = {} if case.may_refuse else suspects(case, setting, params, fisher, sharing)
     return Facts(counts, found)
 
 
 def _outputs(case: Case, loss: nn.Module) -> dict[str, int]:
-    """Return the divisor of a mean for each example: outputs of a square loss, labels of a cross-entropy."""
+    """Return the terms per example that a mean divides by: outputs for a square loss, labels for a cross-entropy."""
     return {"C": prod(case.outputs)} if isinstance(loss, nn.MSELoss) else {"L": prod(case.outputs[1:])}
 
 
@@ -340,7 +344,7 @@ def _compare(
     tolerance: float,
     facts: Callable[[], Facts],
 ) -> None:
-    """Fail with a diagnosis if a block is not what it should be."""
+    """Raise `CheckError` with a diagnosis if a block differs from the expected one."""
     tolerance = max(tolerance, tolerances.SINGLE) if adapter.single else tolerance
     error = float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
     if not error <= tolerance:

@@ -1,4 +1,4 @@
-"""The probable cause of a wrong factor: known mistakes, and the factors that each of them would give."""
+"""Diagnosis of wrong factors: known bugs, and the factors that each of them would give."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,9 @@ from kfs.problem.risk import EmpiricalRisk
 
 
 def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> dict[str, Tensor]:
-    """Return wrong blocks by the bug that makes them."""
+    """Return the wrong blocks that known bugs would give, by description of the bug."""
     found: dict[str, Tensor] = {}
+    # The wrong kind of Fisher.
     right = _block(setting, params, fisher, sharing)
     others = {"type-2": "empirical", "empirical": "type-2"}
     words = {
@@ -25,6 +26,7 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
     }
     other = others[fisher]
     found[words[other]] = _block(setting, params, other, sharing)
+    # The wrong kind of weight sharing.
     if case.positions > 1:
         another = "reduce" if sharing == "expand" else "expand"
         found[f"This is weight sharing '{another}', but '{sharing}' was asked for."] = _block(
@@ -41,6 +43,7 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
             found["Data with ignored labels contribute as if their labels counted."] = right * y.numel() / counted
     shape = setting.model.get_parameter(params[0]).shape
     weights = shape.numel()
+    # Mistakes with the bias.
     if len(params) == 2:
         without = right.clone()
         without[weights:], without[:, weights:] = 0, 0
@@ -48,6 +51,7 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
         apart = right.clone()
         apart[:weights, weights:], apart[weights:, :weights] = 0, 0
         found["Weight and bias are right, but nothing is between them, though they are in one block."] = apart
+    # Mistakes with convolutions, and with the order of entries.
     if len(shape) > 2:
         found |= _convolution_suspects(case, setting, params, fisher, sharing, right, shape)
     if len(shape) == 2:
@@ -58,13 +62,13 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
 
 
 def _other_reduction(setting: Setting, right: Tensor) -> dict[str, Tensor]:
-    """Return the curvature of the mean if the sum was asked for, and the other way round."""
+    """Return the curvature of the mean if the loss is a sum, and the curvature of the sum if the loss is a mean."""
     loss = copy.deepcopy(setting.loss)
     is_mean = loss.reduction == "mean"
     loss.reduction = "sum" if is_mean else "mean"  # type: ignore[assignment]
     one_datum = sum(len(X) for X, _ in setting.data) == 1
     if isinstance(loss, nn.MSELoss) and is_mean and one_datum:
-        return {}  # whoever divides by the number of examples, and not by all entries, gets the same
+        return {}  # not distinguishable from a division by the number of examples instead of all entries
     factor = _risk(Setting(setting.model, loss, setting.data)).reduction_factor / _risk(setting).reduction_factor
     asked, other = ("mean", "summed") if is_mean else ("sum", "averaged")
     words = (
@@ -74,10 +78,12 @@ def _other_reduction(setting: Setting, right: Tensor) -> dict[str, Tensor]:
 
 
 def padding_counted(setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> dict[str, Tensor]:
-    """Return the factors if inputs of padded positions are added up, or these are counted, or both.
+    """Return the blocks if inputs of padded positions are included, if padded positions are counted, or both.
 
-    No gradient comes back to them. So the gradient-based factor is divided by too many positions, and has a right sum.
+    Padded positions receive no gradient. Hence the sum in the gradient-based factor is right, but it is divided by too
+    many positions.
     """
+    # Capture the inputs of the layer, with padded positions.
     name = params[0].rpartition(".")[0]
     inputs: list[Tensor] = []
     model = copy.deepcopy(setting.model)
@@ -89,10 +95,12 @@ def padding_counted(setting: Setting, params: Sequence[str], fisher: str, sharin
     joint = len(params) == 2
     K = KFAC(_risk(short), fisher, sharing, joint_bias=joint)  # type: ignore[arg-type]
     block = next(block for block in K.blocks.values() if block.layout.weight == params[0])
+    # The input-based factor with padded positions.
     x = torch.cat(inputs)  # [batch, positions, features]
     x = torch.cat([x, torch.ones_like(x[..., :1])], 2) if joint else x
     x = x.sum(1) if sharing == "reduce" else x.flatten(0, 1)
     A = _risk(short).reduction_factor * x.T @ x
+    # The gradient-based factor, divided by the number of all positions.
     lengths = torch.tensor([y.shape[1] for _, y in short.data])
     power = 2 if sharing == "reduce" else 1
     places = sum(X.shape[0] * X.shape[1] ** power for X, _ in setting.data)
@@ -113,14 +121,13 @@ def padding_counted(setting: Setting, params: Sequence[str], fisher: str, sharin
 
 
 class _WithoutDerivative(nn.Module):
-    """An activation whose derivative is taken to be one."""
+    """An activation with a derivative that is replaced by one."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Change values, and leave gradients as they are."""
         out: Tensor = self.activation(x.clone())
         return x + (out - x).detach()
 
@@ -128,7 +135,7 @@ class _WithoutDerivative(nn.Module):
 def _behind_activations_in_place(
     setting: Setting, params: Sequence[str], fisher: str, sharing: str
 ) -> dict[str, Tensor]:
-    """Return the factors if the gradient is taken after an activation has overwritten the layer's output."""
+    """Return the block if the gradient is taken after an activation has overwritten the layer's output."""
     model = copy.deepcopy(setting.model)
     names = [name for name, _ in model.named_children()]
     layer = params[0].partition(".")[0]
@@ -152,14 +159,16 @@ def _convolution_suspects(
     right: Tensor,
     shape: torch.Size,
 ) -> dict[str, Tensor]:
-    """Return what bugs with patches and groups would give."""
+    """Return the blocks that bugs with patches, groups and padding modes would give."""
     found = {}
+    # Kernel positions before channels.
     weights, channels, kernel = shape.numel(), shape[1], shape[2:].numel()
     places = torch.arange(weights).reshape(shape[0], channels, kernel)
     order = torch.cat([places.transpose(1, 2).flatten(), torch.arange(weights, len(right))])
     found["Patches are unfolded in another order: kernel places come before channels, and not after them."] = right[
         order
     ][:, order]
+    # Factors that are shared between groups of channels.
     if case.within_groups > 1:
         joint = len(params) == 2
         blocks = KFAC(_risk(setting), fisher, sharing, joint_bias=joint).blocks.values()  # type: ignore[arg-type]
@@ -172,6 +181,7 @@ def _convolution_suspects(
             found["Inputs of different groups of channels are averaged; each group needs its own factor."] = (
                 _weight_first(_of_average_input(block).expand_as(block.A), block.B, joint)
             )
+    # Zeros in place of another padding mode.
     padded = copy.deepcopy(setting.model)
     circular = [m for m in padded.modules() if isinstance(m, nn.Conv2d) and m.padding_mode != "zeros"]
     for module in circular:
@@ -183,7 +193,8 @@ def _convolution_suspects(
 
 
 def _of_average_input(block: Block) -> Tensor:
-    """Return the input-based factor of one example if one input, the mean of all groups', were that of each of them."""
+    """Return the input-based factor of one example if every group had the mean of all groups' inputs."""
+    # With one example, each group's factor has rank one, and its leading eigenvector is the input, up to sign.
     values, vectors = torch.linalg.eigh(block.A)
     inputs = vectors[..., -1] * values[:, -1:].sqrt()
     mean = (inputs * inputs[:, -1:].sign()).mean(0)  # the bias coordinate is positive
@@ -191,7 +202,7 @@ def _of_average_input(block: Block) -> Tensor:
 
 
 def _weight_first(A: Tensor, B: Tensor, joint: bool) -> Tensor:
-    """Multiply out all groups' factors, and bring entries of the bias to the end."""
+    """Return the dense block of all groups' factors, with the entries of the bias at the end."""
     dense: Tensor = torch.block_diag(*(torch.kron(b, a) for a, b in zip(A, B, strict=True)))
     index = torch.arange(len(dense)).reshape(B[..., 0].numel(), -1)
     order = torch.cat([index[:, :-1].flatten(), index[:, -1]]) if joint else index.flatten()
@@ -203,19 +214,19 @@ def _risk(setting: Setting) -> EmpiricalRisk:
 
 
 def _block(setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> Tensor:
-    """Return a block of our own."""
+    """Return the dense block of our own KFAC."""
     return KFAC(_risk(setting), fisher, sharing).submatrix(params).to_dense()  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about a setting.
+    """Facts about a setting that a diagnosis uses.
 
     Attributes:
-        counts: Numbers by which a scale may be wrong, by what they count: `"N"` data, `"S"` positions, `"C"` outputs of
-            a square loss, `"L"` labels of an example.
-        suspects: Wrong blocks by the bug that makes them.
-        tolerance: From which relative error on two blocks are different.
+        counts: Numbers by which a scale may be wrong: `"N"` examples, `"S"` positions, `"C"` outputs of a square loss,
+            `"L"` labels per example.
+        suspects: Wrong blocks by description of the bug.
+        tolerance: Largest relative error at which two blocks count as equal.
     """
 
     counts: Mapping[str, float]
@@ -239,27 +250,27 @@ _MEANING = {
 
 
 def diagnose(actual: Tensor, expected: Tensor, facts: Facts) -> str:
-    """Say what is wrong with a block, as precisely as possible.
+    """Return the probable cause of a wrong block.
 
     Args:
-        actual: What came.
-        expected: What it should be.
-        facts: What is known about the setting.
+        actual: The block of the implementation.
+        expected: The right block.
+        facts: Facts about the setting.
 
     Returns:
-        A sentence or two, for the author of the implementation.
+        One or two sentences for the author of the implementation.
     """
     if not actual.isfinite().all():
-        return "It has NaN or infinity in it."
+        return "It contains NaN or infinity."
     if not actual.any():
         return "It is zero: the layer's inputs or gradients were never seen."
     guesses = (*_suspects(actual, facts, scaled=False), *_scale(actual, expected, facts))
     guesses = guesses or (*_suspects(actual, facts, scaled=True), *_places(actual, expected, facts))
-    return next(iter(guesses), "It is not a known mistake; compare factors one by one.")
+    return next(iter(guesses), "This is not a known mistake; compare factors one by one.")
 
 
 def _suspects(actual: Tensor, facts: Facts, scaled: bool) -> Iterator[str]:
-    """Find bugs that give this block, perhaps besides a wrong scale."""
+    """Yield the bugs that give this block, up to a scale if `scaled` is set."""
     for bug, suspect in facts.suspects.items():
         factor = _best_scale(actual, suspect) if scaled else 1.0
         if factor and _same(actual, factor * suspect, facts):
@@ -267,19 +278,19 @@ def _suspects(actual: Tensor, facts: Facts, scaled: bool) -> Iterator[str]:
 
 
 def _scale(actual: Tensor, expected: Tensor, facts: Facts) -> Iterator[str]:
-    """Find out whether only the scale is wrong."""
+    """Yield a message if only the scale is wrong."""
     scale = _best_scale(actual, expected)
     if scale and _same(actual, scale * expected, facts):
         yield _wrong_scale(scale, facts)
 
 
 def _places(actual: Tensor, expected: Tensor, facts: Facts) -> Iterator[str]:
-    """Find out whether entries are in wrong places."""
+    """Yield messages if entries are at wrong positions."""
     if _same(actual.diagonal(), expected.diagonal(), facts):
-        yield "Its diagonal is right, but not the rest: entries are dropped, or have wrong signs or places."
+        yield "Its diagonal is right, but other entries are not: they are dropped, or have wrong signs or positions."
     one, other = (torch.linalg.eigvalsh((t + t.T) / 2) for t in (actual, expected))
     if _same(one, other, facts):
-        yield "It has the right eigenvalues, but entries are elsewhere: another flattening or order of inputs."
+        yield "It has the right eigenvalues, but entries are permuted by another flattening or another order of inputs."
 
 
 def _best_scale(actual: Tensor, other: Tensor) -> float:
@@ -287,7 +298,7 @@ def _best_scale(actual: Tensor, other: Tensor) -> float:
 
 
 def _wrong_scale(scale: float, facts: Facts) -> str:
-    """Name the number that a scale is too large or too small by."""
+    """Return a message with the number by which a scale is too large or too small."""
     for name, value in _products(facts.counts):
         for factor, words in ((value, "too large"), (1 / value, "too small")):
             if value != 1 and abs(scale / factor - 1) < facts.tolerance:
@@ -296,10 +307,10 @@ def _wrong_scale(scale: float, facts: Facts) -> str:
 
 
 def _products(counts: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """Return the numbers that a scale may be wrong by, the simplest ones first."""
+    """Yield the numbers by which a scale may be wrong, the simplest numbers first."""
     N, S = (counts.get(name, 1.0) for name in ("N", "S"))
     yield from {"N": N, "S": S}.items()
-    if "C" in counts:  # what is said about outputs, and about two, is about the square loss
+    if "C" in counts:  # these explanations apply to the square loss only
         yield from {"C": counts["C"], "2": 2.0, "N C": N * counts["C"]}.items()
     yield from {"L": counts.get("L", 1.0), "N S": N * S, "N^2": N**2, "S^2": S**2}.items()
 

@@ -1,4 +1,4 @@
-"""Exact curvature blocks, entry by entry from the definitions in `kfs.basics`. They are the kit's oracle."""
+"""Exact curvature blocks, computed from the definitions in `kfs.basics`. They are the oracle of the kit."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from kfs.basics.reduction_factors import Loss
 
 
 def exact_ggn(model: Module, loss: Loss, X: Tensor, y: Tensor, names: Sequence[str], vec: Vec = rvec) -> Tensor:
-    """Compute the GGN's block for some parameters, which is also the type-II Fisher's, from the definitions."""
+    """Return the block of the GGN, which is also the type-II Fisher, for some parameters."""
     params = [model.get_parameter(name) for name in names]
     f = model(X)
     risk = loss(f, y)
@@ -22,6 +22,6 @@ def exact_ggn(model: Module, loss: Loss, X: Tensor, y: Tensor, names: Sequence[s
 def exact_empirical_fisher(
     model: Module, loss: Loss, X: Tensor, y: Tensor, names: Sequence[str], vec: Vec = rvec
 ) -> Tensor:
-    """Compute the empirical Fisher's block for some parameters, from the definitions."""
+    """Return the block of the empirical Fisher for some parameters."""
     params = [model.get_parameter(name) for name in names]
     return cat([cat([vec_empirical_fisher(model, loss, X, y, (p, q), vec=vec) for q in params], dim=1) for p in params])

@@ -1,4 +1,4 @@
-"""Small models for cases: layers that are pooled, called twice or renamed, and rows in all arrangements."""
+"""Small models for cases: pooled layers, layers that are called twice, and layers with unusual arrangements of rows."""
 
 from typing import Any
 
@@ -15,15 +15,19 @@ class Pool(nn.Module):
         self.kind, self.axes = kind, axes
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sum or average."""
+        """Sum or average over the axes."""
         return x.sum(self.axes) if self.kind == "sum" else x.mean(self.axes)
 
 
 class CalledTwice(nn.Module):
-    """One layer, applied to both halves of its input; both results are added, or are two positions of the output."""
+    """One layer that is applied to both halves of its input.
+
+    Args:
+        combine: `"sum"` adds the two results, `"stack"` stacks them as two positions of the output.
+        tied: Whether to use two modules with one weight.
+    """
 
     def __init__(self, combine: str, tied: bool = False) -> None:
-        """Say what happens to the two results; `tied` uses two modules with one weight."""
         super().__init__()
         self.first = nn.Linear(4, 3, bias=not tied)
         self.second = nn.Linear(4, 3, bias=False) if tied else self.first
@@ -31,25 +35,25 @@ class CalledTwice(nn.Module):
         self.combine = combine
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply it twice."""
+        """Apply the layer to both halves, and combine the results."""
         one, two = self.first(x[:, :4]), self.second(x[:, 4:])
         return one + two if self.combine == "sum" else torch.stack([one, two], 1)
 
 
 class Renamed(nn.Linear):
-    """A linear layer by another name, with code of its own."""
+    """A subclass of `nn.Linear` that overrides `forward`."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (PyTorch's name)
-        """Multiply."""
+        """Apply the linear map."""
         return F.linear(input, self.weight, self.bias)
 
 
 class Rows(nn.Module):
-    """A layer that gets all positions of all data as rows of one matrix; results are summed per example, or kept.
+    """A layer that receives all positions of all examples as rows of one matrix.
 
     Args:
-        order: `"folded"` for example by example, `"mixed"` for rows in an order that has nothing to do with data.
-        combine: `"sum"` over the positions of an example, or `"keep"` them as positions of the output.
+        order: `"folded"` for rows sorted by example, `"mixed"` for rows in mixed order.
+        combine: `"sum"` adds the results of an example, `"keep"` returns them as positions of the output.
     """
 
     def __init__(self, order: str, combine: str) -> None:
@@ -58,7 +62,7 @@ class Rows(nn.Module):
         self.order, self.combine = order, combine
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fold, multiply, unfold."""
+        """Fold positions into rows, apply the layer, and unfold the results."""
         rows = x.flatten(0, 1)
         order = torch.arange(len(rows))
         if self.order == "mixed":
@@ -68,16 +72,19 @@ class Rows(nn.Module):
 
 
 class Ragged(nn.Module):
-    """A layer that gets positions whose last feature is positive, which are more for some data than for others."""
+    """A layer that receives only the positions with a positive last feature, so that their number differs by example.
+
+    Args:
+        combine: `"sum"` adds the results of an example, `"keep"` returns them as positions of the output.
+    """
 
     def __init__(self, combine: str) -> None:
-        """Say what happens to results: `"sum"` or `"keep"`."""
         super().__init__()
         self.linear = nn.Linear(4, 3)
         self.combine = combine
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop positions, multiply, and put zeros in their places."""
+        """Apply the layer to the selected positions, and fill all other positions with zeros."""
         mask = x[..., -1] > 0
         results: Tensor = self.linear(x[..., :-1][mask])
         filled = results.new_zeros(*mask.shape, 3).masked_scatter(mask.unsqueeze(-1), results)
@@ -85,9 +92,10 @@ class Ragged(nn.Module):
 
 
 class Padded(nn.Module):
-    """Predicts a class for every position from it and the mean of all positions, where the last feature is positive.
+    """Predicts a class for every position from this position and the mean over all real positions.
 
-    Other positions are padding: predictions for real ones do not depend on them. Those for padding are there, too.
+    Real positions have a positive last feature. All other positions are padding. Predictions for real positions do not
+    depend on padding. The output also has predictions for padding.
     """
 
     def __init__(self) -> None:
@@ -96,7 +104,7 @@ class Padded(nn.Module):
         self.last = nn.Linear(2, 3)
 
     def mask(self, x: Tensor) -> Tensor:
-        """Return which positions are real, `[batch, positions]`."""
+        """Return a mask that is true at real positions, `[batch, positions]`."""
         return x[..., -1] > 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +117,7 @@ class Padded(nn.Module):
 
 
 class Table(nn.Module):
-    """A learned table of positions that is repeated for every example and added to inputs, before a layer."""
+    """A linear layer after a learned table of positions, which is repeated for every example and added to inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,13 +125,13 @@ class Table(nn.Module):
         self.linear = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Repeat, add and multiply."""
+        """Add the repeated table to the inputs, and apply the layer."""
         result: Tensor = self.linear(x + self.table.repeat(len(x), 1, 1))
         return result
 
 
 class _Multiply(torch.autograd.Function):
-    """A product with a weight that only autograd sees."""
+    """A product with a weight inside a custom function, which only autograd sees."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -137,13 +145,13 @@ class _Multiply(torch.autograd.Function):
 
 
 class Hidden(nn.Module):
-    """One weight that is used twice: by a layer, and inside a function of the author's own."""
+    """One weight that is used by a layer, and also inside a custom `autograd.Function`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add both results."""
+        """Return the sum of both results."""
         result: Tensor = self.linear(x[:, :4]) + _Multiply.apply(x[:, 4:], self.linear.weight)  # type: ignore[no-untyped-call]
         return result

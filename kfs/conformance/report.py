@@ -1,4 +1,4 @@
-"""Reports: results as a table for the terminal, as JSON, and as a page of HTML that stands alone."""
+"""Reports of results: a table for the terminal, JSON, and a self-contained HTML page."""
 
 import html
 import json
@@ -35,7 +35,7 @@ pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; } summary { cursor:
 
 
 def table(adapter: Adapter, results: Sequence[Result], verbose: bool = False) -> Table:
-    """Return a table: one row per check that needs attention (or per check)."""
+    """Return a table with one row per bad result or expected failure; with `verbose`, one row per check."""
     found = Table(title=f"{adapter.name} {adapter.version}".strip())
     for name in ("check", "status", "what is wrong, and why"):
         found.add_column(name, overflow="fold")
@@ -47,7 +47,7 @@ def table(adapter: Adapter, results: Sequence[Result], verbose: bool = False) ->
 
 
 def progress(results: Sequence[Result], total: int, current: str) -> Table:
-    """Return a small table for a live display: kinds of checks, and how many have which status."""
+    """Return a small table for a live display: the number of checks by kind and status."""
     found = Table(title=f"{len(results)} of {total}: {current}", title_justify="left", title_style="")
     found.add_column("kind")
     for status, style in _STYLE.items():
@@ -60,13 +60,13 @@ def progress(results: Sequence[Result], total: int, current: str) -> Table:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return counts in words: `139 checks: 137 passed, 2 silently wrong`."""
+    """Return the number of checks by status as text: `139 checks: 137 passed, 2 silently wrong`."""
     counts = Counter(result.status for result in results)
     return f"{len(results)} checks: " + ", ".join(f"{n} {status}" for status, n in counts.items())
 
 
 def to_json(adapter: Adapter, results: Sequence[Result]) -> str:
-    """Return everything as JSON, with the environment."""
+    """Return all results and the environment as JSON."""
     content = {
         "implementation": {"name": adapter.name, "version": adapter.version},
         "environment": {"kfs": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -77,7 +77,7 @@ def to_json(adapter: Adapter, results: Sequence[Result]) -> str:
 
 
 def to_html(adapter: Adapter, target: str, results: Sequence[Result]) -> str:
-    """Return a page that stands alone: counts, then every check, wrong ones first, with a program that repeats it."""
+    """Return a self-contained HTML page with a summary and all checks, failures first, with programs to repeat them."""
     first = sorted(results, key=lambda result: (not result.bad, result.outcome not in WRONG))
     rows = "\n".join(_row(target, result) for result in first)
     title = html.escape(f"{adapter.name} {adapter.version}".strip())

@@ -1,4 +1,4 @@
-"""Running checks: one result after the other, whatever an implementation does."""
+"""The runner, which runs checks one after the other and turns every outcome, also an error, into a result."""
 
 import textwrap
 import time
@@ -13,24 +13,24 @@ from kfs.conformance.checks import Check, CheckError, checks
 Status = Literal[
     "passed", "not supported", "failed", "silently wrong", "unreadable", "expected failure", "unexpected pass"
 ]
-_RAISED = "It raised an error, so that nothing was compared."
+_RAISED = "It raised an error, so nothing was compared."
 BAD: tuple[Status, ...] = ("failed", "silently wrong", "unreadable", "unexpected pass")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a check.
+    """The result of a check.
 
     Attributes:
-        check: Its name.
-        tags: Its tags.
-        status: `"passed"`; `"not supported"`; `"failed"`, by an error or after a warning; `"silently wrong"`, without a
-            word; `"unreadable"`, if the answer has not the form that it should have, so that nobody knows whether it is
-            right; `"expected failure"`, or `"unexpected pass"` if it should have failed.
-        outcome: What happened, whatever was expected.
-        message: What was wrong, and what probably caused it; or why it is not supported.
-        bug: What a failure points to; if there was an error, nothing was compared.
-        seconds: How long it took.
+        check: Name of the check.
+        tags: Tags of the check.
+        status: `"passed"`; `"not supported"`; `"failed"`, with an error or a warning; `"silently wrong"`, without error
+            or warning; `"unreadable"`, if the answer has an invalid format and cannot be compared;
+            `"expected failure"`; or `"unexpected pass"`, if a failure was expected.
+        outcome: The status without regard to expected failures.
+        message: What is wrong and the probable cause, or why the check is not supported.
+        bug: The bug that a failure indicates. After an error, it says that nothing was compared.
+        seconds: Duration of the check.
     """
 
     check: str
@@ -43,44 +43,46 @@ class Result:
 
     @property
     def bad(self) -> bool:
-        """Whether somebody must do something about it."""
+        """Whether the result needs attention."""
         return self.status in BAD
 
 
 def select(only: Iterable[str] = ()) -> list[Check]:
-    """Return the checks that have all of some tags."""
+    """Return the checks that have all given tags."""
     wanted = set(only)
     return [check for check in checks() if wanted <= check.tags]
 
 
 def run(adapter: Adapter, chosen: Iterable[Check] | None = None) -> Iterator[Result]:
-    """Run checks, all of them by default.
+    """Run checks, and yield their results one by one.
 
     Args:
         adapter: The implementation.
-        chosen: Some of `checks()`.
+        chosen: The checks to run. If not given, all checks run.
 
     Yields:
-        A result for every check, as soon as it is there.
+        The result of each check, as soon as it has run.
     """
     for check in checks() if chosen is None else chosen:
         yield run_one(adapter, check)
 
 
 def run_one(adapter: Adapter, check: Check) -> Result:
-    """Run one check."""
+    """Run one check, and return its result."""
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         status, message = _outcome(adapter, check)
     bug = _RAISED if status == "failed" else check.bug
+    # A wrong result with a warning is not silent.
     if status == "silently wrong" and any(issubclass(w.category, UserWarning) for w in caught):
         status, message = "failed", f"{message} It warned: {caught[0].message}"
+    # Take expected failures into account.
     reason, outcome = adapter.expects_failure(check.name), status
     if reason is not None and status in {"failed", "silently wrong", "unreadable"}:
         status, message = "expected failure", f"{reason} ({message})"
     elif reason is not None and status == "passed":
-        status, message = "unexpected pass", f"It should fail: {reason}"
+        status, message = "unexpected pass", f"A failure was expected: {reason}"
     seconds = time.perf_counter() - start
     return Result(check.name, tuple(sorted(check.tags)), status, message, bug, seconds, outcome)
 
@@ -96,14 +98,14 @@ def _outcome(adapter: Adapter, check: Check) -> tuple[Status, str]:
     except UnreadableError as error:
         return "unreadable", str(error)
     except NotImplementedError as error:
-        return "not supported", str(error) or "It says so."
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (anything may come out of somebody else's code)
+        return "not supported", str(error) or "It raised NotImplementedError."
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (an implementation may raise anything)
         return "failed", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     return "passed", ""
 
 
 def script(target: str, check: str) -> str:
-    """Return a program that repeats one check, and ends with its error."""
+    """Return the source of a program that repeats one check, and raises its error."""
     return textwrap.dedent(f"""\
         from kfs.conformance import checks, find
 

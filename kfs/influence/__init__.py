@@ -1,4 +1,4 @@
-"""Influence functions: which training data made a model predict what it does?"""
+"""Influence functions: scores for how much each training example contributes to a prediction of the model."""
 
 from kfs.influence.cost import Cost, QueryError
 from kfs.influence.index import Index

@@ -1,4 +1,4 @@
-"""What is refused before anything is computed: other models, other parameters, names that do not exist."""
+"""Checks of arguments before any computation: options, models and parameters."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kfs.problem.risk import EmpiricalRisk
 
 
 def chosen_damping(damping: Damping | None, weight_decay: float | None) -> Damping:
-    """Return the damping that was asked for: itself, that of the L2 penalty, or the default.
+    """Return the damping, the weight decay in its place, or the default damping `Relative(0.1)`.
 
     Raises:
         ModelError: If both are given, or the weight decay is not a positive number.
@@ -24,19 +24,21 @@ def chosen_damping(damping: Damping | None, weight_decay: float | None) -> Dampi
         return Relative(0.1) if damping is None else damping
     if damping is not None:
         raise ModelError(
-            f"There are damping={damping!r} and weight_decay={weight_decay!r}, which is damping, too.",
+            f"Both damping={damping!r} and weight_decay={weight_decay!r} are given, and both set the damping.",
             "Pass one of them.",
         )
     if isinstance(weight_decay, bool) or not isinstance(weight_decay, int | float) or not 0 < weight_decay < inf:
         raise ModelError(
             f"weight_decay is {weight_decay!r}.",
-            "Use the positive number that the optimizer was given. If there was none, leave it out.",
+            "Use the positive number that the optimizer was given. If it had no weight decay, leave it out.",
         )
     return float(weight_decay)
 
 
 def inverse_of(K: BlockDiagonal, damping: Damping, method: Method) -> BlockDiagonal:
-    """Invert, and refuse singular blocks: what is added to them to be inverted would decide all scores.
+    """Return the damped inverse of a block-diagonal operator, without a fallback for singular blocks.
+
+    The fallback adds a small number to singular blocks, which would dominate all scores.
 
     Raises:
         SolverError: If a block is singular.
@@ -46,25 +48,25 @@ def inverse_of(K: BlockDiagonal, damping: Damping, method: Method) -> BlockDiago
         try:
             inverse = K.inverse(damping, method)
         except KfsWarning as warning:
-            K.power(-1.0)  # its error has the name of the block
+            K.power(-1.0)  # raises an error with the name of the block
             raise SolverError(f"A block is singular: {warning}", "Pass damping.") from warning
     return inverse
 
 
 def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse what is neither `None` nor one of some names."""
+    """Raise `ModelError` unless a value is `None` or one of the choices."""
     if value is not None and value not in choices:
         raise ModelError(f"{what} is {value!r}.", f"{suggest([value], choices)} Or leave it out.")
 
 
 def check_memory(memory: object, what: str = "memory") -> None:
-    """Refuse what is not a number of bytes."""
+    """Raise `ModelError` unless a value is a number of bytes."""
     if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
         raise ModelError(f"{what} is {memory!r}.", "Use a number of bytes, such as 2**30.")
 
 
 def check_count(what: str, number: object, optional: bool = True) -> None:
-    """Refuse what is no positive integer, nor `None` where that is allowed."""
+    """Raise `ModelError` unless a value is a positive integer, or `None` if it is optional."""
     if number is None and optional:
         return
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -72,12 +74,12 @@ def check_count(what: str, number: object, optional: bool = True) -> None:
 
 
 def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
-    """Refuse a risk with other parameters than an operator, or without data.
+    """Check that a risk has data and the parameters of an operator.
 
     Args:
         K: The operator.
-        risk: What should have its parameters.
-        what: What to call the risk.
+        risk: The risk to check.
+        what: Name of the risk in error messages.
 
     Raises:
         ModelError: If parameters or their shapes differ.
@@ -89,7 +91,7 @@ def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
         )
     check_parameters(K, {name: p.shape for name, p in risk.params.items()}, owner=what)
     settings = getattr(K, "settings", None)
-    # Operators may leave parameters out that no rule covers.
+    # With `uncovered="skip"`, the operator may lack parameters that no rule covers.
     exhaustive = settings is not None and settings.uncovered != "skip"
     extra = [name for name in risk.params if name not in K.domain.shapes] if exhaustive else []
     if extra:
@@ -101,26 +103,26 @@ def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
 
 
 def check_alone(risk: EmpiricalRisk, what: str) -> None:
-    """Refuse data that are split over several processes.
+    """Check that the data are not split over several processes.
 
     Args:
-        risk: Has the data.
-        what: What needs all of them in one process, as the start of a sentence.
+        risk: The risk with the data.
+        what: Name of the computation that needs all data in one process, as the start of a sentence.
 
     Raises:
-        DistributedError: If they are split.
+        DistributedError: If the data are split.
     """
     if risk.ranks.are_several:
         raise DistributedError(
-            f"{what} of data that are split over {risk.ranks.size} processes cannot be computed.",
+            f"{what} cannot be computed from data that are split over {risk.ranks.size} processes.",
             "Pass an EmpiricalRisk of all these data, without kfs.shard and group=.",
         )
 
 
 def check_same_parameters(K: BlockDiagonal, queries: EmpiricalRisk, train: EmpiricalRisk) -> None:
-    """Refuse queries for a model with other values of parameters or buffers than that of the training data.
+    """Check that queries and training data have models with the same values of parameters and buffers.
 
-    Gradients depend on all of them, also on those that the curvature lacks.
+    Gradients depend on all parameters and buffers, including the ones that the curvature lacks.
 
     Raises:
         ModelError: If a value differs.
@@ -143,7 +145,7 @@ def check_same_parameters(K: BlockDiagonal, queries: EmpiricalRisk, train: Empir
 
 
 def _tensors(risk: EmpiricalRisk) -> dict[str, Tensor]:
-    """Return all parameters and buffers of a module, by name; none of a function."""
+    """Return all parameters and buffers of a module, by name. The result is empty if the model is a function."""
     if not isinstance(risk.model, nn.Module):
         return {}
     return dict(risk.model.named_parameters()) | dict(risk.model.named_buffers())

@@ -1,4 +1,4 @@
-"""The cost of scores: operations, bytes and passes before anything is computed, and the error of compression."""
+"""Cost estimates for scores (operations, bytes and passes over the data), and the error of compressed queries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ from kfs.influence.ways import Sizes, Work, choose, truncated, work
 
 @dataclass(frozen=True, repr=False)
 class QueryError(Described):
-    """The error of scores if few singular vectors of every query are kept.
+    """The error of scores if only the leading singular vectors of every query are kept.
 
     Attributes:
-        query_rank: How many are kept.
-        left_out: The norm of what is left out, relative to that of all queries' gradients times the inverse, by block.
-            Only blocks for which compression takes fewer operations are compressed; others are not in here.
-        bound: For every query, `[queries]`: the error of its score with a training example is at most this number times
-            the norm of the example's gradient.
-        measured: The relative error of the scores of all queries and the training data of the first batch.
+        query_rank: Number of singular vectors per query.
+        left_out: By block, the norm of the truncation error over all queries, relative to the norm of their gradients
+            times the inverse. It lists only blocks that are compressed, because compression takes fewer operations.
+        bound: A number for every query, `[queries]`. The error of a score is at most this number times the norm of the
+            training example's gradient.
+        measured: Measured relative error of the scores of all queries with the training data of the first batch.
     """
 
     query_rank: int
@@ -43,7 +43,7 @@ class QueryError(Described):
     measured: float
 
     def describe(self) -> Description:
-        """Describe what is left out."""
+        """Describe the truncation error by block, and the measured error."""
         title = f"Queries by {counted(self.query_rank, 'singular vector')}: {counted(len(self.left_out), 'block')}"
         rows = [(name, number(share)) for name, share in self.left_out.items()]
         table = Table("blocks", ("block", "norm left out, relative"), rows, ("norm left out, relative",))
@@ -51,7 +51,7 @@ class QueryError(Described):
 
 
 def query_error(stream: Stream) -> QueryError:
-    """Compress all queries, and compare their scores with training data of the first batch."""
+    """Compare compressed and exact scores of all queries with the training data of the first batch."""
     request = stream.request
     num_queries, num_train = request.queries.num_data, request.train.num_data
     train = next(stream.train())
@@ -77,7 +77,19 @@ def _compared(
     num_train: int,
     squares: dict[str, list[float]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return errors of scores, scores, and squares of what is left out for each query; and add the latter by block."""
+    """Compare compressed and exact scores of a batch of queries with a batch of training data.
+
+    Args:
+        stream: The queries and training data.
+        batch: Gradients of some queries.
+        train: Gradients of training data.
+        num_queries: Number of all queries.
+        num_train: Number of all training data.
+        squares: Squared norms of the truncation error and of the full gradients, by block. They are updated in place.
+
+    Returns:
+        Errors of scores, exact scores, and the squared norm of the truncation error of each query.
+    """
     first = next(iter(batch.blocks.values()))
     full = torch.zeros(len(batch), len(train), dtype=first.dtype, device=first.device)
     difference = torch.zeros_like(full)
@@ -99,17 +111,17 @@ def _compared(
     return difference, full, left_out
 
 
-# An operation is a multiplication or an addition, and one of each makes a product of matrices.
+# Operations per multiply-add: one multiplication and one addition.
 _OPERATIONS = 2
 
 
 class Phase(NamedTuple):
-    """A part of the computation.
+    """The cost of one phase of the computation.
 
     Attributes:
-        name: What is done.
-        flops: How many operations it takes, all passes together.
-        nbytes: How much memory it needs.
+        name: Name of the phase.
+        flops: Number of operations in all passes.
+        nbytes: Number of bytes of memory.
     """
 
     name: str
@@ -121,13 +133,13 @@ class BlockCost(NamedTuple):
     """The cost of one block.
 
     Attributes:
-        name: The block.
-        shape: Groups, `d_B` and `d_A`.
-        rows: Rows of each query.
+        name: Name of the block.
+        shape: Number of groups, `d_B` and `d_A`.
+        rows: Number of rows of each query.
         way: How gradients are multiplied; see `kfs.influence.ways`.
-        flops: How many operations that takes, all passes together.
-        form: How an index stores it; see `kfs.influence.stored`.
-        nbytes: How many bytes an index stores.
+        flops: Number of operations of this multiplication in all passes.
+        form: How an index stores the block; see `kfs.influence.stored`.
+        nbytes: Number of bytes that an index stores.
     """
 
     name: str
@@ -141,14 +153,14 @@ class BlockCost(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Cost(DescribedByTables):
-    """What scores will cost. Operations are those of layers that the curvature covers; see `Influence.cost`.
+    """Estimated cost of scores. Only operations of layers that the curvature covers count; see `Influence.cost`.
 
     Attributes:
         queries: Number of queries.
         train: Number of training data.
         passes: Number of passes over the training data.
-        phases: Operations and bytes.
-        blocks: The same, block by block, without forward and backward passes.
+        phases: Operations and bytes of each phase.
+        blocks: Operations and bytes of each block, without forward and backward passes.
     """
 
     queries: int
@@ -159,16 +171,16 @@ class Cost(DescribedByTables):
 
     @property
     def flops(self) -> int:
-        """Operations of all phases."""
+        """Number of operations of all phases."""
         return sum(phase.flops for phase in self.phases)
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the gradients in an index."""
+        """Number of bytes of the gradients in an index."""
         return sum(block.nbytes for block in self.blocks)
 
     def describe(self) -> Description:
-        """Describe phases and blocks."""
+        """Describe the cost of phases and blocks."""
         operations = readable_count(self.flops)
         title = f"Scores of {self.queries:,} queries and {self.train:,} training data: {operations} operations"
         passes = f"{self.passes} pass{'' if self.passes == 1 else 'es'} over the training data"
@@ -200,22 +212,25 @@ class Cost(DescribedByTables):
 
 
 def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: torch.dtype) -> Cost:
-    """Count, after a pass over one batch of queries and one of training data, which say how many rows there are.
+    """Estimate the cost of scores and of an index.
+
+    The model runs on one batch of queries and one batch of training data, to determine the number of rows per block.
 
     Args:
-        stream: What was asked for.
+        stream: The queries and training data.
         rank: Rank of an index.
         compression: Compression of an index.
         dtype: Dtype of an index.
 
     Raises:
-        ModelError: If an index has no such setting.
+        ModelError: If a setting of the index is invalid.
     """
     check_storage(rank, compression, dtype)
     request = stream.request
     queries, train = request.queries.num_data, request.train.num_data
     of_queries = next(per_datum(request.queries, request.of, blocks=stream.operator))
     of_train = next(per_datum(request.train, request.of_train, blocks=stream.operator))
+    # There is one pass over the training data for each part of the queries that fits into memory.
     most = stream.most(of_queries)
     passes = -(-queries // most)
     works: dict[str, Work] = {}
@@ -228,6 +243,7 @@ def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: t
         nbytes = train * numbers_stored(form, of_train.blocks[name], rank) * dtype.itemsize
         flops = _OPERATIONS * works[name].total
         blocks.append(BlockCost(name, block.layout.matrix_shape, block.shared, way.way, flops, form, nbytes))
+    # Add the phases that are not split by block.
     itemsize = request.train.sum_dtype.itemsize
     kept = sum(stream.ways[name].bytes_of(block) for name, block in of_queries.blocks.items())
     phases = (
@@ -241,22 +257,22 @@ def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: t
 
 
 def _total(works: dict[str, Work], phase: str) -> int:
-    """Sum a phase over blocks."""
+    """Return the operations of one phase, summed over blocks."""
     return sum(_OPERATIONS * int(getattr(found, phase)) for found in works.values())
 
 
 def _passes(batch: GradientBatch) -> int:
-    """Return how many operations forward and backward pass of an example take: a product with the weight each."""
+    """Return the number of operations per example of a forward and a backward pass: one weight product for each."""
     return sum(2 * _OPERATIONS * block.shared * _touched(block) for block in batch.blocks.values())
 
 
 def _touched(block: BlockGradients) -> int:
-    """Return how many multiplications a row takes: none where rows of a table are looked up."""
+    """Return the number of multiplications per row. It is zero for embeddings, which look up rows of a table."""
     return 0 if any(any(use.units) for use in block.uses) else block.numbers
 
 
 def _bytes(batch: GradientBatch) -> int:
-    """Return how many bytes the rows of a batch take."""
+    """Return the number of bytes of the rows of a batch."""
     some = next(iter(batch.blocks.values()))
     numbers = sum(numbers_stored("rows", block, None) for block in batch.blocks.values())
     return len(batch) * numbers * some.dtype.itemsize

@@ -1,4 +1,4 @@
-"""An index: the gradients of training data, computed once and kept in files or in memory, for many queries."""
+"""The index: gradients of training data that are computed once and stored in files or in memory, for many queries."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -34,20 +34,21 @@ from kfs.problem.data import Batch, Fingerprint, fingerprint
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.nested import tensors_in
 
-# Details that people read in a message. Of all others, only that they differ is said.
+# Entries of an identity with readable values, which error messages show. For all other entries, messages only say that
+# they differ.
 _READABLE = ("damping", "method", "of_train", "rank", "compression", "dtype", "number of examples", "precision")
 
 
 def identity(
     K: BlockDiagonal, train: EmpiricalRisk, of_train: Quantity, settings: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Describe what an index belongs to.
+    """Return the identity of an index: a description of the model, the curvature, the data and the settings.
 
     Args:
         K: The curvature.
         train: The training data, with model and loss.
-        of_train: What is differentiated.
-        settings: What else has to be the same, by name.
+        of_train: The quantity that is differentiated.
+        settings: Further settings that must be the same, by name.
     """
     name = getattr(train.model, "__qualname__", type(train.model).__name__)
     return {
@@ -64,9 +65,9 @@ def identity(
 
 
 def weights(risk: EmpiricalRisk) -> dict[str, str]:
-    """Return digests of the values of parameters, and of everything else that a module has."""
+    """Return digests of the risk's parameters, and of all parameters and buffers of the model."""
     module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()
-    with risk.untouched():  # with all numbers of parameters that are sharded
+    with risk.untouched():  # sharded parameters are gathered in this context
         return {
             "values of parameters": digest(risk.params.values()),
             "values of other parameters and buffers": digest([*module.parameters(), *module.buffers()]),
@@ -74,7 +75,7 @@ def weights(risk: EmpiricalRisk) -> dict[str, str]:
 
 
 def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """Say what differs, with both values of what people can read."""
+    """Return the names of entries that differ between two identities, with both values if they are readable."""
     found = []
     for name in mine:
         if theirs.get(name) != mine[name]:
@@ -84,16 +85,16 @@ def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
 
 
 def batch_identity(batch: Batch) -> list[str]:
-    """Return what tells a batch from others: shapes, and a digest of all numbers.
+    """Return the identity of a batch: shapes, and a digest of all numbers.
 
-    A gradient takes a pass through the model, beside which a digest of its input costs little.
+    The digest costs little compared to the forward and backward pass of the batch.
     """
     found: Fingerprint = fingerprint(batch.x, batch.y, complete=True)
     return [*found.tensors, found.digest]
 
 
 def _named(quantity: Quantity) -> str:
-    """Return a quantity's name; of a function, also a digest of its code and of the values that it uses."""
+    """Return the name of a quantity. The name of a function has a digest of its code and of the values that it uses."""
     if isinstance(quantity, str):
         return quantity
     name = getattr(quantity, "__qualname__", type(quantity).__name__)
@@ -101,10 +102,10 @@ def _named(quantity: Quantity) -> str:
 
 
 class Shards(Protocol):
-    """Keeps the state of an index, and of its shards."""
+    """Interface of the storage of an index and its shards."""
 
     def open(self, belongs_to: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-        """Return the state that was written before, and the number of shards; `None` if there is none."""
+        """Return the stored state and the number of shards; `None` if nothing is stored."""
 
     def save(self, state: dict[str, Any]) -> None:
         """Write the state of the index."""
@@ -116,20 +117,20 @@ class Shards(Protocol):
         """Read a shard."""
 
     def size(self) -> int:
-        """Return how many bytes there are."""
+        """Return the number of bytes of the stored shards."""
 
 
 class InMemory:
-    """Keeps everything in memory."""
+    """Keeps shards in memory."""
 
     def __init__(self) -> None:
         self._shards: list[dict[str, Any]] = []
 
     def open(self, belongs_to: dict[str, Any]) -> None:
-        """Start anew."""
+        """Return `None`: nothing is stored before the index is built."""
 
     def save(self, state: dict[str, Any]) -> None:
-        """Do nothing: whoever calls this has the state."""
+        """Do nothing: the caller keeps the state."""
 
     def write(self, place: int, state: dict[str, Any]) -> None:
         """Keep a shard."""
@@ -145,37 +146,35 @@ class InMemory:
 
 
 class Folder:
-    """Keeps everything in files.
+    """Keeps the state and the shards of an index in files.
 
     Args:
-        path: The folder. It is made if it does not exist.
+        path: The folder. It is created if it does not exist.
+
+    Raises:
+        StorageError: If the folder cannot be created.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Make the folder.
-
-        Raises:
-            StorageError: If that is not possible.
-        """
         self.path = Path(path)
         self._belongs_to: dict[str, Any] = {}
-        # Files whose digest was checked, with size and time of their last change.
+        # Files with a digest that was checked, with their size and modification time.
         self._checked: dict[Path, tuple[int, int]] = {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(
-                f"{path} cannot be made: {error}.",
-                "An index is a folder. Choose one that is new, or that has an index.",
+                f"The folder {path} cannot be created: {error}.",
+                "An index is a folder. Choose a new folder, or a folder with an index.",
             ) from error
 
     def open(self, belongs_to: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-        """Return the state in the folder, and how many shards there are.
+        """Return the state in the folder and the number of shards; `None` if the folder has no index.
 
         Raises:
-            StorageError: If it belongs to something else, or is damaged.
+            StorageError: If the index was made for something else, or is damaged.
         """
-        self._belongs_to = json.loads(json.dumps(belongs_to))
+        self._belongs_to = json.loads(json.dumps(belongs_to))  # the types that a file has
         if not self._main.exists():
             return None
         header, state = files.read(self._main)
@@ -185,23 +184,23 @@ class Folder:
         if differ:
             raise StorageError(
                 f"The index in {self.path} was made for something else: {', '.join(differ)} differ.",
-                "Use the same model, curvature, settings and data, delete the folder, or choose another one. A "
-                "curvature that is computed again may differ in its last digits: keep it with K.save(...).",
+                "Use the same model, curvature, settings and data, delete the folder, or choose another one. If the "
+                "curvature is computed again, its last digits may differ: save it with K.save(...).",
             )
         return state, self._count(number)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write what the index belongs to, and its state."""
+        """Write the state of the index, and its identity."""
         files.write(self._main, {"kind": "index", "belongs_to": self._belongs_to}, state)
 
     def _count(self, most: int | None) -> int:
-        """Return how many shards are there, without a gap.
+        """Return the number of consecutive shards in the folder.
 
         Args:
-            most: How many there have to be; `None` if that is not known yet.
+            most: Number of shards of a complete index; `None` if the index is not complete.
 
         Raises:
-            StorageError: If one is missing.
+            StorageError: If a shard of a complete index is missing.
         """
         number = 0
         while number != most and self._file(number).exists():
@@ -209,7 +208,7 @@ class Folder:
         if most is not None and number < most:
             raise StorageError(
                 f"{self._file(number)} is missing, and the index has {most} such files.",
-                "Use another copy of the folder, or delete it and make the index again.",
+                "Use another copy of the folder, or delete it and create the index again.",
             )
         return number
 
@@ -220,10 +219,10 @@ class Folder:
         self._checked[file] = _version(file)
 
     def read(self, place: int) -> Any:
-        """Map a shard into memory; its digest is checked once.
+        """Map a shard into memory. The digest of a file is checked once.
 
         Raises:
-            StorageError: If it is missing or damaged.
+            StorageError: If the shard is missing or damaged.
         """
         file = self._file(place)
         known = file.exists() and self._checked.get(file) == _version(file)
@@ -244,28 +243,28 @@ class Folder:
 
 
 def _version(file: Path) -> tuple[int, int]:
-    """Return what changes when a file does."""
+    """Return size and modification time of a file, to detect changes."""
     found = file.stat()
     return found.st_size, found.st_mtime_ns
 
 
-# Compressed scores of this many examples of a batch are compared with full ones.
+# Number of examples per batch for which compressed scores are compared with exact ones.
 _SAMPLE = 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an index is to have.
+    """The settings of an index.
 
     Attributes:
-        K: Has the blocks.
-        structures: The inverse of each block.
-        train: The data.
-        of_train: What is differentiated.
-        rank: How many coordinates or singular vectors are kept; `None` for all.
-        compression: Whether these are coordinates (`"projected"`) or singular vectors (`"low rank"`).
+        K: The curvature.
+        structures: The inverse of each block, by name.
+        train: The training data, with model and loss.
+        of_train: The quantity that is differentiated.
+        rank: Number of coordinates or singular vectors to keep; `None` for all.
+        compression: Whether to keep coordinates (`"projected"`) or singular vectors (`"low rank"`).
         dtype: Dtype of the stored numbers.
-        shard_bytes: Write a file whenever this many bytes are there.
+        shard_bytes: Write a shard whenever this many bytes have been computed.
     """
 
     K: BlockDiagonal
@@ -280,12 +279,12 @@ class Plan:
 
 @dataclass
 class Builder:
-    """Fills shards.
+    """Computes the gradients of an index, and writes them to shards.
 
     Attributes:
-        plan: What the shards are to have.
-        shards: Where gradients are kept.
-        stored: How each block is stored; empty as long as no gradient was seen.
+        plan: The settings of the index.
+        shards: The storage for gradients.
+        stored: How each block is stored; empty before the first batch.
     """
 
     plan: Plan
@@ -293,13 +292,16 @@ class Builder:
     stored: dict[str, Stored] = field(default_factory=dict)
 
     def run(self, belongs_to: dict[str, Any]) -> dict[str, Any]:
-        """Compute what is missing.
+        """Compute the gradients of all batches that no shard has.
+
+        Args:
+            belongs_to: The identity of the index.
 
         Returns:
             The state of the complete index.
 
         Raises:
-            StorageError: If there is an index of something else, or a damaged one.
+            StorageError: If the storage has an index of something else, or a damaged one.
         """
         found = self.shards.open(belongs_to)
         known = _CompletedBatches([])
@@ -307,7 +309,7 @@ class Builder:
             state, number = found
             with files.require_valid("The index"):
                 self.stored = self._restored(state)
-            # Every shard is read once, so that damage shows now.
+            # Read every shard once, to detect damage now rather than in a later query.
             known = _CompletedBatches([self.shards.read(place) for place in range(number)])
             if state["complete"]:
                 known.check_all(self.plan.train)
@@ -319,34 +321,35 @@ class Builder:
         return state
 
     def _fill(self, known: "_CompletedBatches") -> None:
-        """Compute all batches that no shard has."""
+        """Compute the gradients of all batches that no shard has, and write a shard whenever it is large enough."""
         plan = self.plan
-        waiting: list[dict[str, Any]] = []
+        pending: list[dict[str, Any]] = []
         for batch in per_datum(plan.train, plan.of_train, blocks=plan.K, skip=known.has):
             if not self.stored:
+                # Write the forms before the first shard, so that an interrupted index can be continued.
                 self.stored = self._chosen(batch)
                 self.shards.save(self._state() | {"complete": False})
-            waiting.append(self._of_batch(batch, known.last_seen, known.place))
-            if sum(one["bytes"] for one in waiting) >= plan.shard_bytes:
-                self._write(waiting, known)
-                waiting = []
-        if waiting:
-            self._write(waiting, known)
+            pending.append(self._of_batch(batch, known.last_seen, known.place))
+            if sum(one["bytes"] for one in pending) >= plan.shard_bytes:
+                self._write(pending, known)
+                pending = []
+        if pending:
+            self._write(pending, known)
         known.check_all_seen()
 
-    def _write(self, waiting: list[dict[str, Any]], known: "_CompletedBatches") -> None:
-        errors = [one.pop("error") for one in waiting]
+    def _write(self, pending: list[dict[str, Any]], known: "_CompletedBatches") -> None:
+        errors = [one.pop("error") for one in pending]
         error = [sum(parts) for parts in zip(*errors, strict=True)]
-        state = {"start": waiting[0]["start"], "stop": waiting[-1]["stop"], "error": error, "batches": waiting}
+        state = {"start": pending[0]["start"], "stop": pending[-1]["stop"], "error": error, "batches": pending}
         self.shards.write(known.shards, state)
         known.shards += 1
         known.errors.append(error)
 
     def _of_batch(self, batch: GradientBatch, seen: list[str], place: int) -> dict[str, Any]:
-        """Return what a shard has of a batch."""
+        """Return the entry of a shard for one batch."""
         blocks = {name: self.stored[name].state(block, self.plan.dtype) for name, block in batch.blocks.items()}
         own = [self_products(block, self.plan.structures[name]) for name, block in batch.blocks.items()]
-        # In all batches with a place 0, 1, 2, 4, 8, ..., some data are compared.
+        # Measure the error in the batches 0, 1, 2, 4, 8, ...
         compared = place & (place - 1) == 0
         return {
             "start": batch.start,
@@ -359,7 +362,7 @@ class Builder:
         }
 
     def _compare(self, batch: GradientBatch) -> list[float]:
-        """Return the squared norms of errors of scores, and of scores, between some data of a batch."""
+        """Return the squared norms of score errors and of exact scores, between the first examples of a batch."""
         some = batch.some(slice(0, _SAMPLE))
         num_data = len(some)
         full: Tensor | float = 0.0
@@ -367,20 +370,21 @@ class Builder:
         for name, block in some.blocks.items():
             way = choose(self.plan.structures[name], block, num_data, num_data)
             full = full + way.of_queries(block).inner(way.of_train(block))
+            # Store the gradients and restore them, as an index does.
             stored = self.stored[name]
             state = stored.state(block, self.plan.dtype)
             again = restored(state, block.layout, num_data, block.dtype, block.device)
             kept = stored.way(block, num_data, num_data, None)
             found = found + kept.of_queries(block).inner(kept.of_train(again))
         assert isinstance(full, Tensor)  # noqa: S101 (there are blocks)
-        # Scores of data with themselves are stored as they are. Where there are others, these count.
+        # Self-scores are stored without compression. Leave them out if there are other scores.
         if num_data > 1:
             others = ~torch.eye(num_data, dtype=torch.bool, device=full.device)
             full, found = full[others], found[others]  # type: ignore[index]
         return [float((found - full).square().sum()), float(full.square().sum())]
 
     def _chosen(self, first: GradientBatch) -> dict[str, Stored]:
-        """Choose the form of every block, by the gradients of the first batch."""
+        """Choose the form of every block from the gradients of the first batch."""
         plan = self.plan
         stored = {}
         for name, block in first.blocks.items():
@@ -394,13 +398,13 @@ class Builder:
         return stored
 
     def _state(self) -> dict[str, Any]:
-        """Return how blocks are stored, for a file."""
+        """Return the forms and coordinates of all blocks, for a file."""
         forms = {name: one.form for name, one in self.stored.items()}
         kept = {name: one.coordinates for name, one in self.stored.items() if one.coordinates is not None}
         return {"forms": forms, "coordinates": kept}
 
     def _restored(self, state: Any) -> dict[str, Stored]:
-        """Undo `_state`."""
+        """Return how blocks are stored; the inverse of `_state`."""
         stored = {}
         for name, form in state["forms"].items():
             structure = self.plan.structures[name]
@@ -413,16 +417,16 @@ class Builder:
 
 
 class _CompletedBatches:
-    """The batches that shards have.
+    """The batches in the shards of an index.
 
     Args:
-        shards: What was read.
+        shards: The shards, as read from the storage.
 
     Attributes:
         shards: Number of shards.
-        errors: Errors in each of them.
-        place: The place of the batch that was seen last.
-        last_seen: What tells it from others.
+        errors: Squared norms of score errors and of scores, for each shard.
+        place: Index of the last batch passed to `has`.
+        last_seen: Identity of this batch.
     """
 
     def __init__(self, shards: list[Any]) -> None:
@@ -434,10 +438,10 @@ class _CompletedBatches:
         self.last_seen: list[str] = []
 
     def has(self, place: int, batch: Batch) -> bool:
-        """Whether a shard has a batch. If one does, it must be the same batch as before.
+        """Return whether a shard has the batch with this index.
 
         Raises:
-            StorageError: If it is another one.
+            StorageError: If a shard has another batch with this index.
         """
         self.place = place
         self.last_seen = batch_identity(batch)
@@ -447,10 +451,10 @@ class _CompletedBatches:
         return known
 
     def check_all(self, train: EmpiricalRisk) -> None:
-        """Compare all batches with those of a complete index. The model does not run.
+        """Compare all batches of the training data with a complete index, without running the model.
 
         Raises:
-            StorageError: If one differs, or there are more or fewer.
+            StorageError: If a batch differs, or the number of batches differs.
         """
         for place, batch in enumerate(train.batches("comparing data with the index")):
             if not self.has(place, batch):
@@ -458,26 +462,26 @@ class _CompletedBatches:
         self.check_all_seen()
 
     def check_all_seen(self) -> None:
-        """Refuse data that have fewer batches than the shards."""
+        """Raise `StorageError` if the data have fewer batches than the shards."""
         if self.place + 1 < len(self._identities):
             raise _other_data("there are fewer batches now")
 
 
 def _other_data(what: str) -> StorageError:
     return StorageError(
-        f"The data differ from those that the index was made from: {what}.",
+        f"The data differ from the data that the index was made from: {what}.",
         "Pass the same data in the same batches and order, delete the folder, or choose another one.",
     )
 
 
 def _error(parts: list[list[float]]) -> float:
-    """Return the relative error of scores."""
+    """Return the relative error of scores from squared norms of errors and scores."""
     wrong, norm = (sum(numbers) for numbers in zip(*parts, strict=True))
     return (wrong / norm) ** 0.5 if norm else 0.0
 
 
 def blocks_of(batch: Any, layouts: Mapping[str, Any], like: EmpiricalRisk) -> dict[str, BlockGradients]:
-    """Return the gradients that a shard has of a batch, by block."""
+    """Return the gradients of one batch of a shard, by block."""
     num_data = int(batch["stop"]) - int(batch["start"])
     return {
         name: restored(state, layouts[name], num_data, like.sum_dtype, like.device)
@@ -485,19 +489,19 @@ def blocks_of(batch: Any, layouts: Mapping[str, Any], like: EmpiricalRisk) -> di
     }
 
 
-_ROUND_OFF = 1e-5  # smaller errors are not shown as a number
+_ROUND_OFF = 1e-5  # smaller errors are shown as "below"
 
 
 class Index(Described):
-    """The gradients of all training data, kept in files or in memory. `Influence.index` makes one.
+    """The gradients of all training data, stored in files or in memory. `Influence.index` creates an index.
 
     Attributes:
         train: The training data.
-        error: The relative error of scores that compression and the dtype cause, measured between some training data
-            of some batches: the root of the sum of squares of errors, over that of scores. Self-scores have none.
+        error: Relative error of scores due to compression and the dtype, measured between some training data of some
+            batches. It is the root of the sum of squared errors over the sum of squared scores. Self-scores are exact.
         forms: How the gradients of each block are stored, by name; see `kfs.influence.stored`.
-        nbytes: Bytes of all gradients.
-        path: The folder. `None` if they are in memory.
+        nbytes: Number of bytes of all gradients.
+        path: The folder; `None` if the gradients are in memory.
     """
 
     def __init__(
@@ -510,24 +514,24 @@ class Index(Described):
         file: str | Path | None,
         shard_bytes: int,
     ) -> None:
-        """Compute what the folder does not have.
+        """Compute the gradients that the folder does not have.
 
         Args:
             K: The curvature.
-            inverse: Its damped inverse.
+            inverse: The damped inverse of the curvature.
             train: The training data.
-            of_train: What is differentiated.
-            settings: `rank`, `compression` and `dtype`, and what else has to be the same in a folder: `damping` and
-                `method`.
+            of_train: The quantity that is differentiated.
+            settings: `rank`, `compression` and `dtype`; and `damping` and `method`, which must be the same if the
+                folder already has an index.
             file: The folder; `None` for memory.
-            shard_bytes: Write a file whenever this many bytes are there.
+            shard_bytes: Write a shard whenever this many bytes have been computed.
         """
         rank = settings["rank"]
         compression: Compression = settings["compression"] or "low rank"
         dtype = settings["dtype"]
         check_memory(shard_bytes, "shard_bytes")
         check_risk(K, train, "train")
-        gradient_of(of_train, train.loss)
+        gradient_of(of_train, train.loss)  # raises an error for unknown quantities
         warn_of_other_values(K, train.params, what="The curvature", owner="the model", stacklevel=4)
         self._K = K
         self._inverse = inverse
@@ -536,6 +540,7 @@ class Index(Described):
         self.train = train
         self.path = None if file is None else Path(file)
         self._shards: Shards = InMemory() if file is None else Folder(file)
+        # Keep digests of the weights, to detect later whether the model has changed.
         belongs_to = identity(K, train, of_train, settings)
         self._weights = {name: belongs_to[name] for name in weights(train)}
         plan = Plan(K, structures_of(inverse, train), train, of_train, rank, compression, dtype, shard_bytes)
@@ -548,11 +553,11 @@ class Index(Described):
         self.nbytes = self._shards.size()
 
     def describe(self) -> Description:
-        """Describe size, error and forms."""
+        """Describe size, error and forms of the index."""
         of = f" of {self._K.of}" if self._K.of else ""
         dtype = str(self._dtype).removeprefix("torch.")
         where = "in memory" if self.path is None else f"in {self.path}"
-        # Round-off differs between machines, and says nothing.
+        # Show a bound for small errors: the digits of round-off differ between machines.
         error = number(self.error) if self.error >= _ROUND_OFF else f"below {_ROUND_OFF}"
         fact = (
             f"{readable_size(self.nbytes)} {where}, {counted(self._count, 'shard')}, relative error of scores {error}"
@@ -600,9 +605,10 @@ class Index(Described):
         Args:
             queries: Data to explain, with the same model and parameters.
             of: As in `Influence.scores`.
-            by: As in `Influence.scores`, without `"token"`: what belongs to which token is not kept.
+            by: As in `Influence.scores`, without `"token"`, because the index does not store which rows belong to which
+                token.
             normalize: As in `Influence.scores`.
-            memory: As in `Influence.scores`. Files are read as often as there was a pass over the training data.
+            memory: As in `Influence.scores`. All files are read once for each pass over the training data.
             query_rank: As in `Influence.scores`, for blocks that are stored as rows.
 
         Raises:
@@ -622,11 +628,11 @@ class Index(Described):
         memory: int = 2**32,
         query_rank: int | None = None,
     ) -> Top:
-        """Find the training data that help and harm each query most, as `Influence.top` does.
+        """Find the most helpful and the most harmful training data of each query, as `Influence.top` does.
 
         Args:
             queries: As in `scores`.
-            k: How many of both for each query.
+            k: Number of helpful and of harmful examples per query.
             of: As in `scores`.
             normalize: As in `scores`.
             memory: As in `scores`.
@@ -644,24 +650,24 @@ class Index(Described):
     def _stream(
         self, queries: EmpiricalRisk, of: Quantity, normalize: Normalize | None, memory: int, query_rank: int | None
     ) -> "_IndexStream":
-        """Check what was asked for."""
+        """Check the arguments, and return a stream over queries and stored gradients."""
         request = Request(queries, self.train, of, self._of_train, normalize, memory, query_rank)
         self._check_weights()
         check_request(self._K, request)
         return _IndexStream(self._K, self._inverse, request, self._shards, self._count, self._stored)
 
     def _check_weights(self) -> None:
-        """Refuse a model whose weights have changed since the index was made."""
+        """Raise `StorageError` if the weights of the model have changed since the index was created."""
         differ = differences(self._weights, weights(self.train))
         if differ:
             raise StorageError(
                 f"The index was made with other weights: {', '.join(differ)} differ.",
-                "Make a new index for the new weights, or load the old ones.",
+                "Create a new index for the new weights, or load the old weights.",
             )
 
 
 class _IndexStream(Stream):
-    """Runs over queries, and over the gradients that shards have."""
+    """A stream over queries, and over the stored gradients of training data."""
 
     def __init__(
         self,
@@ -680,7 +686,7 @@ class _IndexStream(Stream):
         self._own: dict[int, Tensor] = {}
 
     def train(self) -> Iterator[GradientBatch]:
-        """Read the gradients of training data."""
+        """Yield the stored gradients of training data."""
         train = self.request.train
         shapes = {name: p.shape for name, p in train.params.items()}
         for place in range(self._count):
@@ -694,11 +700,11 @@ class _IndexStream(Stream):
             yield from found
 
     def own_of_train(self, batch: GradientBatch) -> Tensor:
-        """Return what was computed before compression."""
+        """Return the stored self-scores, which were computed before compression."""
         return self._own[batch.start]
 
     def way(self, name: str, block: BlockGradients) -> Chosen:
-        """Multiply with what is stored."""
+        """Choose how queries are multiplied with the stored form of a block."""
         queries, train = self.request.queries.num_data, self.request.train.num_data
         return self._stored[name].way(block, queries, train, self.request.query_rank)
 
@@ -706,28 +712,28 @@ class _IndexStream(Stream):
 def settings_of(
     damping: Damping, method: Method, rank: int | None, compression: Compression, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return what has to be the same in a folder.
+    """Return the settings that must be the same if a folder already has an index.
 
     Raises:
-        ModelError: If a setting does not exist.
+        ModelError: If a setting is invalid.
     """
     check_storage(rank, compression, dtype)
-    # Without a rank, there is no compression.
+    # Without a rank, nothing is compressed, and `compression` has no effect.
     kind = compression if rank is not None else None
     return {"damping": damping, "method": method, "rank": rank, "compression": kind, "dtype": dtype}
 
 
 def _check_by(by: object) -> None:
-    """Refuse parts of scores that an index does not have.
+    """Check that an index has the requested partition of scores.
 
     Raises:
-        ModelError: If there are none.
+        ModelError: If `by` is `"token"`, or not an option.
     """
     if by == "token":
         raise ModelError(
-            "An index has no scores by token: gradients are stored as sums over tokens where that takes fewer bytes.",
-            "Find training data with index.top(queries), make an EmpiricalRisk of these alone, and pass it to "
-            "Influence.scores(queries, train, by='token').",
+            "An index has no scores by token: gradients are stored as sums over tokens if that takes fewer bytes.",
+            "Find training data with index.top(queries), create an EmpiricalRisk with these examples only, and pass it "
+            "to Influence.scores(queries, train, by='token').",
         )
     check_choice("by", by, ("block", "layer"))
 

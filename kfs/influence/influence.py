@@ -1,8 +1,9 @@
-r"""Influence functions with block-diagonal curvature: scores of pairs of data, by products of gradients.
+r"""Influence functions with block-diagonal curvature: scores of pairs of examples from products of their gradients.
 
-Training data $n$ with weight $1 + \epsilon$ move the parameters by $-\epsilon R H^{-1} g_n$, where $R$ is the reduction
-factor of the training loss, $g_n$ the gradient of the example's own term, and $H$ the curvature. So a quantity of a
-query with gradient $g_q$ changes by $-\epsilon R\, g_q^\top H^{-1} g_n$. The score is $g_q^\top H^{-1} g_n$.
+If the training example $n$ gets the weight $1 + \epsilon$, the parameters move by $-\epsilon R H^{-1} g_n$. Here $R$ is
+the reduction factor of the training loss, $g_n$ is the gradient of the example's own loss term, and $H$ is the
+curvature. Hence a quantity of a query with gradient $g_q$ changes by $-\epsilon R\, g_q^\top H^{-1} g_n$. The score is
+$g_q^\top H^{-1} g_n$.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -25,29 +26,29 @@ from kfs.problem.risk import EmpiricalRisk
 
 
 class Influence(Described):
-    """Influence functions: which training data made a model predict what it does?
+    """Influence functions: scores for how much each training example contributes to the model's predictions.
 
-    A positive score means that the training example helps: without it, the query's loss is predicted to be higher, by
-    `train.reduction_factor * score`. (For `"log-probability"` and `"margin"` of queries, of which more is better,
-    helpful data have negative scores.) Scores are `g_q^T (K + damping)^-1 g_n` with gradients of single data, as in
-    other libraries: they have no `1 / N`.
+    A positive score means that the training example is helpful: without it, the query's loss is predicted to be higher,
+    by `train.reduction_factor * score`. (For the quantities `"log-probability"` and `"margin"` of queries, higher is
+    better, and helpful examples have negative scores.) Scores are `g_q^T (K + damping)^-1 g_n` with per-example
+    gradients. As in other libraries, they do not include the factor `1 / N`.
 
     Args:
         K: The curvature of the training loss: `KFAC`, `EKFAC`, or another operator with blocks.
-        damping: What is added to the curvature, as in `K.inverse`. By default `Relative(0.1)`, if there is no weight
-            decay.
-        method: How it is added, as in `K.inverse`.
-        weight_decay: The L2 penalty of training, in place of `damping`: the number that the optimizer was given, which
-            adds `weight_decay / 2` times the squared norm of the parameters to the loss that `K` is the curvature of.
-            Its curvature is this number, so that the damped matrix is the curvature of what was minimized.
+        damping: Damping of the curvature, as in `K.inverse`. The default is `Relative(0.1)` without weight decay.
+        method: How the damping is added, as in `K.inverse`.
+        weight_decay: L2 penalty of the training, which replaces `damping`. Pass the optimizer's weight decay, which
+            adds `weight_decay / 2` times the squared norm of the parameters to the loss. The curvature of this penalty
+            is `weight_decay` times the identity, so that the damped matrix is the curvature of the full training
+            objective.
 
     Attributes:
         K: The curvature.
         inverse: The damped inverse.
 
     Raises:
-        ModelError: If the operator has no blocks, or is not symmetric, or there are damping and weight decay.
-        SolverError: If a block is singular. It is named.
+        ModelError: If the operator has no blocks or is not symmetric, or both damping and weight decay are given.
+        SolverError: If a block is singular. The message names the block.
 
     Example:
         >>> from kfs import EKFAC
@@ -76,12 +77,12 @@ class Influence(Described):
     ) -> None:
         if not isinstance(K, BlockDiagonal):
             raise ModelError(
-                f"Influence takes an operator with blocks, and this is a {type(K).__name__}.",
+                f"Influence takes an operator with blocks, but this is a {type(K).__name__}.",
                 "Use kfs.KFAC or kfs.EKFAC, or kfs.factors.exact_blocks(risk) for small layers. For products "
                 "with an exact inverse, see kfs.operators.solve.",
             )
         if not K.symmetric:
-            raise ModelError("The operator is not symmetric.", "Use the curvature itself, and not a product with it.")
+            raise ModelError("The operator is not symmetric.", "Use the curvature itself, not a product with it.")
         self.K = K
         self._damping = chosen_damping(damping, weight_decay)
         self._method = method
@@ -136,29 +137,30 @@ class Influence(Described):
         """Compute the score of every pair of a query and a training example.
 
         Args:
-            queries: Data to explain, with the same model and parameters.
-            train: Data to explain them by. If processes share them, all pass the same queries and get all scores.
-            of: Which quantity of queries is explained, as in `kfs.per_datum`: `"loss"`, `"log-probability"`,
-                `"margin"`, or a function of one example's prediction and target.
-            of_train: Which quantity of training data is differentiated. Models are trained by their `"loss"`.
+            queries: The examples to explain, with the same model and parameters.
+            train: The training data. If they are split over processes, all processes must pass the same queries, and
+                each of them returns all scores.
+            of: Quantity of queries to explain, as in `kfs.per_datum`: `"loss"`, `"log-probability"`, `"margin"`, or a
+                function of one example's prediction and target.
+            of_train: Quantity of training data to differentiate. Models are trained with the `"loss"`.
             by: `None` for scores `[queries, train]`. `"block"` or `"layer"` for a dictionary of such scores, which sum
-                up to the total. `"token"` for the share of every position of training data, `[queries, train,
-                positions]`, zero behind the last position of a shorter one.
-            normalize: `"cosine"` divides by the roots of both self-scores, so that scores are between -1 and 1.
-                `"self"` divides by the root of the training example's alone (Barshan et al., 2020): otherwise, unusual
-                data with large gradients have large scores for most queries. Shares of blocks are divided by the same
-                numbers as their sum.
-            memory: How many bytes of the queries' gradients are kept. If they do not fit, there is a pass over the
-                training data for every part of the queries that does.
-            query_rank: Keep this many singular vectors of each query's gradient, multiplied with the inverse, for every
-                block where that takes fewer operations (Grosse et al., 2023). `query_error` says what it costs.
+                to the total. `"token"` for the share of every position of the training data, `[queries, train,
+                positions]`, with zeros after the last position of shorter examples.
+            normalize: `"cosine"` divides by the square roots of both self-scores, so that scores are between -1 and 1.
+                `"self"` divides by the square root of the training example's self-score only (Barshan et al., 2020).
+                Without normalization, unusual examples with large gradients have large scores for most queries. Scores
+                of blocks are divided by the same numbers as their sum.
+            memory: Number of bytes for the gradients of queries. If they do not fit, the queries are split into parts
+                that fit, with one pass over the training data for each part.
+            query_rank: Number of singular vectors to keep of each query's gradient times the inverse, for blocks where
+                this takes fewer operations (Grosse et al., 2023). `query_error` measures the resulting error.
 
         Returns:
             The scores, on the model's device.
 
         Raises:
-            ModelError: If models or parameters differ from each other or from those of the operator.
-            DataError: If there are no data, a gradient is not finite, or positions are not those of tokens.
+            ModelError: If models or parameters differ between queries, training data and the operator.
+            DataError: If there are no data, a score is not finite, or rows do not belong to single tokens.
         """
         with _agreed(train, "scores"):
             check_choice("by", by, BY)
@@ -167,11 +169,11 @@ class Influence(Described):
     def self_scores(self, train: EmpiricalRisk, *, of: Quantity = "loss") -> Tensor:
         """Compute the score of every example with itself, `[train]`.
 
-        It is large for data that are hard to learn, and for many that are mislabelled.
+        Self-scores are large for examples that are hard to learn, and for many mislabeled examples.
 
         Args:
             train: The data.
-            of: Which quantity is differentiated, as in `scores`.
+            of: Quantity to differentiate, as in `scores`.
         """
         with _agreed(train, "self-scores"):
             return self_scores(self._stream(Request(train, train, of, of, None, 0)))
@@ -188,14 +190,14 @@ class Influence(Described):
         memory: int = 2**32,
         query_rank: int | None = None,
     ) -> Top:
-        """Find the training data that help and harm each query most, without keeping the scores of all pairs.
+        """Find the most helpful and the most harmful training data of each query.
 
-        A function as `of` counts as a loss: less is better.
+        The scores of all pairs are not stored. If `of` is a function, lower values count as better, as for a loss.
 
         Args:
             queries: As in `scores`.
             train: As in `scores`.
-            k: How many of both for each query.
+            k: Number of helpful and of harmful examples per query.
             of: As in `scores`.
             of_train: As in `scores`.
             normalize: As in `scores`.
@@ -217,20 +219,20 @@ class Influence(Described):
         of: Quantity = "loss",
         of_train: Quantity = "loss",
     ) -> QueryError:
-        """Say what `query_rank=` costs: a bound by the singular values that it leaves out, and the error as measured.
+        """Return the error due to `query_rank=`: a bound from the truncated singular values, and a measured error.
 
         Args:
             queries: As in `scores`.
-            train: As in `scores`. Scores with data of the first batch are compared.
-            query_rank: How many singular vectors of every query are kept.
+            train: As in `scores`. The error is measured on scores with the data of the first batch.
+            query_rank: Number of singular vectors of every query to keep.
             of: As in `scores`.
             of_train: As in `scores`.
 
         Raises:
-            ModelError: If there is no rank, or models or parameters differ.
+            ModelError: If `query_rank` is `None`, or models or parameters differ.
         """
         check_alone(train, "The error")
-        # Without a rank nothing is compressed, and there is no error to speak of.
+        # Without a rank nothing is compressed, so a rank is required.
         check_count("query_rank", query_rank, optional=False)
         return query_error(self._stream(Request(queries, train, of, of_train, None, 0, query_rank)))
 
@@ -247,12 +249,12 @@ class Influence(Described):
         compression: Compression = "low rank",
         dtype: torch.dtype = torch.float32,
     ) -> Cost:
-        """Say what scores and an index would cost, before they are computed: operations, bytes and passes.
+        """Estimate the cost of scores and of an index before computing them: operations, bytes and passes.
 
-        One batch of queries and one of training data are run, since they say how many rows every layer has. Counts are
-        those by which the ways of multiplication are chosen. Those of forward and backward passes are products with
-        weights that the curvature covers, also of the first layer, through which nothing is sent back. Attention
-        between positions, for example, comes on top.
+        The model runs on one batch of queries and one batch of training data, to determine the number of rows of each
+        layer. The counts of products are also used to choose how gradients are multiplied. The counts of forward and
+        backward passes include only products with weights that the curvature covers. They include a backward product
+        of the first layer, although it is not computed. They do not include attention between positions, for example.
 
         Args:
             queries: As in `scores`.
@@ -301,30 +303,32 @@ class Influence(Described):
         file: str | Path | None = None,
         shard_bytes: int = 2**28,
     ) -> Index:
-        """Compute the gradients of training data once, and keep them, to be multiplied with those of many queries.
+        """Compute the gradients of training data once, and store them for products with the gradients of many queries.
 
-        If the folder has a complete index of the same model, curvature, settings and data, no gradient is computed; all
-        data are read once and compared with those of the index by digests. If the process ended before it was complete,
-        what is missing is computed.
+        If the folder has a complete index of the same model, curvature, settings and data, no gradient is computed. All
+        data are read once and compared with the index by digests. If the process was interrupted before the index was
+        complete, only the missing gradients are computed.
 
         Args:
             train: The training data.
-            rank: `None` keeps all numbers: for each block, as rows or as matrices, whichever takes fewer bytes. A
-                number compresses blocks for which that takes fewer bytes.
-            compression: `"low rank"` keeps this many singular vectors of every example's matrix. `"projected"` keeps
-                this many coordinates of each block: those of the leading eigenvectors of the curvature.
+            rank: If `None`, gradients are not compressed. Each block is stored as rows or as matrices, whichever takes
+                fewer bytes. If a number is given, blocks are compressed if that takes fewer bytes.
+            compression: `"low rank"` keeps `rank` singular vectors of every example's matrix. `"projected"` keeps
+                `rank` coordinates of each block, along the leading eigenvectors of the curvature.
             dtype: Dtype of the stored numbers: `torch.float32`, `torch.bfloat16` or `torch.float64`.
             of_train: As in `scores`.
-            file: A folder, which is made if it does not exist. By default, gradients are kept in memory.
-            shard_bytes: Write a file whenever this many bytes are there. So much is lost if the process ends.
+            file: A folder, which is created if it does not exist. If not given, gradients are kept in memory.
+            shard_bytes: Write a shard whenever this many bytes have been computed. An interruption loses at most about
+                this many bytes.
 
         Returns:
             The index: `index.scores(queries)`, `index.top(queries, k)`, `index.self_scores()`. `index.error` is the
-            relative error of scores that compression and dtype cause, as measured.
+            measured relative error of scores due to compression and dtype.
 
         Raises:
-            StorageError: If the folder has an index of something else (what differs is said), or a damaged one.
-            ModelError: If a setting does not exist, or the inverse of a block has no eigenbasis to project onto.
+            StorageError: If the folder has an index of something else (the message says what differs), or a damaged
+                one.
+            ModelError: If a setting is invalid, or the inverse of a block has no eigenbasis to project onto.
 
         Example:
             >>> from kfs import KFAC
@@ -348,11 +352,11 @@ class Influence(Described):
         return Index(self.K, self.inverse, train, of_train, settings, file, shard_bytes)
 
     def _stream(self, request: Request) -> Stream:
-        """Check what was asked for."""
+        """Check the request, and return a stream over queries and training data."""
         check_request(self.K, request)
         return Stream(self.K, self.inverse, request)
 
 
 def _agreed(train: object, where: str) -> AbstractContextManager[None]:
-    """Return a context that all processes that share training data leave in the same way."""
-    return train.ranks.agreed(where) if isinstance(train, EmpiricalRisk) else nullcontext()  # It is refused later.
+    """Return a context that raises on all ranks of the training data if one of them raises."""
+    return train.ranks.agreed(where) if isinstance(train, EmpiricalRisk) else nullcontext()  # other types raise later

@@ -1,4 +1,4 @@
-"""Scores of pairs of queries and training data: streams of pairs, all scores or the best ones, scores by token."""
+"""Scores of pairs of queries and training data: all scores, the best scores, self-scores, and scores by token."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,16 +34,16 @@ from kfs.runtime.nested import tensors_in
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, after it was checked.
+    """The arguments of a computation of scores. `check_request` checks them.
 
     Attributes:
-        queries: Data to explain.
-        train: Data to explain them by.
+        queries: The examples to explain.
+        train: The training data.
         of: Quantity of queries.
         of_train: Quantity of training data.
         normalize: `None`, `"cosine"` or `"self"`.
-        memory: How many bytes of the queries' gradients are kept.
-        query_rank: How many singular vectors of a query's gradients are kept, where that takes fewer operations.
+        memory: Number of bytes for the gradients of queries.
+        query_rank: Number of singular vectors to keep of a query's gradients, if that takes fewer operations.
     """
 
     queries: EmpiricalRisk
@@ -57,13 +57,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Queries:
-    """Gradients of some queries, multiplied with the inverse.
+    """Gradients of some queries, multiplied by the inverse.
 
     Attributes:
         start: Index of the first query.
         stop: End of the half-open range of queries, `start` to `stop`.
-        gradients: By block.
-        own: Their scores with themselves, if these are needed.
+        gradients: Gradients times the inverse, by block.
+        own: Self-scores of the queries; `None` if they are not needed.
     """
 
     start: int
@@ -76,42 +76,42 @@ class Queries:
 
 
 class Stream:
-    """Runs over queries and training data.
+    """Iterates over queries and training data, and computes their scores.
 
     Args:
-        K: Has the blocks.
-        inverse: Its damped inverse.
-        request: What was asked for.
+        K: The curvature.
+        inverse: The damped inverse of the curvature.
+        request: The arguments.
 
     Attributes:
-        request: What was asked for.
-        operator: Has the blocks.
-        structures: The inverse of each block.
-        ways: How gradients of each block are multiplied; chosen when the first ones are there.
+        request: The arguments.
+        operator: The curvature.
+        structures: The inverse of each block, by name.
+        ways: How gradients of each block are multiplied. They are chosen from the first batch of gradients.
     """
 
     def __init__(self, K: BlockDiagonal, inverse: BlockDiagonal, request: Request) -> None:
-        """Choose nothing yet: that depends on gradients."""
         self.operator = K
         self.request = request
         self.structures = structures_of(inverse, request.train)
         self.ways: dict[str, Chosen] = {}
 
     def chunks(self) -> Iterator[Queries]:
-        """Yield the queries, as many at a time as memory allows, and show progress."""
+        """Yield prepared queries, as many at a time as memory allows, and show progress."""
         request = self.request
         total = request.queries.num_data
         with show_progress("influence", total, _wanted(request), "query") as line:
-            waiting: list[Queries] = []
+            pending: list[Queries] = []
             for batch in per_datum(request.queries, request.of, blocks=self.operator):
                 most = self.most(batch)
+                # A chunk may contain several batches, and a batch may be split over several chunks.
                 start = batch.start
                 while start < batch.stop:
-                    stop = min(batch.stop, start + most - sum(map(len, waiting)))
-                    waiting.append(self._prepared(batch, start, stop))
-                    if sum(map(len, waiting)) == most or stop == total:
-                        chunk = _joined(waiting)
-                        waiting = []
+                    stop = min(batch.stop, start + most - sum(map(len, pending)))
+                    pending.append(self._prepared(batch, start, stop))
+                    if sum(map(len, pending)) == most or stop == total:
+                        chunk = _joined(pending)
+                        pending = []
                         yield chunk
                         line.advance(len(chunk))
                     start = stop
@@ -126,12 +126,13 @@ class Stream:
         batch: GradientBatch,
         product: Callable[[BlockGradients, BlockGradients, BlockGradients], Tensor] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the scores of all pairs by block, `[queries, batch]`; or another product of the same gradients.
+        """Yield block names with the scores of all pairs, `[queries, batch]`, or another product of the gradients.
 
         Args:
             queries: Gradients of queries.
             batch: Gradients of training data.
-            product: Takes gradients of queries, of training data, and the latter as they were captured.
+            product: Function of gradients of queries, gradients of training data, and the captured gradients of
+                training data. If not given, scores are inner products.
         """
         normalize = self.request.normalize
         scale = None if normalize is None else self._scale(queries, batch)
@@ -147,12 +148,12 @@ class Stream:
             yield name, scores
 
     def own(self, batch: GradientBatch) -> Tensor:
-        """Return the scores of data with themselves, `[n]`."""
+        """Return the self-scores of a batch, `[n]`."""
         found = [self_products(block, self.structures[name]) for name, block in batch.blocks.items()]
         return torch.stack(found).sum(0)
 
     def own_of_train(self, batch: GradientBatch) -> Tensor:
-        """Return the scores of training data with themselves, `[n]`."""
+        """Return the self-scores of a batch of training data, `[n]`."""
         return self.own(batch)
 
     def way(self, name: str, block: BlockGradients) -> Chosen:
@@ -161,13 +162,13 @@ class Stream:
         return choose(self.structures[name], block, queries, train, self.request.query_rank)
 
     def _scale(self, queries: Queries, batch: GradientBatch) -> Tensor:
-        """Return what scores are multiplied with, `[queries, batch]`. Gradients of zero have scores of zero."""
+        """Return the normalization factors of scores, `[queries, batch]`. They are zero for gradients of zero."""
         own = self.own_of_train(batch)
         scale = _inverse_root(own).expand(len(queries), -1)
         return scale if queries.own is None else scale * _inverse_root(queries.own).unsqueeze(1)
 
     def most(self, batch: GradientBatch) -> int:
-        """Return how many queries are kept at a time, after choosing how they are multiplied.
+        """Return the number of queries that fit into memory, and choose how gradients are multiplied if necessary.
 
         Args:
             batch: Gradients of some queries.
@@ -178,7 +179,7 @@ class Stream:
         return max(1, self.request.memory // max(each, 1))
 
     def _prepared(self, batch: GradientBatch, start: int, stop: int) -> Queries:
-        """Multiply the gradients of some queries with the inverse."""
+        """Multiply the gradients of queries `start` to `stop` by the inverse."""
         part = slice(start - batch.start, stop - batch.start)
         some = batch if (start, stop) == (batch.start, batch.stop) else batch.some(part)
         prepared = {name: self.ways[name].of_queries(block) for name, block in some.blocks.items()}
@@ -186,7 +187,7 @@ class Stream:
 
 
 def structures_of(inverse: BlockDiagonal, risk: EmpiricalRisk) -> dict[str, Structure]:
-    """Return the inverse of each block by name, where the gradients are."""
+    """Return the inverse of each block by name, on the device of the gradients."""
     return {
         layout.name: stack.structure[part].to(risk.device, risk.sum_dtype)
         for stack in inverse.stacks
@@ -195,19 +196,19 @@ def structures_of(inverse: BlockDiagonal, risk: EmpiricalRisk) -> dict[str, Stru
 
 
 def _joined(parts: list[Queries]) -> Queries:
-    """Put queries of several batches one after the other."""
+    """Concatenate queries of several batches."""
     gradients = {name: joined_gradients([part.gradients[name] for part in parts]) for name in parts[0].gradients}
     own = [part.own for part in parts if part.own is not None]
     return Queries(parts[0].start, parts[-1].stop, gradients, torch.cat(own) if own else None)
 
 
 def _inverse_root(own: Tensor) -> Tensor:
-    """Return one over the root of numbers; zero for those that are not positive."""
+    """Return the inverse square root of numbers, and zero for numbers that are not positive."""
     return torch.where(own > 0, own.clamp(min=torch.finfo(own.dtype).tiny).rsqrt(), 0.0)
 
 
 def _wanted(request: Request) -> bool | None:
-    """Whether to show progress: as both risks want it, and no if they disagree."""
+    """Combine the progress settings of both risks: `False` wins over `True`, and `True` over `None`."""
     wishes = {request.queries.progress, request.train.progress}
     if False in wishes:
         return False
@@ -215,30 +216,30 @@ def _wanted(request: Request) -> bool | None:
 
 
 def check_finite(scores: Tensor, queries: Queries, batch: GradientBatch) -> None:
-    """Refuse scores that are not finite, and name a pair of data.
+    """Check that all scores are finite.
 
     Raises:
-        DataError: If one is.
+        DataError: If a score is not finite. The message names the pair.
     """
     if bool(scores.isfinite().all()):
         return
     query, datum = (~scores.isfinite()).nonzero()[0, :2].tolist()
     raise DataError(
         f"The score of query {queries.start + query} and training example {batch.start + datum} is not finite.",
-        "Look for NaN or infinity in their inputs, or for gradients that are so large that products overflow; "
-        "float64 has more room.",
+        "Look for NaN or infinity in their inputs, or for gradients that are so large that products overflow. In the "
+        "latter case, use float64.",
     )
 
 
-_SHOWN = 5  # queries, and data of each
+_SHOWN = 5  # number of queries, and of training examples per query, that `Top` shows
 
 
 class Ranked(NamedTuple):
-    """Some training data for every query, the one with most influence first.
+    """Selected training data for every query, in descending order of influence.
 
     Attributes:
         values: Scores, `[queries, k]`.
-        indices: Which data these are, `[queries, k]`.
+        indices: Indices of the training examples, `[queries, k]`.
     """
 
     values: Tensor
@@ -247,11 +248,11 @@ class Ranked(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Top(Described):
-    """The training data that help and harm each query most.
+    """The most helpful and the most harmful training data of each query.
 
     Attributes:
-        helpful: Those whose removal is predicted to make the query worse, most of all.
-        harmful: Those whose removal is predicted to make it better, most of all.
+        helpful: The training examples for which removal is predicted to make the query worse by the largest amount.
+        harmful: The training examples for which removal is predicted to make the query better by the largest amount.
 
     Example:
         >>> values, indices = torch.tensor([[2.0, -1.0]]), torch.tensor([[7, 3]])
@@ -266,7 +267,7 @@ class Top(Described):
     harmful: Ranked
 
     def describe(self) -> Description:
-        """Describe what is there; a few indices with their scores, if these are on a CPU."""
+        """Describe the number of examples, with a few indices and scores if they are on the CPU."""
         queries, k = self.helpful.indices.shape
         title = f"The {k} most helpful and {k} most harmful data of each of {queries:,} queries"
         if self.helpful.values.device.type != "cpu":
@@ -279,10 +280,10 @@ class Top(Described):
 
 
 class Best:
-    """Keeps the largest of some numbers that come in batches.
+    """Keeps the largest numbers of a stream of batches.
 
     Args:
-        k: How many to keep, for every query.
+        k: Number of values to keep for every query.
     """
 
     def __init__(self, k: int) -> None:
@@ -290,12 +291,12 @@ class Best:
         self._kept: Ranked | None = None
 
     def add(self, values: Tensor, first: int) -> None:
-        """Look at numbers `[queries, m]` that belong to consecutive data."""
+        """Add numbers `[queries, m]` of consecutive examples, where `first` is the index of the first one."""
         indices = torch.arange(first, first + values.shape[1], device=values.device).expand(values.shape)
         self._add(values, indices)
 
     def merge(self, ranks: Ranks, device: torch.device) -> None:
-        """Keep the largest of all ranks, which have looked at different data."""
+        """Keep the largest numbers of all ranks, which have processed different examples."""
         if not ranks.are_several:
             return
         own = self._kept
@@ -305,7 +306,7 @@ class Best:
                 self._add(one["values"].to(device), one["indices"].to(device))
 
     def _add(self, values: Tensor, indices: Tensor) -> None:
-        """Look at numbers with their indices."""
+        """Add numbers with their indices, and keep the largest ones."""
         if self._kept is not None:
             values = torch.cat([self._kept.values, values], 1)
             indices = torch.cat([self._kept.indices, indices], 1)
@@ -313,52 +314,53 @@ class Best:
         self._kept = Ranked(best.values, indices.gather(1, best.indices))
 
     def ranked(self, sign: int) -> Ranked:
-        """Return what was kept, with the sign that numbers had before."""
+        """Return the kept numbers times `sign`, with their indices."""
         assert self._kept is not None  # noqa: S101 (there are data)
         return Ranked(sign * self._kept.values, self._kept.indices)
 
 
 def _shown(values: Tensor, indices: Tensor) -> str:
-    """Return a few indices with their scores."""
+    """Return a few indices with their scores as text."""
     pairs = zip(indices[:_SHOWN].tolist(), values[:_SHOWN].tolist(), strict=True)
     more = ", ..." if len(indices) > _SHOWN else ""
     return ", ".join(f"{index} ({number(value)})" for index, value in pairs) + more
 
 
 def positions_of(batch: GradientBatch) -> int:
-    """Return how many positions the data of a batch have: as many as most uses of parameters have rows.
+    """Return the number of positions per example: the most common number of rows per use of a parameter.
 
     Raises:
-        DataError: If there is only one.
+        DataError: If examples have only one position.
     """
     uses = [use for block in batch.blocks.values() for use in block.uses if isinstance(use, Captured)]
     counts = Counter(use.places or use.shared for use in uses)
     most = max(counts, key=lambda count: (counts[count], count), default=1)
     if most < 2:
         raise DataError(
-            "The data have one position each, so that there are no tokens.", "Use by='block', or leave by= out."
+            "The examples have one position each, so there are no scores by token.",
+            "Use by='block', or leave by= out.",
         )
     return most
 
 
 def by_token(queries: BlockGradients, train: BlockGradients, captured: BlockGradients, positions: int) -> Tensor:
-    """Return the share of every position in inner products, `[n, m, positions]`.
+    """Return the share of every position in inner products of gradients, `[n, m, positions]`.
 
     Args:
-        queries: Gradients of queries, multiplied with the inverse.
+        queries: Gradients of queries, multiplied by the inverse.
         train: Gradients of training data, by place.
-        captured: The same, as they were captured.
-        positions: How many positions each example has.
+        captured: Gradients of training data, as captured.
+        positions: Number of positions per example.
 
     Raises:
-        DataError: If rows of the block are not those of positions.
+        DataError: If the rows of the block do not belong to positions.
     """
     total = torch.zeros(queries.num_data, train.num_data, positions, dtype=queries.dtype, device=queries.device)
     if captured.whole is not None:
-        raise _error(captured, "no rows, since no rule covers it")
+        raise _error(captured, "no rows, because no rule covers it")
     for use, part, share in zip(captured.uses, train.parts, queries.inner_by_row(train), strict=True):
-        assert isinstance(use, Captured)  # noqa: S101 (they were not multiplied yet)
-        # Rows are those of positions; or all places of a broadcast parameter are, with several rows each.
+        assert isinstance(use, Captured)  # noqa: S101 (captured gradients were not multiplied yet)
+        # There must be one row per position; or a parameter was broadcast to positions, with several rows for each.
         if not use.in_order or positions not in {part.shared, use.places}:
             raise _error(captured, f"{part.shared} rows for each example")
         total += share.unflatten(2, (positions, -1)).sum(3)
@@ -367,7 +369,7 @@ def by_token(queries: BlockGradients, train: BlockGradients, captured: BlockGrad
 
 def _error(gradients: BlockGradients, what: str) -> DataError:
     return DataError(
-        f"Block {gradients.layout.name!r} has {what}, so that it is not known which token they belong to.",
+        f"Block {gradients.layout.name!r} has {what}, so the token of each row is not known.",
         "Use by='block', or leave this parameter out of the curvature and of both risks with params=.",
     )
 
@@ -379,10 +381,10 @@ _NORMALIZE = ("cosine", "self")
 
 
 def check_request(K: BlockDiagonal, request: Request) -> None:
-    """Refuse what cannot be computed, before anything is. Warn if the model was trained after its curvature.
+    """Check the arguments before any computation, and warn if parameters have changed since the curvature was computed.
 
     Raises:
-        ModelError: If models or parameters differ, or an option does not exist.
+        ModelError: If models or parameters differ, or an option is invalid.
         DataError: If there are no data.
     """
     check_choice("normalize", request.normalize, _NORMALIZE)
@@ -393,24 +395,25 @@ def check_request(K: BlockDiagonal, request: Request) -> None:
     gradient_of(request.of, request.queries.loss)
     gradient_of(request.of_train, request.train.loss)
     check_same_parameters(K, request.queries, request.train)
-    # The level is that of whoever calls a method of `Influence` or `Index`.
+    # The warning points to the caller of the method of `Influence` or `Index`.
     warn_of_other_values(K, request.train.params, what="The curvature", owner="the model", stacklevel=5)
 
 
 def check_same_request(stream: Stream, **settings: object) -> None:
-    """Refuse queries, options and curvature that differ between the processes that share training data.
+    """Check that queries, options and curvature are the same on all ranks of the training data.
 
     Args:
-        stream: What was asked for.
+        stream: The queries, training data and options.
         **settings: Further options.
 
     Raises:
-        DistributedError: If something differs.
+        DistributedError: If they differ between ranks.
     """
     request = stream.request
     train, queries = request.train, request.queries
     if not train.ranks.are_several:
         return
+    # Functions differ between processes, so compare their names.
     for name in ("of", "of_train", "normalize", "memory", "query_rank"):
         value = getattr(request, name)
         settings[name] = getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
@@ -429,7 +432,7 @@ def check_same_request(stream: Stream, **settings: object) -> None:
 
 
 def all_scores(stream: Stream, by: By | None) -> Tensor | dict[str, Tensor]:
-    """Compute the scores of all pairs, or parts of them by block, layer or token."""
+    """Compute the scores of all pairs, in total or by block, layer or token."""
     rows: dict[str, list[Tensor]] = {}
     check_alone(stream.request.queries, "Scores of queries")
     check_same_request(stream, by=by)
@@ -441,7 +444,7 @@ def all_scores(stream: Stream, by: By | None) -> Tensor | dict[str, Tensor]:
 
 
 def _columns(stream: Stream, chunk: Queries, by: By | None) -> dict[str, list[Tensor]]:
-    """Return scores of some queries with all training data of this process, batch by batch."""
+    """Return the scores of some queries with all training data of this rank, as a list with one item per batch."""
     columns: dict[str, list[Tensor]] = {}
     for batch in stream.train():
         found: dict[str, Tensor] = {}
@@ -455,7 +458,7 @@ def _columns(stream: Stream, chunk: Queries, by: By | None) -> dict[str, list[Te
 
 
 def self_scores(stream: Stream) -> Tensor:
-    """Compute the score of every example with itself."""
+    """Compute the score of every training example with itself, `[train]`."""
     train = stream.request.train
     check_same_request(stream)
     own = [stream.own(batch) for batch in stream.train()]
@@ -465,7 +468,7 @@ def self_scores(stream: Stream) -> Tensor:
 
 
 def _of_all_ranks(stream: Stream, columns: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-    """Return scores with the data of all ranks, in the order of data, given those with the data of this one."""
+    """Gather scores with the training data of all ranks, in the order of the data."""
     train = stream.request.train
     if not train.ranks.are_several:
         return columns
@@ -478,7 +481,7 @@ def _of_all_ranks(stream: Stream, columns: dict[str, list[Tensor]]) -> dict[str,
 
 
 def best(stream: Stream, k: int) -> Top:
-    """Find the data with the largest and the smallest scores, without keeping all of them.
+    """Find the training data with the largest and the smallest scores, without storing all scores.
 
     Raises:
         DataError: If there are fewer than `k` training data.
@@ -506,7 +509,7 @@ def best(stream: Stream, k: int) -> Top:
 
 
 def _pairs(stream: Stream, chunk: Queries, batch: GradientBatch, by: By | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield scores by block, or those of every token."""
+    """Yield block names with scores, or with scores by token."""
     if by != "token":
         return stream.pairs(chunk, batch)
     positions = positions_of(batch)
@@ -514,7 +517,7 @@ def _pairs(stream: Stream, chunk: Queries, batch: GradientBatch, by: By | None) 
 
 
 def _key(by: By | None, block: BlockGradients) -> str:
-    """Return what the scores of a block are added to: themselves, those of its layer, or all."""
+    """Return the key under which the scores of a block are summed: the block, its layer, or `""` for the total."""
     if by == "block":
         return block.layout.name
     if by == "layer":
@@ -523,7 +526,7 @@ def _key(by: By | None, block: BlockGradients) -> str:
 
 
 def _joined_scores(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Put scores one after the other; those of fewer positions get zeros."""
+    """Concatenate scores along an axis. Scores of fewer positions are padded with zeros."""
     most = [max(part.shape[place] for part in parts) for place in range(2, parts[0].ndim)]
     padded = [pad(part, (0, most[0] - part.shape[2])) if most else part for part in parts]
     return torch.cat(padded, axis)

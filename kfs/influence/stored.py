@@ -1,14 +1,14 @@
-r"""Forms in which the gradients of training data are stored, block by block.
+r"""Forms in which an index stores the gradients of training data, block by block.
 
-- `"rows"`: the vectors of their rows, which is exact.
-- `"matrices"`: matrices, and `"rotated"`: matrices in the basis of the inverse. Both are exact, too.
-- `"low rank"`: the leading singular vectors of every example's matrix, which are rows.
-- `"projected"`: some coordinates in the basis of the inverse, the same ones for all data: those of the leading
-  eigenvectors of the curvature, where the damped inverse has its smallest eigenvalues $1 / (\lambda + \delta)$. An
-  eigenvalue of EKFAC is the mean square of a coordinate of gradients, up to scale, so that $\lambda / (\lambda +
-  \delta)$ is the share of a coordinate in self-scores. It is largest for these, too.
+- `"rows"`: the vectors of the rows of gradients. This form is exact.
+- `"matrices"` and `"rotated"`: gradient matrices, unchanged or in the basis of the inverse. Both forms are exact.
+- `"low rank"`: the leading singular vectors of every example's matrix, as rows.
+- `"projected"`: some coordinates in the basis of the inverse, which are the same for all examples. They belong to the
+  leading eigenvectors of the curvature, where the damped inverse has its smallest eigenvalues $1 / (\lambda + \delta)$.
+  An eigenvalue of EKFAC is the mean square of a coordinate of gradients, up to scale. Hence $\lambda / (\lambda +
+  \delta)$ is the share of a coordinate in self-scores, which is also largest for these coordinates.
 
-Each block has the form that takes the fewest bytes, and an exact one if there is a tie.
+Each block has the form that takes the fewest bytes. Exact forms win ties.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,10 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def check_storage(rank: int | None, compression: Compression, dtype: torch.dtype) -> None:
-    """Refuse settings of an index that do not exist.
+    """Check the settings of an index.
 
     Raises:
-        ModelError: If there is no such rank, compression or dtype.
+        ModelError: If rank, compression or dtype is invalid.
     """
     check_count("rank", rank)
     check_choice("compression", compression, _COMPRESSIONS)
@@ -46,10 +46,10 @@ def check_storage(rank: int | None, compression: Compression, dtype: torch.dtype
 
 
 def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> int:
-    """Return how many numbers are stored for each example of a block, in one of the forms."""
+    """Return the number of stored values per example of a block, for one of the forms."""
     groups, d_B, d_A = gradients.layout.matrix_shape
     if form == "rows":
-        # The coordinate of a bias is one in every row, and unit vectors are indices.
+        # The bias coordinate is one in every row and is not stored. Unit vectors are stored as indices.
         features = d_A - (gradients.layout.bias is not None)
         sizes = [(1 if x else features, 1 if g else d_B) for x, g in (use.units for use in gradients.uses)]
         shared = [use.shared for use in gradients.uses]
@@ -60,16 +60,16 @@ def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> i
 
 
 def choose_form(structure: Structure, gradients: BlockGradients, rank: int | None, compression: Compression) -> Form:
-    """Choose the form that takes the fewest bytes.
+    """Return the form of a block that takes the fewest bytes.
 
     Args:
-        structure: The block's inverse.
-        gradients: Some of its gradients.
-        rank: How many coordinates or singular vectors may be kept. `None` for all.
-        compression: Whether these are coordinates (`"projected"`) or singular vectors (`"low rank"`).
+        structure: The inverse of the block.
+        gradients: Gradients of some examples.
+        rank: Number of coordinates or singular vectors to keep; `None` for all.
+        compression: Whether to keep coordinates (`"projected"`) or singular vectors (`"low rank"`).
 
     Raises:
-        ModelError: If coordinates are asked for, and the inverse has no basis.
+        ModelError: If the form is `"projected"`, but the inverse has no basis.
     """
     forms: list[Form] = ["rows"] if gradients.whole is None else []
     forms.append("rotated" if isinstance(structure, Basis) else "matrices")
@@ -80,36 +80,36 @@ def choose_form(structure: Structure, gradients: BlockGradients, rank: int | Non
         raise ModelError(
             f"The inverse of block {gradients.layout.name!r} is a {type(structure).__name__} matrix, which has no "
             "basis of Kronecker products to project onto.",
-            "Use compression='low rank', or KFAC or EKFAC as curvature.",
+            "Use compression='low rank', or use KFAC or EKFAC as curvature.",
         )
     return best
 
 
 @dataclass(frozen=True)
 class InBasis(Chosen):
-    """How gradients are multiplied with those that are stored in the basis of the inverse.
+    """Products of gradients of queries with gradients that are stored in the basis of the inverse.
 
     Attributes:
-        coordinates: Places of the coordinates that are stored, in flat matrices `[groups * d_B * d_A]`. `None` for all.
+        coordinates: Indices of the stored coordinates in flat matrices `[groups * d_B * d_A]`; `None` for all.
     """
 
     coordinates: Tensor | None = None
 
     def of_queries(self, gradients: BlockGradients) -> BlockGradients:
-        """Multiply gradients of queries with the inverse, in its basis."""
+        """Multiply gradients of queries by the inverse, in its basis."""
         if self.coordinates is None:
             return super().of_queries(gradients)
-        assert isinstance(self.structure, Basis)  # noqa: S101 (others have no coordinates)
+        assert isinstance(self.structure, Basis)  # noqa: S101 (coordinates need a basis)
         values = self.structure.values.flatten()[self.coordinates]
         whole = projected(gradients, self.structure, self.coordinates) * values
         return replace(gradients, uses=(), whole=whole)
 
     def of_train(self, gradients: BlockGradients, keep_rows: bool = False) -> BlockGradients:
-        """Return them as they are: they are in the basis."""
+        """Return the stored gradients unchanged: they are already in the basis."""
         return gradients
 
     def bytes_of(self, gradients: BlockGradients) -> int:
-        """Return how many bytes are kept for each query."""
+        """Return the number of bytes per query."""
         if self.coordinates is None:
             return super().bytes_of(gradients)
         return len(self.coordinates) * gradients.dtype.itemsize
@@ -121,7 +121,7 @@ class Stored:
 
     Attributes:
         form: One of the forms.
-        structure: The block's inverse.
+        structure: The inverse of the block, in its basis for `"projected"`.
         rank: Number of singular vectors.
         coordinates: As in `InBasis`.
     """
@@ -132,12 +132,12 @@ class Stored:
     coordinates: Tensor | None = None
 
     def state(self, gradients: BlockGradients, dtype: torch.dtype) -> dict[str, Any]:
-        """Return what a file stores of some gradients."""
+        """Return the stored state of some gradients; `restored` is the inverse."""
         kept = gradients
         if self.form == "low rank":
             kept = truncated(gradients, self.rank).kept
         elif self.form == "rotated":
-            assert isinstance(self.structure, Basis)  # noqa: S101 (others have no basis)
+            assert isinstance(self.structure, Basis)  # noqa: S101 (by `choose_form`)
             kept = rotated(gradients, self.structure).formed()
         elif self.form == "projected":
             assert isinstance(self.structure, Basis) and self.coordinates is not None  # noqa: PT018, S101 (as above)
@@ -150,7 +150,7 @@ class Stored:
         return {"uses": [{"x": _state(part.x, dtype), "g": _state(part.g, dtype)} for part in kept.parts]}
 
     def way(self, gradients: BlockGradients, queries: int, train: int, query_rank: int | None) -> Chosen:
-        """Choose how the gradients of queries are multiplied with what is stored."""
+        """Choose how gradients of queries are multiplied with the stored gradients."""
         if self.form in {"rotated", "projected"}:
             return InBasis("rotated", self.structure, 0, self.coordinates)
         if self.form == "matrices":
@@ -159,10 +159,10 @@ class Stored:
 
 
 def restored(state: Any, layout: Layout, num_data: int, dtype: torch.dtype, device: torch.device) -> BlockGradients:
-    """Undo `Stored.state`.
+    """Return gradients from a stored state; the inverse of `Stored.state`.
 
     Raises:
-        UnfitError: If something has another shape than it should.
+        UnfitError: If a tensor has an unexpected shape or index.
     """
     if "whole" in state:
         whole = state["whole"].to(device, dtype)
@@ -179,18 +179,18 @@ def restored(state: Any, layout: Layout, num_data: int, dtype: torch.dtype, devi
 
 
 def basis_of(structure: Structure) -> Structure:
-    """Return a block in its basis, if it has one of Kronecker products."""
+    """Return a Kronecker product in its eigenbasis, and any other block unchanged."""
     return structure.eigenbasis() if isinstance(structure, Kronecker) else structure
 
 
 def leading_coordinates(structure: Structure, rank: int) -> Tensor:
-    """Return the places of the coordinates for which the inverse is smallest, in ascending order.
+    """Return the indices of the coordinates for which the inverse is smallest, in ascending order of indices.
 
     Args:
-        structure: The block's inverse, in its basis.
-        rank: How many.
+        structure: The inverse of the block, in its basis.
+        rank: Number of coordinates.
     """
-    assert isinstance(structure, Basis)  # noqa: S101 (others have no coordinates)
+    assert isinstance(structure, Basis)  # noqa: S101 (coordinates need a basis)
     values = structure.values.flatten()
     return values.topk(min(rank, len(values)), largest=False).indices.sort().values
 
@@ -205,10 +205,11 @@ def projected(gradients: BlockGradients, basis: Basis, coordinates: Tensor) -> T
     group, place = coordinates // (d_B * d_A), coordinates % (d_B * d_A)
     for part in inside.parts:
         x, g = part.x.dense(), part.g.dense()
+        # Process a few examples at a time to bound the memory.
         step = at_a_time(total, part.shared * len(coordinates))
         for start in range(0, inside.num_data, step):
             data = slice(start, start + step)
-            # Both are `[rank, some data, rows]`.
+            # Both are `[rank, examples, rows]`.
             on_inputs = x[group, data, :, place % d_A]
             on_gradients = g[group, data, :, place // d_A]
             total[data] += (on_inputs * on_gradients).sum(2).T
@@ -216,16 +217,16 @@ def projected(gradients: BlockGradients, basis: Basis, coordinates: Tensor) -> T
 
 
 def _state(vectors: RowVectors, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a file stores of one side of rows."""
+    """Return the stored state of one side of the rows."""
     if isinstance(vectors, UnitVectors):
         return {"index": vectors.index.to(torch.int32, copy=True), "size": vectors.size}
     assert isinstance(vectors, PlainVectors)  # noqa: S101 (there is no third kind)
-    # Inputs of the first layer are the user's data. A loader may write its next batch into the same memory.
+    # Copy: inputs of the first layer are the user's data, and a loader may write its next batch into the same memory.
     return {"values": vectors.values.to(dtype, copy=True), "last": vectors.last}
 
 
 def _vectors(state: Mapping[str, Any], size: int, dtype: torch.dtype, device: torch.device) -> RowVectors:
-    """Undo `_state`."""
+    """Return one side of the rows from a stored state; the inverse of `_state`."""
     vectors: RowVectors
     if "index" in state:
         index = state["index"].to(device, torch.int64)

@@ -1,4 +1,4 @@
-"""Ways to multiply gradients with the inverse of a block between them, what each costs, and gradients of low rank."""
+"""Ways to compute inner products of gradients with the inverse of a block, their costs, and low-rank gradients."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,12 +13,12 @@ from kfs.factors.per_example import Basis, BlockGradients
 
 @dataclass(frozen=True)
 class Truncated:
-    """Gradients of low rank.
+    """Low-rank approximations of gradients.
 
     Attributes:
-        kept: The best approximation of that rank, by rows.
-        left_out: The Frobenius norm of what was left out, for every example, `[n]`: the root of the sum of squares of
-            its other singular values.
+        kept: The best low-rank approximation of every example's gradient, as rows.
+        left_out: Frobenius norm of the approximation error of every example, `[n]`: the root of the sum of squares of
+            the truncated singular values.
     """
 
     kept: BlockGradients
@@ -26,16 +26,17 @@ class Truncated:
 
 
 def truncated(gradients: BlockGradients, rank: int) -> Truncated:
-    """Keep the leading singular vectors of every example's matrix (of every group's).
+    """Keep the leading singular vectors of every example's gradient matrix, separately for every group.
 
-    Gradients that have no more rows than that are left as they are. If there are fewer rows than coordinates, the
-    matrices are not formed: with QR decompositions of the rows on both sides, the rest is a small matrix.
+    Gradients with at most `rank` rows are returned unchanged. If there are fewer rows than coordinates, the matrices
+    are not formed: after QR decompositions of the rows on both sides, the singular values are those of a small matrix.
     """
     nothing = torch.zeros(gradients.num_data, dtype=gradients.dtype, device=gradients.device)
     if gradients.whole is None and gradients.shared <= rank:
         return Truncated(gradients, nothing)
     groups, d_B, d_A = gradients.layout.matrix_shape
     by_rows = gradients.whole is None and gradients.shared < min(d_A, d_B)
+    # Decompose a few examples at a time to bound the memory.
     step = at_a_time(nothing, 3 * groups * (gradients.shared * (d_A + d_B) if by_rows else d_A * d_B))
     found = []
     for start in range(0, gradients.num_data, step):
@@ -49,7 +50,7 @@ def truncated(gradients: BlockGradients, rank: int) -> Truncated:
 
 
 def _by_rows(gradients: BlockGradients) -> tuple[Tensor, Tensor, Tensor]:
-    """Decompose `G = g^T x` without forming it, `[groups, n, ...]`."""
+    """Return the singular value decomposition of `G = g^T x` without forming it, `[groups, n, ...]`."""
     x = torch.cat([part.x.dense() for part in gradients.parts], 2)
     g = torch.cat([part.g.dense() for part in gradients.parts], 2)
     Q_x, R_x = torch.linalg.qr(x.transpose(2, 3))
@@ -59,22 +60,22 @@ def _by_rows(gradients: BlockGradients) -> tuple[Tensor, Tensor, Tensor]:
 
 
 Way = Literal["rows", "matrices", "rotated", "low rank"]
-# A singular value decomposition of an m x n matrix, m >= n, takes some 10 m n^2 multiplications (Golub & Van Loan).
+# A singular value decomposition of an m x n matrix, m >= n, takes about 10 m n^2 multiplications (Golub & Van Loan).
 _DECOMPOSITION = 10
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the number of operations for one block depends on.
+    """The sizes that determine the number of operations for one block.
 
     Attributes:
         queries: Number of queries.
         train: Number of training data.
-        rows: Rows of each example.
-        columns: `d_A`, coordinates on the input side.
-        matrix_rows: `d_B`, coordinates on the gradient side.
-        groups: Groups of channels.
-        query_rank: How many singular vectors of queries are kept, if they are.
+        rows: Number of rows of each example.
+        columns: `d_A`, the number of coordinates on the input side.
+        matrix_rows: `d_B`, the number of coordinates on the gradient side.
+        groups: Number of groups of channels.
+        query_rank: Number of singular vectors of queries to keep; zero without compression.
     """
 
     queries: int
@@ -87,33 +88,33 @@ class Sizes:
 
     @classmethod
     def of(cls, gradients: BlockGradients, queries: int, train: int, query_rank: int = 0) -> "Sizes":
-        """Count rows and coordinates of a block; training data are taken to have as many rows."""
+        """Return the sizes of a block, assuming that training data have as many rows as the given gradients."""
         groups, d_B, d_A = gradients.layout.matrix_shape
         return cls(queries, train, max(gradients.shared, 1), d_A, d_B, groups, query_rank)
 
     @property
     def numbers(self) -> int:
-        """How many numbers a gradient has."""
+        """Number of entries of a gradient."""
         return self.groups * self.columns * self.matrix_rows
 
     @property
     def rotation_of_rows(self) -> int:
-        """Multiplications to multiply the rows of a gradient with a matrix on each side."""
+        """Number of multiplications to multiply the rows of a gradient by a matrix on each side."""
         return self.rows * self.groups * (self.columns**2 + self.matrix_rows**2)
 
     @property
     def rotation_of_matrices(self) -> int:
-        """Multiplications to multiply the matrix of a gradient with a matrix on each side."""
+        """Number of multiplications to multiply the matrix of a gradient by a matrix on each side."""
         return self.numbers * (self.columns + self.matrix_rows)
 
 
 @dataclass(frozen=True)
 class Work:
-    """How many multiplications the scores of a block take.
+    """Number of multiplications for the scores of a block.
 
     Attributes:
-        queries: To multiply the gradients of queries with the inverse, once.
-        train: To bring the gradients of training data into the right form, in every pass over them.
+        queries: To multiply the gradients of queries by the inverse, once.
+        train: To convert the gradients of training data, in every pass over them.
         products: For the inner products of all pairs.
     """
 
@@ -123,16 +124,16 @@ class Work:
 
     @property
     def total(self) -> int:
-        """All of them, if there is one pass over the training data."""
+        """Number of multiplications with one pass over the training data."""
         return self.queries + self.train + self.products
 
 
 def work(way: Way, sizes: Sizes) -> Work:
-    """Return how many multiplications all scores of a block take in one of the ways.
+    """Return the number of multiplications for all scores of a block, by phase.
 
     Args:
-        way: Which one.
-        sizes: Numbers of examples and coordinates.
+        way: How gradients are multiplied.
+        sizes: Numbers of examples, rows and coordinates.
     """
     Q = sizes.queries
     N = sizes.train
@@ -153,7 +154,7 @@ def work(way: Way, sizes: Sizes) -> Work:
 
 
 def multiplications(way: Way, sizes: Sizes) -> int:
-    """Return how many multiplications all scores of a block take in one of the ways, in one pass.
+    """Return the number of multiplications for all scores of a block, with one pass over the training data.
 
     Example:
         >>> sizes = Sizes(queries=297, train=1500, rows=1, columns=257, matrix_rows=256)
@@ -165,12 +166,12 @@ def multiplications(way: Way, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Chosen:
-    """How gradients of one block are multiplied.
+    """The chosen way to multiply gradients of one block.
 
     Attributes:
         way: One of the ways.
-        structure: The block's inverse.
-        query_rank: How many singular vectors of queries are kept, for `"low rank"`.
+        structure: The inverse of the block.
+        query_rank: Number of singular vectors of queries to keep, for `"low rank"`.
     """
 
     way: Way
@@ -178,31 +179,31 @@ class Chosen:
     query_rank: int = 0
 
     def of_queries(self, gradients: BlockGradients) -> BlockGradients:
-        """Multiply gradients of queries with the inverse."""
+        """Multiply gradients of queries by the inverse."""
         if self.way == "rows":
             return gradients.multiplied(self.structure)
         if self.way == "matrices":
             return gradients.multiplied(self.structure).formed()
         if self.way == "low rank":
             return truncated(gradients.multiplied(self.structure), self.query_rank).kept
-        assert isinstance(self.structure, Basis)  # noqa: S101 (others have no basis)
+        assert isinstance(self.structure, Basis)  # noqa: S101 (by `choose`)
         inside = rotated(gradients, self.structure).dense()
         return replace(gradients, uses=(), whole=inside * self.structure.values)
 
     def of_train(self, gradients: BlockGradients, keep_rows: bool = False) -> BlockGradients:
-        """Return gradients of training data such that inner products with those of queries are scores.
+        """Convert gradients of training data, so that inner products with the result of `of_queries` are scores.
 
         Args:
             gradients: The gradients.
-            keep_rows: Whether rows have to stay rows, even if matrices take fewer operations.
+            keep_rows: Whether rows must stay rows, even if matrices take fewer operations.
         """
         if self.way != "rotated":
             return gradients
-        assert isinstance(self.structure, Basis)  # noqa: S101 (as above)
+        assert isinstance(self.structure, Basis)  # noqa: S101 (by `choose`)
         return gradients.rotated(self.structure) if keep_rows else rotated(gradients, self.structure)
 
     def bytes_of(self, gradients: BlockGradients) -> int:
-        """Return how many bytes are kept for each query."""
+        """Return the number of bytes per query."""
         numbers = gradients.numbers
         if self.way == "rows":
             numbers = sum(part.stored for part in gradients.parts)
@@ -219,14 +220,14 @@ def choose(
     query_rank: int | None = None,
     rotate: bool = True,
 ) -> Chosen:
-    """Choose the way that takes fewest multiplications for a block.
+    """Choose the way with the fewest multiplications for a block.
 
     Args:
-        structure: The block's inverse.
-        gradients: Some of the queries' gradients. Those of training data are taken to have as many rows.
+        structure: The inverse of the block.
+        gradients: Gradients of some queries. Training data are assumed to have as many rows.
         queries: Number of queries.
         train: Number of training data.
-        query_rank: How many singular vectors of queries may be kept, where that takes fewer multiplications.
+        query_rank: Number of singular vectors of queries to keep, if that takes fewer multiplications; `None` for all.
         rotate: Whether gradients of training data may be rotated.
     """
     sizes = Sizes.of(gradients, queries, train, query_rank or 0)
@@ -241,7 +242,7 @@ def choose(
 
 
 def rotated(gradients: BlockGradients, basis: Basis) -> BlockGradients:
-    """Rotate gradients into a basis: their rows, or their matrices if that takes fewer operations."""
+    """Rotate gradients into a basis, as rows or as matrices, whichever takes fewer operations."""
     sizes = Sizes.of(gradients, 0, 0)
     by_rows = sizes.rotation_of_rows <= sizes.rotation_of_matrices
     return (gradients if by_rows else gradients.formed()).rotated(basis)

@@ -1,8 +1,8 @@
 """The Laplace approximation: a normal distribution over parameters, from the curvature of a trained model's loss.
 
-`posterior` and the functions beside it work for every model and loss that KFAC covers: `posterior(...).predict(X)`
-returns mean and covariance of a regression, or probabilities of classes. `Backend` gives this library's curvature to
-laplace-torch, which has other predictives and samplers.
+`posterior` and the other functions work for every model and loss that KFAC covers. `posterior(...).predict(X)` returns
+mean and covariance for regression, and class probabilities for classification. `Backend` provides this library's
+curvature to laplace-torch, which has further predictive distributions and samplers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Make the backend when it is used first: laplace-torch is needed for it, and takes seconds to import."""
+    """Create `Backend` on first use, because it needs laplace-torch, which takes seconds to import."""
     if name == "Backend":
         globals()[name] = made = make_backend()
         return made

@@ -1,4 +1,4 @@
-"""Curvature for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`."""
+"""A curvature backend for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,92 +19,92 @@ from kfs.problem.risk import EmpiricalRisk
 
 
 class SingleBatchSource:
-    """Data that are handed over one batch at a time, each right before it is asked for."""
+    """Iterable data with a single batch, which the owner replaces before every `next`."""
 
     def __init__(self) -> None:
         self.batch: tuple[Any, Tensor] | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the batch that was handed over last, for as long as somebody asks."""
+        """Yield the current batch, without end."""
         while True:
-            assert self.batch is not None  # noqa: S101 (nobody asks before it is there)
+            assert self.batch is not None  # noqa: S101 (set before the first `next`)
             yield self.batch
 
 
 class ByBatch(ABC):
-    """Computes something for each batch that it is given, by one pass.
+    """Base class for quantities that are computed batch by batch within one pass over the data.
 
     Args:
         model: The model.
         loss: A loss module.
-        names: The parameters to consider.
-        settings: Which curvature matrix, and how.
+        names: Names of the parameters to consider.
+        settings: Settings of the curvature.
 
     Attributes:
-        names: The parameters that are considered.
-        settings: Which curvature matrix, and how.
+        names: Names of the considered parameters.
+        settings: Settings of the curvature.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module, names: Sequence[str], settings: Settings) -> None:
-        self._handed = SingleBatchSource()
-        self._risk = EmpiricalRisk(model, loss, self._handed, names, progress=False)
+        self._source = SingleBatchSource()
+        self._risk = EmpiricalRisk(model, loss, self._source, names, progress=False)
         self.settings = settings
         self.names = names
         self._pass: Iterator[Any] | None = None
-        self._predictions: Tensor | None = None  # of the last batch, until somebody asks for its loss
+        self._predictions: Tensor | None = None  # predictions for the last batch, until `loss` is called
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the pass, which cannot be copied; a copy begins another one."""
+        """Copy without the pass, which is a generator. A copy starts a new pass."""
         return self.__dict__ | {"_pass": None, "_predictions": None}
 
     def loss(self, loss: nn.Module, y: Tensor) -> Tensor:
-        """Return the loss of the batch that was given last, once: predictions are those of its pass."""
+        """Return the loss of the last batch from the predictions of its pass. Call this once per batch."""
         f, self._predictions = self._predictions, None
         with torch.no_grad():
             value: Tensor = loss(f, y)
         return value
 
-    def _see(self, f: Tensor) -> None:
-        """Keep the predictions of a batch."""
+    def _keep_predictions(self, f: Tensor) -> None:
         self._predictions = f
 
     @abstractmethod
     def _begin(self) -> Iterator[Any]:
-        """Return a pass over data that are handed over."""
+        """Return a new pass over the batches of the source."""
 
     def _next(self, x: Any, y: Tensor) -> Any:
-        """Run the pass for one batch, and return what it yields."""
+        """Run the pass for one batch, and return the item that it yields."""
         if self._pass is None:
             self._pass = self._begin()
-        # Inputs in a tuple are the arguments of the model, whatever they are.
-        self._handed.batch = ((x,), y)
+        # A tuple of inputs is the tuple of the model's arguments, so that `x` may have any type.
+        self._source.batch = ((x,), y)
         try:
             with torch.enable_grad():
                 return next(self._pass)
         except BaseException:
-            self._pass = None  # it has ended
+            self._pass = None  # an exception ends a generator
             raise
 
     def _reduction_factor(self, y: Tensor) -> float:
-        """Return what the loss multiplies the sum over a batch with."""
+        """Return the factor of the loss in front of the sum over a batch."""
         return self._risk.loss.reduction_factor(len(y))
 
 
 class FactorsByBatch(ByBatch):
-    """Computes the sums behind Kronecker factors for each batch."""
+    """Computes the sums of Kronecker factors for each batch."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the pass and what belongs to it."""
+        """Copy without the pass, its sums and its progress."""
         return {name: value for name, value in super().__getstate__().items() if name not in {"_sums", "_progress"}}
 
     def _begin(self) -> Iterator[Any]:
-        """Return a pass that adds to sums."""
+        """Return a pass that accumulates sums."""
         self._sums = ResetSums(self.settings)
         self._progress = Progress()
-        return passes(self._risk, self._sums, self.settings, "factors", self._progress, pausing=True, seen=self._see)
+        keep = self._keep_predictions
+        return passes(self._risk, self._sums, self.settings, "factors", self._progress, pausing=True, seen=keep)
 
     def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
-        """Return the blocks of one batch, by name. Their sums are those of the next batch as soon as there is one.
+        """Return the blocks of one batch, by name. The next call overwrites their sums.
 
         Raises:
             ModelError: If a parameter is not covered.
@@ -122,35 +122,35 @@ class FactorsByBatch(ByBatch):
 
 
 class ColumnsByBatch(ByBatch):
-    """Computes gradients of vectors whose outer products sum up to the curvature, for each batch."""
+    """Computes per-example gradients of each batch. The sum of their outer products is the curvature."""
 
-    _num_seen = 0  # data that labels were drawn for: further data have draws of their own
+    _num_seen = 0  # number of examples so far, so that every example has its own random labels
 
     def _begin(self) -> Iterator[Any]:
         """Return a pass that yields gradients."""
 
         def vectors(f: Tensor, y: Tensor) -> Iterable[Tensor]:
-            self._see(f)
+            self._keep_predictions(f)
             return backpropagated_vectors(self._risk.loss, f, y, self.settings, self._num_seen, 1)
 
         return per_datum_columns(self._risk, vectors, uncovered="autograd")
 
     def columns(self, x: Any, y: Tensor) -> list[GradientBatch]:
-        """Return the gradients of one batch, for one column after the other."""
+        """Return the gradients of one batch, as a list over columns of the factor in prediction space."""
         found: list[GradientBatch] = self._next(x, y)
         self._num_seen += len(y)
         return found
 
     def scale(self, y: Tensor) -> float:
-        """Return what the sum of outer products is multiplied with."""
+        """Return the factor in front of the sum of outer products."""
         return self._reduction_factor(y)
 
 
 class ResetSums(FactorSums):
-    """Sums for Kronecker factors that start anew with every batch, in the same memory."""
+    """Sums for Kronecker factors that can be reset to zero in place."""
 
     def reset(self) -> None:
-        """Forget all data."""
+        """Set all sums and counts to zero, without new memory."""
         for block in self.blocks.values():
             for role in block.roles.values():
                 role.counted = role.positions = 0.0
@@ -165,13 +165,14 @@ _WAY_OUT = "Use kfs.laplace.posterior(kfs.KFAC(risk), risk, prior_precision), wh
 
 
 class BackendMethods:
-    """What laplace-torch asks a backend for, with curvature of this library.
+    """The interface of a laplace-torch backend, with this library's curvature.
 
-    It is combined with `laplace.curvature.GGNInterface`, which has Jacobians and the constructor. Factors come from the
-    exact Fisher, or from labels that are drawn, `backend_kwargs={"stochastic": True, "num_samples": 1}`.
+    The class is combined with `laplace.curvature.GGNInterface`, which provides Jacobians and the constructor. Factors
+    are computed from the exact Fisher, or from sampled labels with
+    `backend_kwargs={"stochastic": True, "num_samples": 1}`.
     """
 
-    # What GGNInterface sets.
+    # Attributes that GGNInterface sets.
     model: nn.Module
     lossfunc: nn.Module
     factor: float
@@ -190,8 +191,8 @@ class BackendMethods:
         Args:
             x: Inputs.
             y: Targets.
-            N: Number of all data.
-            **settings: Those of `kfs.KFAC`, such as `sharing`, from `asdl_fisher_kwargs` of laplace-torch.
+            N: Number of examples in all batches.
+            **settings: Settings of `kfs.KFAC`, such as `sharing`, from `asdl_fisher_kwargs` of laplace-torch.
 
         Raises:
             ModelError: If a parameter is not covered, or its curvature is not one Kronecker product.
@@ -205,7 +206,7 @@ class BackendMethods:
         return self._loss(self._factors, y), import_module("laplace.utils").Kron(factors)
 
     def diag(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
-        """Return the loss of a batch, and the exact diagonal of its GGN, or of an estimate by labels that are drawn."""
+        """Return the loss of a batch, and the diagonal of its GGN, exact or estimated with sampled labels."""
         gradients = self._by_column()
         columns, scale = self._columns(gradients, x, y)
         first = next(iter(columns[0].blocks.values()))
@@ -219,7 +220,7 @@ class BackendMethods:
         return self._loss(gradients, y), self._chosen(scale * flat).to(self.params[0].dtype)
 
     def full(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
-        """Return the loss of a batch, and its GGN, or an estimate by labels that are drawn."""
+        """Return the loss of a batch, and its dense GGN, exact or estimated with sampled labels."""
         gradients = self._by_column()
         columns, scale = self._columns(gradients, x, y)
         total: Tensor | None = None
@@ -230,36 +231,36 @@ class BackendMethods:
         return self._loss(gradients, y), (scale * total).to(self.params[0].dtype)
 
     def _names(self) -> list[str]:
-        """Return the names of the parameters that are asked for, in their order."""
+        """Return the names of the requested parameters, in the order of `params`."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         return [names[id(p)] for p in self.params]
 
     def _by_column(self) -> ColumnsByBatch:
-        """Return what computes gradients of vectors."""
+        """Return the cached `ColumnsByBatch`; create a new one if settings have changed."""
         settings = Settings(fisher="mc" if self.stochastic else "type-2", mc_samples=self.num_samples)
         if self._gradients is None or self._gradients.settings != settings:
             self._gradients = ColumnsByBatch(self.model, self.lossfunc, self._names(), settings)
         return self._gradients
 
     def _columns(self, gradients: ColumnsByBatch, x: Any, y: Tensor) -> tuple[list[GradientBatch], float]:
-        """Return gradients of vectors for one column after the other, and what their outer products are scaled with."""
-        # Their library divides the square loss by two.
+        """Return the gradients of a batch as a list over columns, and the factor in front of their outer products."""
+        # `factor` is one half for the square loss, which laplace-torch divides by two.
         return gradients.columns(x, y), self.factor * gradients.scale(y)
 
     def _chosen(self, t: Tensor) -> Tensor:
-        """Return the parameters of a subnetwork, on the last axis; all if none is chosen."""
+        """Select the parameters of the subnetwork on the last axis; without a subnetwork, return `t`."""
         return t if self.subnetwork_indices is None else t[..., self.subnetwork_indices]
 
     def _loss(self, seen: ByBatch, y: Tensor) -> Tensor:
-        """Return the negative log-likelihood of the last batch, for noise of one."""
+        """Return the negative log-likelihood of the last batch, for noise with unit variance."""
         return self.factor * seen.loss(self.lossfunc, y)
 
 
 def _sum_of_squares(columns: Sequence[BlockGradients]) -> Tensor:
-    """Sum squared gradients of all columns over data, `[1, groups, d_B, d_A]`."""
+    """Sum squared gradients over columns and examples, `[1, groups, d_B, d_A]`."""
     first = columns[0]
     if len(first.uses) == 1 and first.whole is None and first.shared == 1:
-        # The square of an outer product is the outer product of squares, and columns have the same inputs.
+        # The square of an outer product is the outer product of squares, and all columns have the same inputs.
         x = first.parts[0].x.dense().squeeze(2).square()
         g = sum(column.parts[0].g.dense().squeeze(2).square() for column in columns)
         assert isinstance(g, Tensor)  # noqa: S101 (there are columns)
@@ -273,54 +274,56 @@ def _sum_of_squares(columns: Sequence[BlockGradients]) -> Tensor:
 def _kron_factors(
     name: str, blocks: Mapping[str, Block], num_data: int, factor: float, num_all_data: int
 ) -> list[Tensor]:
-    """Return the factors of a parameter as laplace-torch's `Kron` has them: for rows, and for all other axes.
+    """Return the factors of a parameter in the format of laplace-torch's `Kron`: for rows, and for all other axes.
 
-    Kron adds the factors of all batches. So the first one has a sum over data, and the second one is divided by the
-    number of all data.
+    `Kron` adds the factors of all batches. Therefore the first factor is a sum over examples, and the second factor is
+    divided by the number of examples in all batches.
 
     Args:
         name: Name of the parameter.
         blocks: Blocks of the batch, by name.
         num_data: Number of examples in the batch.
-        factor: What their library multiplies the loss with.
-        num_all_data: Number of all data.
+        factor: Factor that laplace-torch multiplies the loss by.
+        num_all_data: Number of examples in all batches.
 
     Raises:
-        ModelError: If the curvature of the parameter is not one such product.
+        ModelError: If the curvature of the parameter is not a single Kronecker product of this kind.
     """
     block = blocks.get(name)
     if block is None:
-        raise ModelError(f"Rows of {name!r} have Kronecker products of their own, and Kron holds one.", _WAY_OUT)
+        raise ModelError(f"Rows of {name!r} have Kronecker products of their own, but Kron stores only one.", _WAY_OUT)
     layout = block.layout
     if layout.groups > 1:
         raise ModelError(
-            f"{name!r} has {layout.groups} groups of channels, each with a Kronecker product of its own, and Kron "
-            "holds one for all.",
+            f"{name!r} has {layout.groups} groups of channels, each with a Kronecker product of its own, but Kron "
+            "stores only one.",
             _WAY_OUT,
         )
-    # `A` is a sum over data, and `B` an average. Numbers are multiplied before factors are, which may be large.
+    # `A` is a sum over examples, and `B` an average. Multiply scalars first, because the factors may be large.
     A, B = (_dense(block.sums.side_total("A")), _dense(block.sums.side_total("B")))
     scale_A = block.scale("A")
     scale_B = factor * block.scale("B")
     axes = len(layout.shape)
+    # A bias or another vector has a single factor.
     if axes == 1:
         return [A * (scale_A * scale_B * B)]
     if layout.split == 1 and layout.order == tuple(range(axes)):
         return [num_data * scale_B * B, scale_A / num_all_data * A]
-    if axes == 2:  # a transposed weight, as embeddings and Conv1D of transformers have it
+    if axes == 2:  # a transposed weight, as in embeddings and in Conv1D of transformers
         return [scale_A * A, num_data * scale_B / num_all_data * B]
     raise ModelError(
-        f"{name!r} has a Kronecker product whose sides are not its rows and the rest, as Kron has it.", _WAY_OUT
+        f"{name!r} has a Kronecker product with sides that are not its rows and its other axes, as Kron needs.",
+        _WAY_OUT,
     )
 
 
 def _dense(total: Tensor) -> Tensor:
-    """Return a factor without its groups, of which there is one, as a matrix."""
+    """Return a factor with a single group as a matrix."""
     return torch.diag(total[0]) if total.ndim == 2 else total[0]
 
 
 def make_backend() -> type:
-    """Return the class for `backend=` of laplace-torch.
+    """Create the class for the argument `backend=` of laplace-torch.
 
     Raises:
         ModelError: If laplace-torch is not installed.

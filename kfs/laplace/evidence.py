@@ -1,4 +1,4 @@
-"""The marginal likelihood of the data as a function of the prior, and the prior that maximizes it."""
+"""The marginal likelihood of the data as a function of the prior, and its maximization."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,10 +27,10 @@ from kfs.problem.whole_parameters import whole
 
 @dataclass(frozen=True)
 class BlockSpectrum:
-    """What the marginal likelihood depends on in one block.
+    """The numbers of one block that determine the marginal likelihood.
 
     Attributes:
-        eigenvalues: Those of the log-likelihood's negative curvature, in float64, not negative.
+        eigenvalues: Eigenvalues of the negative curvature of the log-likelihood, in float64 and not negative.
         squared_norm: Sum of squared parameters.
     """
 
@@ -38,19 +38,19 @@ class BlockSpectrum:
     squared_norm: float
 
     def log_determinant_ratio(self, prior: float | Tensor) -> Tensor:
-        """Return the logarithm of the posterior precision's determinant over that of the prior's."""
-        # In this form, small eigenvalues are not lost beside a large prior.
+        """Return the log determinant of the posterior precision minus the log determinant of the prior precision."""
+        # `log1p` keeps the digits of eigenvalues that are small compared to the prior.
         return (self.eigenvalues / prior).log1p().sum()
 
     def effective_number(self, prior: float) -> float:
-        """Return how many parameters the data determine rather than the prior: the sum of `v / (v + prior)`."""
+        """Return the effective number of parameters, which the data determine: the sum of `v / (v + prior)`."""
         return float((self.eigenvalues / (self.eigenvalues + prior)).sum())
 
 
 def decomposed(K: BlockDiagonal, scale: float) -> BlockDiagonal:
-    """Return a multiple of the curvature, by eigenvalues and eigenvectors where blocks are Kronecker products.
+    """Return the curvature times `scale`, with Kronecker products as eigenvalues and eigenvectors.
 
-    Factors of KFAC remember their decompositions, so that this takes no time the second time.
+    Factors of KFAC cache their decompositions, so that a second call takes no time.
     """
     stacks = [Stack(stack.layouts, stack.apply(_decomposed).scaled(scale)) for stack in K.stacks]
     return BlockDiagonal(K.domain, stacks).called(f"curvature of the log-likelihood, {type(K).__name__}", K.of)
@@ -64,11 +64,11 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
     """Return the spectrum of each block, by name.
 
     Args:
-        curvature: That of the log-likelihood.
+        curvature: The curvature of the log-likelihood.
         params: The parameters, by name.
 
     Raises:
-        SolverError: If a block has a negative eigenvalue, which is not that of round-off.
+        SolverError: If a block has a negative eigenvalue that is too large to be round-off.
     """
     columns = {name: whole(p.detach()).double().unsqueeze(0) for name, p in params.items()}
     found: dict[str, BlockSpectrum] = {}
@@ -88,7 +88,7 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
 
 
 def _round_off(values: Tensor) -> Tensor:
-    """Return a bound on the errors of eigenvalues, `[stack]`: those of sums grow with the number of examples."""
+    """Return a generous bound on the errors of eigenvalues, `[stack]`; errors of sums grow with the number of terms."""
     largest = values.abs().amax(1).double()
     bound: Tensor = largest * torch.finfo(values.dtype).eps ** 0.5
     return bound
@@ -96,7 +96,8 @@ def _round_off(values: Tensor) -> Tensor:
 
 _MOST_ROUNDS = 1_000
 _TOLERANCE = 1e-10
-# With more effective parameters than this share of the targets, the noise is more than 1.4 times the residuals.
+# Warn if there are more effective parameters than this share of the targets: then the noise is more than 1.4 times the
+# residuals.
 _MOST_EFFECTIVE = 0.5
 
 
@@ -113,17 +114,17 @@ def log_marginal_likelihood(
     Args:
         K: The curvature of the risk: `KFAC`, `EKFAC`, or another operator with blocks.
         risk: Model, loss and data.
-        prior_precision: One over the variance of the prior, whose mean is zero: one number, or one for every block, by
+        prior_precision: Inverse variance of the prior, which has mean zero: one number, or one for every block, by
             name. The result is differentiable with respect to tensors.
         noise: Standard deviation of targets, for regression.
-        temperature: What the log-likelihood is divided by.
+        temperature: Divisor of the log-likelihood.
 
     Returns:
-        A number, in float64. Constants that the loss leaves out (of Poisson regression, for instance) are not there.
+        A scalar in float64. It lacks the constants that the loss omits, for example in Poisson regression.
 
     Raises:
-        ModelError: If parameters, loss or data are not those of the curvature, a prior precision is not positive, or
-            noise is missing.
+        ModelError: If parameters, loss or data differ from those of the curvature, a prior precision is not positive,
+            or noise is missing.
         SolverError: If the curvature has a negative eigenvalue.
 
     Example:
@@ -146,20 +147,20 @@ def log_marginal_likelihood(
 
 
 def _shared_with_ranks(risk: object) -> AbstractContextManager[None]:
-    """Return a context whose errors reach the processes that share a risk, and compute its value afterwards."""
+    """Return a context that raises on all ranks of a risk if one of them raises."""
     return risk.ranks.agreed("kfs.laplace", is_short=True) if isinstance(risk, EmpiricalRisk) else nullcontext()
 
 
 def evidence(
     curvature: BlockDiagonal, risk: EmpiricalRisk, priors: Mapping[str, Number], likelihood: Likelihood
 ) -> Tensor:
-    """Return the log marginal likelihood; see above.
+    """Return the log marginal likelihood; see `log_marginal_likelihood`.
 
     Args:
-        curvature: That of the log-likelihood.
+        curvature: The curvature of the log-likelihood.
         risk: Model, loss and data.
-        priors: The prior precision of each block.
-        likelihood: What else the log-likelihood depends on.
+        priors: The prior precision of each block, by name.
+        likelihood: Noise and temperature of the log-likelihood.
     """
     found = spectra(curvature, risk.params)
     terms = [
@@ -171,7 +172,7 @@ def evidence(
 
 
 def log_likelihood(risk: EmpiricalRisk, likelihood: Likelihood) -> float:
-    """Return the logarithm of the data's likelihood, at the parameters as they are."""
+    """Return the log-likelihood of the data at the current parameters."""
     criteria = risk.value() / risk.reduction_factor
     normalization = 0.0
     if likelihood.noise is not None:
@@ -181,7 +182,7 @@ def log_likelihood(risk: EmpiricalRisk, likelihood: Likelihood) -> float:
 
 
 def _num_targets(risk: EmpiricalRisk) -> int:
-    """Return how many numbers are predicted, of all data together."""
+    """Return the number of predicted values, summed over all examples and ranks."""
     with risk.ranks.agreed("counting targets"):
         own = sum(batch.y.numel() for batch in risk.batches())
         return sum(risk.ranks.gather("counting targets", own))
@@ -195,23 +196,23 @@ def tune_prior(
     noise: float | None = None,
     temperature: float = 1.0,
 ) -> float | dict[str, float]:
-    """Find the prior precision with the largest marginal likelihood.
+    """Return the prior precision that maximizes the marginal likelihood.
 
     Args:
         K: The curvature of the risk.
         risk: Model, loss and data.
-        per_block: Whether every block has a prior of its own.
-        noise: Standard deviation of targets, for regression. `tune_prior_and_noise` finds it, too.
-        temperature: What the log-likelihood is divided by.
+        per_block: Whether every block has its own prior precision.
+        noise: Standard deviation of targets, for regression. `tune_prior_and_noise` can find it.
+        temperature: Divisor of the log-likelihood.
 
     Returns:
-        The precision, or one for each block, by name.
+        The precision, or a dictionary with the precision of each block, by name.
 
     Raises:
-        SolverError: If there is no largest one: parameters are all zero, or there is no curvature.
-        ModelError: As `log_marginal_likelihood` raises it.
+        SolverError: If there is no maximum, because all parameters are zero, or there is no curvature.
+        ModelError: As in `log_marginal_likelihood`.
     """
-    # Nothing but blocks with owners makes processes wait for each other here, so that others need not be told.
+    # Ranks communicate here only for blocks with owner ranks, so errors need not reach the ranks of the risk.
     with K.ranks.agreed("kfs.laplace.tune_prior") if isinstance(K, BlockDiagonal) else nullcontext():
         check_curvature(K)
         check_risk(K, risk)
@@ -220,39 +221,40 @@ def tune_prior(
 
 
 def best_priors(found: Mapping[str, BlockSpectrum], per_block: bool) -> float | dict[str, float]:
-    """Return the prior precisions with the largest marginal likelihood, given the spectrum of each block."""
+    """Return the prior precisions that maximize the marginal likelihood, given the spectrum of each block."""
     if per_block:
         return {name: _best_prior([block], f"block {name!r}") for name, block in found.items()}
     return _best_prior(found.values(), "the model")
 
 
 def _best_prior(blocks: Iterable[BlockSpectrum], what: str) -> float:
-    """Return the prior precision at which effective parameters and those of the prior balance."""
+    """Return the prior precision at which the derivative of the marginal likelihood is zero."""
     parts = list(blocks)
     values = torch.cat([block.eigenvalues.cpu() for block in parts])
-    # Eigenvalues of round-off are no curvature.
+    # Drop eigenvalues that are only round-off.
     values = values[values > values.numel() * torch.finfo(values.dtype).eps * values.amax()]
     squared_norm = sum(block.squared_norm for block in parts)
     if not len(values):
         raise SolverError(
-            f"There is no curvature in {what}, so that no prior is best.", "Choose a prior precision, for every block."
+            f"There is no curvature in {what}, so no prior precision is optimal.",
+            "Choose a prior precision for every block.",
         )
     if not squared_norm:
         raise SolverError(
-            f"The parameters of {what} are zero, so that no prior is precise enough.",
-            "Choose a prior precision, for every block.",
+            f"The parameters of {what} are zero, so the optimal prior precision is infinite.",
+            "Choose a prior precision for every block.",
         )
 
     def excess(log_prior: float) -> float:
         prior = exp(log_prior)
         return float((values / (values + prior)).sum()) - prior * squared_norm
 
-    # No more than all parameters are effective.
+    # The upper bound follows because at most all parameters are effective.
     return exp(_root(excess, log(len(values) / squared_norm)))
 
 
 def _root(function: Callable[[float], float], upper: float) -> float:
-    """Return where a falling function is zero, by bisection; at the upper end, it is not positive."""
+    """Find the zero of a decreasing function by bisection. The function must not be positive at the upper end."""
     step = 1.0
     lower = upper - step
     while function(lower) < 0:
@@ -268,36 +270,39 @@ def _root(function: Callable[[float], float], upper: float) -> float:
 def tune_prior_and_noise(
     K: BlockDiagonal, risk: EmpiricalRisk, *, per_block: bool = False
 ) -> tuple[float | dict[str, float], float]:
-    r"""Find the prior precision and the noise of a regression that have the largest marginal likelihood, in turn.
+    r"""Return the prior precision and the noise that maximize the marginal likelihood of a regression.
 
-    The best noise for a prior solves $\sigma^2 = \sum_n \|f_n - y_n\|^2 / (n - \gamma)$, where $n$ counts all numbers
-    that are predicted, and $\gamma$ is the effective number of parameters. The exact curvature has at most $n$
-    eigenvalues that are not zero. Kronecker products have more, so that $\gamma$ is overestimated if there are more
-    parameters than data, and so is the noise. `KfsWarning` says so if $\gamma$ is more than half of $n$.
+    Both are optimized in turn. The optimal noise for a given prior solves
+    $\sigma^2 = \sum_n \|f_n - y_n\|^2 / (n - \gamma)$, where $n$ is the number of all predicted values, and $\gamma$ is
+    the effective number of parameters. The exact curvature has at most $n$ nonzero eigenvalues, but Kronecker products
+    have more. Hence, if there are more parameters than data, $\gamma$ and the noise are overestimated. A `KfsWarning`
+    is issued if $\gamma$ is more than half of $n$.
 
     Args:
         K: The curvature of the risk.
         risk: Model, loss and data.
-        per_block: Whether every block has a prior of its own.
+        per_block: Whether every block has its own prior precision.
 
     Returns:
-        Prior precision and noise, as the other functions take them.
+        Prior precision and noise, in the format of the arguments of `posterior`.
 
     Raises:
-        ModelError: If the loss is not that of a regression.
-        SolverError: If there is no best noise: every example is met exactly, or the search does not converge.
+        ModelError: If the loss is not for regression.
+        SolverError: If there is no optimal noise: the model predicts all targets exactly, or the search does not
+            converge.
     """
     with _shared_with_ranks(risk):
         check_curvature(K)
         check_risk(K, risk)
         if not is_regression(risk):
-            raise ModelError(f"{risk.loss.name} has no noise that one could choose.", "Use kfs.laplace.tune_prior.")
+            raise ModelError(f"{risk.loss.name} has no noise parameter.", "Use kfs.laplace.tune_prior.")
     criteria = risk.value() / risk.reduction_factor
     num_targets = _num_targets(risk)
     if not criteria:
-        raise SolverError("The model meets all targets exactly, so that no noise is small enough.", "Choose noise=.")
+        raise SolverError("The model predicts all targets exactly, so the optimal noise is zero.", "Choose noise=.")
+    # Decompose once, for unit noise. Other noise only scales the eigenvalues.
     unit = spectra(decomposed(K, likelihood_of(K, risk, 1.0).scale), risk.params)
-    # Start with residuals as if no parameter had been fitted.
+    # Start with the variance of the residuals, as if no parameter were effective.
     log_variance = log(2 * criteria / num_targets)
     for _ in range(_MOST_ROUNDS):
         scaled = {name: _divided(block, exp(log_variance)) for name, block in unit.items()}
@@ -309,13 +314,13 @@ def tune_prior_and_noise(
             _warn_of_overestimate(noise, (2 * criteria / num_targets) ** 0.5)
             return priors, noise
     raise SolverError(
-        f"Prior and noise have not settled after {_MOST_ROUNDS} rounds.",
-        "Choose one of them: see noise= of kfs.laplace.tune_prior.",
+        f"Prior and noise have not converged after {_MOST_ROUNDS} rounds.",
+        "Choose the noise, and use kfs.laplace.tune_prior(K, risk, noise=...).",
     )
 
 
 def _warn_of_overestimate(noise: float, residual: float) -> None:
-    """Warn if most of the noise is not in the residuals, which is due to the number of effective parameters.
+    """Warn if the noise is much larger than the residuals, because of the effective number of parameters.
 
     Args:
         noise: The noise with the largest marginal likelihood.
@@ -325,11 +330,11 @@ def _warn_of_overestimate(noise: float, residual: float) -> None:
     share = 1 - (residual / noise) ** 2
     if share > _MOST_EFFECTIVE:
         warn(
-            f"The noise is probably overestimated: it is {noise:.3g}, and residuals have a root mean square of "
-            f"{residual:.3g}. The effective number of parameters is {share:.0%} of the number of targets, and "
-            "approximate curvature has more of them than the data determine. Compare with noise="
-            f"{residual:.3g} and kfs.laplace.tune_prior(K, risk, noise={residual:.3g}) on data that were not trained "
-            "on: posterior.predict(X, noise=True) has mean and variance.",
+            f"The noise is probably overestimated: it is {noise:.3g}, but the residuals have a root mean square of "
+            f"{residual:.3g}. The effective number of parameters is {share:.0%} of the number of targets. Approximate "
+            "curvature has more effective parameters than the data determine. Compare with noise="
+            f"{residual:.3g} and kfs.laplace.tune_prior(K, risk, noise={residual:.3g}) on held-out data: "
+            "posterior.predict(X, noise=True) returns mean and variance.",
             KfsWarning,
             stacklevel=3,
         )
@@ -342,7 +347,7 @@ def _divided(block: BlockSpectrum, variance: float) -> BlockSpectrum:
 def _best_log_variance(
     unit: Mapping[str, BlockSpectrum], priors: float | Mapping[str, float], criteria: float, num_targets: int
 ) -> float:
-    """Return the logarithm of the best variance of targets, given priors."""
+    """Return the logarithm of the optimal variance of targets for given priors."""
 
     def excess(log_variance: float) -> float:
         variance = exp(log_variance)
@@ -352,7 +357,7 @@ def _best_log_variance(
         )
         return 2 * criteria / variance + effective - num_targets
 
-    # A variance that is too small has an excess that is positive. Look for one that is large enough.
+    # The excess is positive if the variance is too small. Increase the upper bound until it is large enough.
     upper = log(2 * criteria / num_targets)
     while excess(upper) > 0:
         upper += 1.0

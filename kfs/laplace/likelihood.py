@@ -1,13 +1,13 @@
-r"""From the curvature of a risk to that of a log-likelihood, and what is refused on the way.
+r"""The relation between the curvature of a risk and the curvature of a log-likelihood, and checks of arguments.
 
-A risk is $R \sum_n c(f_n, y_n)$, and $c$ is the negative logarithm of a likelihood, up to a constant. For regression
-with noise of standard deviation $\sigma$, and a temperature $T$, the log-likelihood is
+A risk is $R \sum_n c(f_n, y_n)$, where $c$ is a negative log-likelihood, up to a constant. For regression with noise of
+standard deviation $\sigma$, and a temperature $T$, the log-likelihood is
 
 $$
--\frac{1}{\sigma^2 T} \sum_n c(f_n, y_n) + \text{const},
+-\frac{1}{\sigma^2 T} \sum_n c(f_n, y_n) + \text{const}.
 $$
 
-so that its negative curvature is $K / (R \sigma^2 T)$, if $K$ is that of the risk. For classification $\sigma = 1$.
+Its negative curvature is $K / (R \sigma^2 T)$, where $K$ is the curvature of the risk. For classification $\sigma = 1$.
 """
 
 from collections.abc import Mapping
@@ -27,18 +27,18 @@ from kfs.problem.risk import EmpiricalRisk
 # One prior precision for all blocks, or one for each block, by name.
 Number = float | Tensor
 Prior = Number | Mapping[str, Number]
-# Losses whose likelihood is a normal distribution of unit variance.
+# Losses with a normal distribution of unit variance as likelihood.
 _REGRESSION = {"MSELoss", "HalfSquaredError"}
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """What a log-likelihood depends on besides the loss.
+    """The scale of a log-likelihood.
 
     Attributes:
         reduction_factor: `R` of the data that the curvature was computed from.
-        noise: Standard deviation of targets in regression. `None` for other losses.
-        temperature: What the log-likelihood is divided by.
+        noise: Standard deviation of targets in regression; `None` for other losses.
+        temperature: Divisor of the log-likelihood.
     """
 
     reduction_factor: float
@@ -47,23 +47,25 @@ class Likelihood:
 
     @property
     def scale(self) -> float:
-        """What the curvature of the risk is multiplied with."""
+        """Factor between the curvature of the risk and the negative curvature of the log-likelihood."""
         return 1 / (self.reduction_factor * (self.noise or 1.0) ** 2 * self.temperature)
 
 
 def likelihood_of(
     K: BlockDiagonal, risk: EmpiricalRisk | None, noise: float | None, temperature: float = 1.0
 ) -> Likelihood:
-    """Return how the curvature of a risk relates to that of a log-likelihood.
+    """Return the scale of the log-likelihood that belongs to a curvature.
 
     Args:
         K: The curvature.
-        risk: Model, loss and data, if they are known.
+        risk: Model, loss and data; `None` if only the curvature is known.
         noise: Standard deviation of targets in regression.
-        temperature: What the log-likelihood is divided by.
+        temperature: Divisor of the log-likelihood.
 
     Raises:
-        ModelError: If the loss is not that of the curvature, noise is missing, or it is given for classification.
+        ModelError: If the loss differs from the loss of the curvature, noise is missing for regression, or noise is
+            given for another loss.
+        DtypeError: If noise or temperature is not a positive number.
     """
     _check_positive(temperature, "The temperature")
     factors = K.factors if isinstance(K, EKFAC) else K
@@ -83,25 +85,26 @@ def likelihood_of(
 
 
 def _known(risk: EmpiricalRisk | None) -> EmpiricalRisk:
-    assert risk is not None  # noqa: S101 (checked before)
+    assert risk is not None  # noqa: S101 (checked in `likelihood_of`)
     return risk
 
 
 def _check_noise(noise: float | None, loss: str) -> None:
-    """Refuse regression without noise, and noise for other losses."""
+    """Raise `ModelError` for regression without noise, and for noise with other losses."""
     if noise is None and loss in _REGRESSION:
         raise ModelError(
-            f"{loss} is the loss of a regression, whose posterior depends on the noise of targets.",
-            "Pass noise=, their standard deviation, or find it with kfs.laplace.tune_prior_and_noise(K, risk).",
+            f"{loss} is the loss of a regression, and its posterior depends on the noise of targets.",
+            "Pass noise=, the standard deviation of targets, or find it with "
+            "kfs.laplace.tune_prior_and_noise(K, risk).",
         )
     if noise is not None and loss not in _REGRESSION:
-        raise ModelError(f"{loss} has no noise that one could choose.", "Leave noise= out; it is for MSELoss.")
+        raise ModelError(f"{loss} has no noise parameter.", "Leave noise= out; it is for MSELoss.")
     if noise is not None:
         _check_positive(noise, "The noise")
 
 
 def is_regression(risk: EmpiricalRisk) -> bool:
-    """Whether the likelihood is a normal distribution, of which the loss does not know the noise."""
+    """Return whether the likelihood is a normal distribution, with a noise that the loss does not determine."""
     return risk.loss.name in _REGRESSION
 
 
@@ -114,8 +117,9 @@ def priors_by_name(prior_precision: Prior, K: BlockDiagonal) -> dict[str, Number
     """Return the prior precision of each block.
 
     Args:
-        prior_precision: One number, or one for every block, by name. Tensors with one entry are numbers, too.
-        K: Has the blocks.
+        prior_precision: One number for all blocks, or one for every block, by name. Tensors with one entry are accepted
+            as numbers.
+        K: The operator with the blocks.
 
     Raises:
         ModelError: If names are unknown or missing, or a precision is not positive.
@@ -147,33 +151,33 @@ def _check_prior(value: object) -> None:
     number = float(plain) if is_number or is_scalar else -inf  # type: ignore[arg-type]
     if not (number > 0 and isfinite(number)):
         raise ModelError(
-            f"The prior precision is {value!r}. Curvature is singular, and has no inverse without a prior.",
+            f"The prior precision is {value!r}. Curvature may be singular, and then has no inverse without a prior.",
             "Use a positive number, such as N times the weight decay, or kfs.laplace.tune_prior(K, risk).",
         )
 
 
 def check_curvature(K: object) -> None:
-    """Refuse operators without blocks, and those that are not symmetric.
+    """Check that an operator is symmetric and has blocks.
 
     Raises:
-        ModelError: If it is one of these.
+        ModelError: If it is not.
     """
     if not isinstance(K, BlockDiagonal):
         raise ModelError(
-            f"The Laplace approximation takes an operator with blocks, and this is a {type(K).__name__}.",
+            f"The Laplace approximation takes an operator with blocks, but this is a {type(K).__name__}.",
             "Use kfs.KFAC or kfs.EKFAC, or kfs.factors.exact_blocks(risk) for small layers.",
         )
     if not K.symmetric:
-        raise ModelError("The operator is not symmetric.", "Use the curvature itself, and not a product with it.")
+        raise ModelError("The operator is not symmetric.", "Use the curvature itself, not a product with it.")
 
 
 def check_risk(K: BlockDiagonal, risk: object) -> None:
-    """Refuse a risk with other parameters, or another number of examples, than the curvature.
+    """Check that a risk has the parameters and the number of examples of the curvature.
 
     Warns if the parameters had other values when the curvature was computed.
 
     Raises:
-        ModelError: If something differs.
+        ModelError: If parameters or the number of examples differ.
     """
     if not isinstance(risk, EmpiricalRisk):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The posterior over parameters, as a normal distribution around those of a trained model, and its predictions."""
+"""The posterior over parameters, a normal distribution around the trained parameters, and its predictions."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -33,26 +33,26 @@ from kfs.problem.whole_parameters import whole
 
 Link = Literal["probit", "mc", "bridge"]
 LINKS = ("probit", "mc", "bridge")
-# Draws of logits that are held together have about this many numbers.
+# Approximate number of sampled logits that are stored at once.
 _NUMBERS = 2**24
 
 
 def check_link(loss: Loss, link: str) -> None:
-    """Refuse links that do not exist, and losses without classes.
+    """Check that a link exists, and that it applies to the loss.
 
     Raises:
-        ModelError: If it is one of these.
+        ModelError: If the link is unknown, the loss has no classes, or the link has no effect for the loss.
     """
     if link not in LINKS:
         raise ModelError(f"There is no link {link!r}.", suggest([link], LINKS))
     if not isinstance(loss, BinaryCrossEntropy | CrossEntropy | TokenCrossEntropy):
         raise ModelError(
-            f"{loss.name} has no classes whose probabilities could be predicted.",
+            f"{loss.name} has no classes, so there are no probabilities to predict.",
             "Use functional_variance, the covariance of the model's outputs.",
         )
     if link == "bridge" and isinstance(loss, BinaryCrossEntropy):
         raise ModelError(
-            f"{loss.name} has two classes for each logit, for which the Laplace bridge changes nothing.",
+            f"{loss.name} has two classes for each logit. For two classes, the Laplace bridge changes nothing.",
             "Use link='probit' or link='mc'.",
         )
 
@@ -61,15 +61,15 @@ def probabilities(loss: Loss, f: Tensor, covariance: Tensor, link: str, num_samp
     """Average the probabilities of classes over a normal distribution of logits, approximately.
 
     Args:
-        loss: Says which axis of the logits has the classes.
+        loss: The loss, which determines the class axis of the logits.
         f: Mean of the logits, `[n, *outputs]`.
-        covariance: Their covariance, `[n, outputs, outputs]`; several axes are flattened.
-        link: How.
-        num_samples: Number of draws for Monte Carlo.
-        seed: Seed for them.
+        covariance: Covariance of the logits, `[n, outputs, outputs]`; several output axes are flattened.
+        link: The approximation: `"probit"`, `"mc"` or `"bridge"`.
+        num_samples: Number of samples for Monte Carlo.
+        seed: Seed for the samples.
 
     Returns:
-        Probabilities, shaped like the logits.
+        Probabilities with the shape of the logits.
     """
     if link == "mc":
         return _monte_carlo(loss, f, covariance, num_samples, seed)
@@ -84,12 +84,15 @@ def _class_axis(loss: Loss) -> int:
 
 
 def _squashed(loss: Loss, logits: Tensor) -> Tensor:
-    """Return the model's probabilities for some logits, `[n, *outputs]`."""
+    """Return the class probabilities for logits `[n, *outputs]`."""
     return logits.sigmoid() if isinstance(loss, BinaryCrossEntropy) else logits.softmax(_class_axis(loss))
 
 
 def _monte_carlo(loss: Loss, f: Tensor, covariance: Tensor, num_samples: int, seed: int) -> Tensor:
-    """Average over draws. They come from the same numbers for all data, so that batches do not matter."""
+    """Average probabilities over samples of logits.
+
+    All examples use the same random numbers, so that the result does not depend on batches.
+    """
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randn(covariance.shape[1], num_samples, dtype=f.dtype, generator=generator).to(f.device)
     means = []
@@ -102,7 +105,7 @@ def _monte_carlo(loss: Loss, f: Tensor, covariance: Tensor, num_samples: int, se
 
 
 def _root(covariance: Tensor) -> Tensor:
-    """Return `L` with `L L^T = covariance`: Cholesky factors, and roots by eigenvalues of what is singular."""
+    """Return `L` with `L L^T = covariance`: a Cholesky factor, or a root by eigenvalues if a matrix is singular."""
     root: Tensor
     root, failed = torch.linalg.cholesky_ex(covariance)
     if not failed.any():
@@ -113,15 +116,15 @@ def _root(covariance: Tensor) -> Tensor:
 
 
 def _bridge(f: Tensor, covariance: Tensor, axis: int) -> Tensor:
-    """Return the mean of the Dirichlet distribution; see above."""
+    """Return the mean of the Dirichlet distribution that the Laplace bridge assigns to the logits."""
     by_position = f.movedim(axis, -1)
     classes = f.shape[axis]
-    # Where the classes of each position are among the flattened outputs, [positions, classes].
+    # Indices of the classes of each position in the flattened outputs, [positions, classes].
     places = torch.arange(f[0].numel(), device=f.device).reshape(f.shape[1:])
     places = places.movedim(axis - 1 if axis > 0 else axis, -1).reshape(-1, classes)
     mean = by_position.reshape(len(f), -1, classes)
     sigma = covariance[:, places.unsqueeze(2), places.unsqueeze(1)]  # [n, positions, classes, classes]
-    # Condition on a sum of zero. If the sum has no variance, subtract the mean.
+    # Condition the logits on a sum of zero. If the sum has no variance, subtract the mean.
     rows = sigma.sum(-1)
     total = rows.sum(-1, keepdim=True)
     variance = sigma.diagonal(dim1=-2, dim2=-1)
@@ -129,7 +132,7 @@ def _bridge(f: Tensor, covariance: Tensor, axis: int) -> Tensor:
     gain = torch.where(is_certain, 1 / classes, rows / total.masked_fill(is_certain, 1.0))
     mean = mean - gain * mean.sum(-1, keepdim=True)
     variance = (variance - gain * rows).clamp(min=torch.finfo(f.dtype).tiny)
-    # In logarithms: exponentials of logits overflow.
+    # Compute in logarithms, because exponentials of logits may overflow.
     constant = mean.new_tensor(max(1 - 2 / classes, 0.0)).log()
     spread = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * log(classes)
     alpha = torch.logaddexp(constant, spread) - variance.log()
@@ -140,20 +143,19 @@ Model = nn.Module | Callable[[dict[str, Tensor], Any], Any]
 
 
 class Posterior(Described):
-    """A normal distribution around the parameters of a model; `posterior` makes it.
+    """A normal distribution around the parameters of a model. `posterior` creates it.
 
     Attributes:
         K: The curvature of the risk.
         risk: Model, loss and data.
         priors: The prior precision of each block, by name.
         likelihood: Scale of the curvature, noise and temperature.
-        mean: The parameters that the distribution is around, by name: copies.
+        mean: Mean of the distribution: a copy of the parameters, by name.
     """
 
     def __init__(
         self, K: BlockDiagonal, risk: EmpiricalRisk, priors: Mapping[str, float], likelihood: Likelihood
     ) -> None:
-        """Copy the parameters."""
         self.K = K
         self.risk = risk
         self.priors = dict(priors)
@@ -178,17 +180,17 @@ class Posterior(Described):
 
     @cached_property
     def _curvature(self) -> BlockDiagonal:
-        """That of the log-likelihood, without the prior."""
+        """The negative curvature of the log-likelihood, without the prior."""
         return decomposed(self.K, self.likelihood.scale)
 
     @property
     def precision(self) -> BlockDiagonal:
-        """The inverse of the covariance: curvature of the log-likelihood, plus the prior's precision."""
+        """The inverse of the covariance: the negative curvature of the log-likelihood plus the prior precision."""
         return self._curvature.power(1.0, self.priors)
 
     @cached_property
     def covariance(self) -> BlockDiagonal:
-        """The covariance of parameters."""
+        """The covariance of the parameters."""
         return self._curvature.inverse(self.priors)
 
     @overload
@@ -198,15 +200,15 @@ class Posterior(Described):
     def sample(
         self, num_samples: int = 1, *, seed: int = 0, form: Literal["matrix", "dict"] = "matrix"
     ) -> Tensor | dict[str, Tensor]:
-        """Draw parameters.
+        """Draw samples of the parameters.
 
         Args:
-            num_samples: Number of draws.
-            seed: Seed for the draws.
-            form: `"matrix"` for columns of flat vectors, `"dict"` for tensors by the names of parameters.
+            num_samples: Number of samples.
+            seed: Seed for the samples.
+            form: `"matrix"` for flat vectors as columns, `"dict"` for tensors by the names of parameters.
 
         Returns:
-            Columns, `[size, num_samples]`; or `{name: [num_samples, *shape]}`, the same draws.
+            A matrix `[size, num_samples]`, or a dictionary `{name: [num_samples, *shape]}` with the same samples.
         """
         if form == "dict":
             draws = self._curvature.sample(num_samples, damping=self.priors, seed=seed, form="dict")
@@ -216,7 +218,7 @@ class Posterior(Described):
         return mean.T + columns
 
     def functional_variance(self, X: Any, *, batch_size: int = 256) -> Tensor:
-        """Return the covariance of the linearized network's outputs; see `kfs.laplace.functional_variance`."""
+        """Return the covariance of the outputs of the linearized network; see `kfs.laplace.functional_variance`."""
         self._warn_of_training()
         return output_covariance(
             self.K, self.covariance, risk_of_inputs(self.risk, X, _checked("batch_size", batch_size))
@@ -232,24 +234,26 @@ class Posterior(Described):
         noise: bool = False,
         batch_size: int = 256,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Predict with the linearized network, whose outputs have a normal distribution for every example.
+        """Predict with the linearized network, which has normally distributed outputs for every example.
 
         Args:
-            X: Inputs, as the model takes them.
-            link: For classes, how probabilities are averaged over the logits: `"probit"` (the default), `"mc"`
-                (Monte Carlo) or `"bridge"` (the Laplace bridge; of two classes, it is the model's own probability).
-            num_samples: Number of draws of the logits for `"mc"`.
-            seed: Seed for the draws.
-            noise: For regression, whether the noise is added to the variances. Then they are those of targets, and
-                otherwise those of the model's outputs.
-            batch_size: How many examples are processed together, if inputs are one tensor.
+            X: Inputs in the format that the model takes.
+            link: For classification, how probabilities are averaged over the logits: `"probit"` (the default), `"mc"`
+                (Monte Carlo) or `"bridge"` (the Laplace bridge; for two classes, it returns the model's own
+                probability).
+            num_samples: Number of samples of the logits for `"mc"`.
+            seed: Seed for the samples.
+            noise: For regression, whether to add the noise to the variances. If `True`, the result is the covariance of
+                targets, otherwise the covariance of the model's outputs.
+            batch_size: Number of examples per batch, if the inputs are a single tensor.
 
         Returns:
-            For classes, their probabilities, shaped like the model's outputs. For regression, mean `[n, *outputs]` and
-            covariance `[n, outputs, outputs]` of the outputs of each example; several axes are flattened.
+            For classification, class probabilities with the shape of the model's outputs. For regression, the mean
+            `[n, *outputs]` and the covariance `[n, outputs, outputs]` of the outputs of each example; several output
+            axes are flattened.
 
         Raises:
-            ModelError: If the loss is neither that of classes nor of a regression, or an option is for the other.
+            ModelError: If the loss is for neither classification nor regression, or an option does not apply to it.
             DataError: If there are no inputs, or an output is not finite.
 
         Example:
@@ -274,7 +278,7 @@ class Posterior(Described):
         return mean, covariance
 
     def _check_prediction(self, link: str | None, noise: bool) -> None:
-        """Refuse options that the loss does not have."""
+        """Raise `ModelError` for options that do not apply to the loss."""
         name = self.risk.loss.name
         if not is_regression(self.risk):
             check_link(self.risk.loss, link or "probit")
@@ -282,7 +286,7 @@ class Posterior(Described):
                 raise ModelError(f"{name} has no noise that could be added.", "Leave noise= out; it is for MSELoss.")
         elif link is not None:
             raise ModelError(
-                f"{name} is the loss of a regression, and link={link!r} is for probabilities of classes.",
+                f"{name} is the loss of a regression, but link={link!r} is for probabilities of classes.",
                 "Leave link= out: mean and covariance are returned.",
             )
 
@@ -292,7 +296,7 @@ class Posterior(Described):
         return evidence(self._curvature, self.risk, self.priors, self.likelihood)
 
     def _warn_of_training(self) -> None:
-        """Warn if the model, which is run with the parameters that it has now, was trained on."""
+        """Warn if parameters have changed since the curvature was computed: the model runs with the current ones."""
         warn_of_other_values(self.K, self.risk.params, what="The curvature", owner="the model", stacklevel=4)
 
 
@@ -304,22 +308,23 @@ def posterior(
     noise: float | None = None,
     temperature: float = 1.0,
 ) -> Posterior:
-    """Approximate the posterior over parameters by a normal distribution.
+    """Approximate the posterior over parameters with a normal distribution.
 
-    Its mean are the parameters as they are, and its precision is the curvature of the negative log-likelihood (a sum
-    over data, whatever the reduction of the loss is) plus that of the prior.
+    The mean is the current value of the parameters. The precision is the curvature of the negative log-likelihood (a
+    sum over data for every reduction of the loss) plus the precision of the prior.
 
     Args:
         K: The curvature of the risk: `KFAC`, `EKFAC`, or another operator with blocks.
         risk: Model, loss and data.
-        prior_precision: One over the variance of the prior: one number, or one for every block, by name. A weight decay
-            of `w` in the gradient of a mean over `N` data is a prior precision of `N w`. `tune_prior` finds one.
+        prior_precision: Inverse variance of the prior: one number, or one for every block, by name. A weight decay of
+            `w` in the gradient of a mean over `N` data corresponds to a prior precision of `N w`. `tune_prior` finds
+            the optimal prior precision.
         noise: Standard deviation of targets, for regression.
-        temperature: What the log-likelihood is divided by. Less than one makes the posterior narrower.
+        temperature: Divisor of the log-likelihood. Values less than one make the posterior narrower.
 
     Raises:
-        ModelError: If parameters, loss or data are not those of the curvature, a prior precision is not positive, or
-            noise is missing.
+        ModelError: If parameters, loss or data differ from those of the curvature, a prior precision is not positive,
+            or noise is missing.
 
     Example:
         >>> import torch
@@ -349,22 +354,22 @@ def functional_variance(
     temperature: float = 1.0,
     batch_size: int = 256,
 ) -> Tensor:
-    """Compute the covariance of the linearized network's outputs under the posterior.
+    """Return the covariance of the outputs of the linearized network under the posterior.
 
     Args:
         K: The curvature of the risk: `KFAC`, `EKFAC`, or another operator with blocks.
-        risk_or_model: The risk that it is the curvature of; its model is enough for `KFAC` and `EKFAC`.
-        X: Inputs, as the model takes them.
+        risk_or_model: The risk of the curvature. For `KFAC` and `EKFAC`, the model suffices.
+        X: Inputs in the format that the model takes.
         prior_precision: As in `posterior`.
         noise: Standard deviation of targets, for regression. It is not added to the result.
         temperature: As in `posterior`.
-        batch_size: How many examples are processed together, if inputs are one tensor.
+        batch_size: Number of examples per batch, if the inputs are a single tensor.
 
     Returns:
-        `[n, outputs, outputs]`; outputs with several axes are flattened.
+        A tensor `[n, outputs, outputs]`; several output axes are flattened.
 
     Raises:
-        ModelError: As `posterior` raises it.
+        ModelError: As in `posterior`.
         DataError: If there are no inputs.
     """
     check_curvature(K)
@@ -379,10 +384,10 @@ def functional_variance(
 
 
 def _risk_of(K: BlockDiagonal, model: object) -> EmpiricalRisk:
-    """Return a risk without data, for the parameters of the curvature.
+    """Return a risk with a model and the parameters of the curvature, and without data.
 
     Raises:
-        ModelError: If it is no module, or has other parameters.
+        ModelError: If the model is not a module, or has other parameters.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -399,7 +404,7 @@ def _numbers(priors: Mapping[str, Number]) -> dict[str, float]:
 
 
 def _checked(name: str, number: object) -> int:
-    """Refuse what is not a number of examples, or of draws."""
+    """Return a number; raise `ModelError` if it is not a positive integer."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ModelError(f"{name} is {number!r}.", "Use an integer of at least one.")
     return number

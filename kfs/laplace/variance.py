@@ -1,4 +1,4 @@
-r"""The covariance of a linearized network's outputs, block by block, without Jacobians where that is possible.
+r"""The covariance of the outputs of a linearized network, block by block, without Jacobians if possible.
 
 With the posterior covariance $(K + \delta I)^{-1}$, the outputs $f_c$ of an example have the covariance
 
@@ -8,8 +8,8 @@ $$
 $$
 
 In the eigenbasis of the block, with $\tilde g_c = Q_B^\top g_c$ and $\tilde x = Q_A^\top x$, this is
-$\sum_i \tilde g_{c,i}\, \tilde g_{d,i} \sum_j \Lambda_{ij} \tilde x_j^2$: vectors are rotated, and no Jacobian is
-formed. With several positions, Jacobians of a block are formed, for a few examples at a time.
+$\sum_i \tilde g_{c,i}\, \tilde g_{d,i} \sum_j \Lambda_{ij} \tilde x_j^2$. This needs rotated vectors, but no Jacobian.
+With several positions, the Jacobian of a block is formed, for a few examples at a time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,17 +27,17 @@ from kfs.losses import Custom
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.nested import tensors_in
 
-# Jacobians that are formed together have about this many numbers.
+# Approximate number of entries of the Jacobians that are formed at once.
 _NUMBERS = 2**24
-# Stands for a loss, which inputs without targets do not have.
+# Placeholder for a loss: inputs without targets have none.
 NO_LOSS = Custom(lambda f, _: f.sum())
 
 
 def unit_vectors(f: Tensor, y: Tensor) -> Iterator[Tensor]:  # noqa: ARG001 (there are no targets)
-    """Yield a vector for each output that is one there and zero elsewhere, `[1, *f.shape]`."""
+    """Yield a unit vector for each output, `[1, *f.shape]`."""
     num_outputs = prod(f.shape[1:])
     for output in range(num_outputs):
-        # Written before it gets the shape of predictions, whose memory may be in another order.
+        # Fill in the flat vector before the reshape: predictions may have another memory layout.
         v = f.new_zeros(len(f), num_outputs)
         v[:, output] = 1
         yield v.reshape(1, *f.shape)
@@ -47,18 +47,18 @@ def risk_of_inputs(risk: EmpiricalRisk, X: Any, batch_size: int) -> EmpiricalRis
     """Return a risk with the same model and parameters, other inputs, and no targets.
 
     Args:
-        risk: Has model and parameters. Its data are not used.
+        risk: Provides model and parameters. Its data are not used.
         X: Inputs.
-        batch_size: How many examples are processed together.
+        batch_size: Number of examples per batch.
     """
     return EmpiricalRisk(risk.model, NO_LOSS, _batches(X, batch_size), risk.params, progress=risk.progress)
 
 
 def output_mean(inputs: EmpiricalRisk) -> Tensor:
-    """Return the outputs of every example at the parameters as they are, `[n, *outputs]`.
+    """Return the model's outputs for every example at the current parameters, `[n, *outputs]`.
 
     Raises:
-        DataError: If one is not finite.
+        DataError: If an output is not finite.
     """
     found = []
     with inputs.untouched(), torch.no_grad():
@@ -72,8 +72,8 @@ def output_covariance(K: BlockDiagonal, covariance: BlockDiagonal, inputs: Empir
     """Return the covariance of the outputs of every example, `[n, outputs, outputs]`.
 
     Args:
-        K: Has blocks and settings.
-        covariance: The posterior's, with the same blocks.
+        K: The curvature, which provides blocks and settings.
+        covariance: The covariance of the posterior, with the same blocks.
         inputs: Model, parameters and inputs.
     """
     structures = {
@@ -86,10 +86,10 @@ def output_covariance(K: BlockDiagonal, covariance: BlockDiagonal, inputs: Empir
 
 
 def _batches(X: Any, batch_size: int) -> list[tuple[Any, Tensor]]:
-    """Split inputs into batches, with zeros for targets; inputs that are not one tensor are one batch.
+    """Split inputs into batches with zeros as targets. Inputs that are not a single tensor form one batch.
 
     Raises:
-        DataError: If there are no data.
+        DataError: If there are no inputs.
     """
     tensors = list(tensors_in(X))
     if not tensors or not tensors[0].ndim or not len(tensors[0]):
@@ -100,7 +100,7 @@ def _batches(X: Any, batch_size: int) -> list[tuple[Any, Tensor]]:
 
 
 def _of_batch(structures: Mapping[str, Structure], columns: Sequence[GradientBatch]) -> Tensor:
-    """Sum the covariances that all blocks contribute, for one batch."""
+    """Return the covariance for one batch, summed over blocks."""
     parts: Iterable[Tensor] = (
         block_covariance(structures[name], [column.blocks[name] for column in columns]) for name in columns[0].blocks
     )
@@ -112,7 +112,7 @@ def block_covariance(structure: Structure, outputs: Sequence[BlockGradients]) ->
 
     Args:
         structure: `S`, the block of the posterior's covariance.
-        outputs: The Jacobian's rows with respect to the block's parameters, for each output.
+        outputs: For each output, its gradients with respect to the block's parameters.
     """
     if isinstance(structure, Basis) and not outputs[0].keeps_rows(structure):
         if _is_outer_product(outputs[0]):
@@ -124,7 +124,7 @@ def block_covariance(structure: Structure, outputs: Sequence[BlockGradients]) ->
 
 
 def _is_outer_product(gradients: BlockGradients) -> bool:
-    """Whether the gradient of each example is one outer product of plain vectors."""
+    """Return whether the gradient of each example is a single outer product of plain vectors."""
     if gradients.whole is not None or len(gradients.uses) != 1 or gradients.shared != 1:
         return False
     part = gradients.parts[0]
@@ -132,7 +132,7 @@ def _is_outer_product(gradients: BlockGradients) -> bool:
 
 
 def _by_vectors(structure: Basis, outputs: Sequence[BlockGradients]) -> Tensor:
-    """Rotate inputs once, and gradients of all outputs together; see above."""
+    """Compute the covariance from rotated vectors, without Jacobians; see the module docstring."""
     Q_A, Q_B = sides_of(structure)
     inputs = outputs[0].parts[0].x
     x = (inputs if Q_A is None else inputs.times(Q_A)).dense().squeeze(2)  # [groups, n, d_A]
@@ -143,7 +143,7 @@ def _by_vectors(structure: Basis, outputs: Sequence[BlockGradients]) -> Tensor:
 
 
 def _by_matrices(structure: Basis, outputs: Sequence[BlockGradients]) -> Tensor:
-    """Form the Jacobian of some data at a time, and rotate it."""
+    """Compute the covariance from rotated Jacobians, which are formed for a few examples at a time."""
     Q_A, Q_B = sides_of(structure)
     J = torch.stack([gradients.dense() for gradients in outputs], 1)  # [n, outputs, groups, d_B, d_A]
     found = []

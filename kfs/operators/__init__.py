@@ -1,4 +1,4 @@
-"""Matrix-free linear operators of an empirical risk: Jacobian, Hessian, GGN and Fisher, and what they are good for."""
+"""Matrix-free linear operators (Jacobian, Hessian, GGN, Fisher), and estimators and solvers that use their products."""
 
 from kfs.operators.curvature import GGN, Fisher, Hessian, Jacobian
 from kfs.operators.estimate import diagonal, eigenvalues, spectral_density, squared_frobenius_norm, trace
@@ -17,7 +17,7 @@ __all__ = [
     "Jacobian",
     "LinearOperator",
     "OuterProducts",
-    # what is computed from products with them
+    # estimators and solvers that need matrix-vector products only
     "diagonal",
     "eigenvalues",
     "lsmr",

@@ -38,10 +38,10 @@ from kfs.runtime.nested import tensors_in
 
 
 def check_risk(risk: object) -> None:
-    """Refuse what is no risk.
+    """Check that the argument is an `EmpiricalRisk`.
 
     Raises:
-        DtypeError: If it is something else, such as a model.
+        DtypeError: If it has another type, such as a model.
     """
     if isinstance(risk, EmpiricalRisk):
         return
@@ -52,11 +52,22 @@ def check_risk(risk: object) -> None:
 
 
 def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int | None, reuse: bool = False) -> int:
-    """Return how many columns to multiply at once: what the user says, or what is fast for the model and fits."""
+    """Return how many columns to multiply at once.
+
+    Args:
+        risk: Model, loss and data.
+        chunk_size: The user's choice. If not given, it is chosen by the kinds of layers in the model.
+        memory: Upper bound on the bytes that the columns take, if given.
+        reuse: Whether computation graphs are reused.
+
+    Raises:
+        ModelError: If `chunk_size` or `memory` is not a positive integer.
+    """
     for name, value in {"chunk_size": chunk_size, "memory": memory}.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ModelError(f"{name} is {value!r}.", "Multiply at least one column at once.")
     if chunk_size is None:
+        # On a CPU, several columns of a convolution do not fit into the cache.
         modules = risk.model.modules() if isinstance(risk.model, Module) and risk.device.type == "cpu" else ()
         groups = [module.groups for module in modules if isinstance(module, _ConvNd)]
         with_convolutions = 1 if reuse or any(number > 1 for number in groups) else 4
@@ -65,20 +76,23 @@ def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int |
 
 
 def bytes_per_column(risk: EmpiricalRisk) -> int:
-    """Estimate what a column takes: all that a forward pass makes for the largest batch, and the parameters twice."""
-    made = CountBytes()
+    """Estimate the bytes per column: all tensors of a forward pass on the largest batch, and two parameter copies."""
+    counter = CountBytes()
     with risk.ranks.agreed("counting bytes"), risk.untouched(), torch.no_grad():
         largest = max(risk.batches("counting bytes"), key=lambda batch: batch.y.numel(), default=None)
         if largest is not None:
-            with made:
+            with counter:
                 risk.evaluate(largest)
-    # All processes multiply as many columns at once.
-    activations = max(risk.ranks.gather("counting bytes", sum(made.bytes.values())))
+    # All ranks must multiply the same number of columns at once, so the rank with the largest batch decides.
+    activations = max(risk.ranks.gather("counting bytes", sum(counter.bytes.values())))
     return activations + 2 * sum(p.numel() * p.element_size() for p in risk.params.values())
 
 
 class CountBytes(TorchDispatchMode):
-    """Collects the sizes of all tensors that are made, by their addresses: views do not count."""
+    """Records the storage size of every tensor that an operation returns.
+
+    Sizes are stored by memory address, so that views of one storage count once.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,7 +109,11 @@ Blocks = bool | Literal["parameter", "layer"]
 
 
 def diagonal_blocks(names: list[str], block_diagonal: Blocks) -> list[list[str]]:
-    """Group the parameters whose mutual derivatives are kept."""
+    """Group parameter names into diagonal blocks; derivatives between different groups are dropped.
+
+    Raises:
+        ModelError: If `block_diagonal` is none of the options.
+    """
     if block_diagonal is False:
         return [names]
     if block_diagonal is True or block_diagonal == "parameter":
@@ -110,7 +128,7 @@ def diagonal_blocks(names: list[str], block_diagonal: Blocks) -> list[list[str]]
     )
 
 
-# In prediction space, so many numbers are multiplied at once: losses make several copies of them.
+# Upper bound on the numbers multiplied at once in prediction space. Losses make several temporary copies of them.
 _NUMBERS_AT_ONCE = 2**24
 
 
@@ -121,17 +139,18 @@ class Curvature(LinearOperator):
         risk: Model, loss, data and parameters.
         block_diagonal: Keep only the diagonal blocks: `"parameter"` (or `True`) for one block per parameter, `"layer"`
             for one block per module with parameters.
-        chunk_size: How many columns are multiplied at once; more take more memory. By default 16. For models with
-            convolutions on a CPU it is 4, since more do not fit into the cache, and 1 if graphs are reused, or if there
-            are groups of channels, which PyTorch runs slower together than one after the other.
-        memory: About how many bytes the columns may take; fewer columns are multiplied at once where it does not
-            suffice. A column takes at most as much as all that a forward pass makes for the largest batch, and the
-            parameters twice.
+        chunk_size: Number of columns to multiply at once. More columns take more memory. The default is 16. For models
+            with convolutions on a CPU the default is 4, because more columns do not fit into the cache. It is 1 if
+            graphs are reused, or if a convolution has groups of channels: PyTorch computes grouped convolutions faster
+            for one column at a time.
+        memory: Approximate number of bytes that the columns may take. If it does not suffice, fewer columns are
+            multiplied at once. A column takes at most the size of all tensors of a forward pass on the largest batch,
+            plus twice the size of the parameters.
 
     Advanced:
-        replay: Whether products are recorded as CUDA graphs, if the model is on a GPU and products with as many columns
-            come again; see `kfs.operators.recorded_products`. Those that cannot be recorded run as they are; the logger
-            `kfs.operators` says so.
+        replay: Whether to record products as CUDA graphs if the model is on a GPU and products with the same number of
+            columns are repeated; see `kfs.operators.recorded_products`. Products that cannot be recorded run eagerly,
+            and the logger `kfs.operators` gives the reason.
     """
 
     symmetric = True
@@ -157,39 +176,45 @@ class Curvature(LinearOperator):
 
     @abstractmethod
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
-        """Multiply a batch's block with some parameters' columns and rows."""
+        """Multiply the block of one batch's curvature with the columns and rows of the given parameters."""
 
     @abstractmethod
     def check_derivatives(self, batch: Batch, names: Collection[str]) -> None:
-        """Refuse a model whose derivatives with respect to some parameters contradict each other."""
+        """Check that all modes of differentiation give the same derivatives with respect to the given parameters.
+
+        Raises:
+            ModelError: If the derivatives contradict each other.
+        """
 
     @property
     def _ranks(self) -> Ranks:
         return self.risk.ranks
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply, batch by batch and block by block."""
+        """Multiply columns by the operator, batch by batch and block by block."""
         return self.block(columns, list(self.codomain.shapes))
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply: the operator is symmetric."""
+        """Multiply columns by the operator, which is symmetric."""
         return self.multiply(columns)
 
     def block(self, columns: Columns, rows: list[str]) -> Columns:
-        """Multiply the block that has some parameters' columns (those given) and some parameters' rows."""
+        """Multiply by the block with the columns of all parameters in `columns` and the rows of all names in `rows`."""
         wide, dtype = self.risk.sum_dtype, self.codomain.dtype
         task = type(self).__name__
         with self.risk.together(task, {**self._settings(), "rows": rows}, columns):
             self.risk.count()
             total = self._recorded.multiply(self, columns, rows, task)
+            # Without a recording, run the product eagerly.
             if total is None:
                 total = {}
                 with self.running():
                     for batch in self.risk.batches(task):
                         self.check_derivatives(batch, {*columns, *rows})
                         for name, t in self.products(batch, columns, rows):
-                            total[name] = total[name] + t if name in total else t.to(wide)  # may be shared: not +=
+                            total[name] = total[name] + t if name in total else t.to(wide)  # not +=: may be shared
                 self._recorded.note(columns, rows)
+            # Rows that no block produced are zero. All ranks must have the same names before the sum over ranks.
             some = next(iter(columns.values()))
             for name in rows:
                 if name not in total:
@@ -198,40 +223,40 @@ class Curvature(LinearOperator):
         return {name: t.to(dtype) for name, t in total.items()}
 
     def _settings(self) -> dict[str, object]:
-        """Return what must be the same in all processes. They may take the memory that they have."""
+        """Return the settings that must be the same on all ranks. `chunk_size` and `reuse` only affect memory."""
         return {name: getattr(self, name) for name in self.shown if name not in {"chunk_size", "reuse"}}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the model run in this context, and leave nothing behind."""
+        """Return a context in which the model runs with gradients enabled and its state is restored afterwards."""
         with self.risk.untouched(), torch.enable_grad(), explained():
             yield
 
     def products(self, batch: Batch, columns: Columns, rows: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Multiply a batch's matrix, block by block, and yield names of rows with their products."""
+        """Multiply by the curvature of one batch, block by block, and yield `(row name, product)` pairs."""
         for names in self.blocks:
-            # A sharded model may compute in another precision than its parameters have.
+            # A sharded model may compute in another dtype than the dtype of its parameters.
             inside = {name: columns[name].to(self.risk.dtype) for name in names if name in columns}
             wanted = [name for name in names if name in rows]
             if inside and wanted:
                 yield from self.product(batch, inside, wanted).items()
 
     def _block_of(self, rows: Collection[str], columns: Collection[str]) -> LinearOperator:
-        """Return the block with some parameters' rows and columns; nothing else is computed."""
+        """Return the block with the given rows and columns; its products compute nothing else."""
         return CurvatureBlock(self, rows, columns)
 
 
 class CurvatureBlock(Submatrix):
-    """A block of a curvature operator, computed without the rest."""
+    """A block of a curvature operator. Its products do not compute any other block."""
 
     base: Curvature
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply the block."""
+        """Multiply columns by the block."""
         return self.base.block(columns, list(self.codomain.shapes))
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply the block on the other side of the diagonal."""
+        """Multiply columns by the transposed block, the mirrored block of the symmetric operator."""
         return self.base.block(columns, list(self.domain.shapes))
 
 
@@ -247,12 +272,16 @@ class Hessian(Curvature):
     """
 
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
-        """Differentiate the gradient."""
+        """Multiply by the Hessian of one batch by differentiating its gradient."""
         leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
         return second_derivatives(self.risk, batch, leaves, rest, rows, columns, self._one_derivative.by_func)
 
     def check_derivatives(self, batch: Batch, names: Collection[str]) -> None:
-        """Refuse second derivatives that are not symmetric."""
+        """Check that second derivatives are symmetric.
+
+        Raises:
+            ModelError: If they are not.
+        """
         self._one_derivative.check_second(self.risk, batch, names)
 
 
@@ -274,7 +303,7 @@ class Sandwich(Curvature):
         check_risk(risk)
         with risk.ranks.agreed(type(self).__name__):
             chunk_size = choose_chunk_size(risk, chunk_size, memory, reuse)
-        # Whoever reuses graphs of autograd keeps tensors of one product for the next one.
+        # Reused autograd graphs keep tensors from one product to the next, so such products are not recorded.
         super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size, replay=replay and not reuse)
         self.reuse = reuse
         self._kept: dict[int, tuple[Linearization, list[Tensor]]] = {}
@@ -282,43 +311,49 @@ class Sandwich(Curvature):
 
     @abstractmethod
     def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
-        """Multiply `[K, *f.shape]` with every example's matrix in prediction space."""
+        """Multiply vectors `[K, *f.shape]` by every example's matrix in prediction space."""
 
     @abstractmethod
     def factor(self, f: Tensor, batch: Batch) -> Tensor:
-        """Return columns `[K, *f.shape]` whose outer products sum up to every example's matrix in prediction space."""
+        """Return a factor `[K, *f.shape]`: the sum of outer products over `K` is every example's matrix."""
 
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
-        """Push forward, multiply in prediction space, pull back."""
+        """Multiply by `J`, then by the matrix in prediction space, then by `J^T`."""
         if self.reuse and len(next(iter(columns.values()))) == 1:  # several columns are faster in forward mode
             linearization = self._linearization(batch)
             Jv = linearization.push_forward(columns)
-            if has_pole(Jv, columns):  # of a second derivative, which the backward pass that is differentiated has
+            # Reverse-over-reverse mode can hit a pole of a second derivative where forward mode has none.
+            if has_pole(Jv, columns):
                 leaves, rest = leaves_and_rest(self.risk, columns)
                 _, Jv = push_forward(self.risk, batch, leaves, rest, columns, self._one_derivative.forward_mode)
             return linearization.pull_back(self._in_prediction_space(linearization.f, batch, Jv), rows)
         leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
         f, Jv = push_forward(self.risk, batch, leaves, rest, columns, self._one_derivative.forward_mode)
         u = self._in_prediction_space(f, batch, Jv)
-        del Jv  # predictions for many classes may be larger than all else
+        del Jv  # predictions for many classes may be larger than all other tensors
         if f.requires_grad:
             return pull_back(f, {name: leaves[name] for name in rows}, u)
         del f
         return pull_back_through_model(self.risk, batch, leaves, rest, rows, u, self._kernels)
 
     def check_derivatives(self, batch: Batch, names: Collection[str]) -> None:
-        """Find out whether forward mode may be used, and refuse first derivatives that are wrong without it, too."""
+        """Check first derivatives, and decide whether forward mode may be used.
+
+        Raises:
+            ModelError: If first derivatives are inconsistent even without forward mode.
+        """
         self._one_derivative.check_first(self.risk, batch, names)
 
     def block(self, columns: Columns, rows: list[str]) -> Columns:
-        """Multiply a block; see `Curvature`."""
-        self._kernels = enabled_kernels()  # the risk is about to choose others
+        """Multiply columns by a block; see `Curvature.block`."""
+        self._kernels = enabled_kernels()  # read the user's choice now: the risk enables other kernels below
         return super().block(columns, rows)
 
     def _in_prediction_space(self, f: Tensor, batch: Batch, Jv: Tensor) -> Tensor:
-        """Multiply `[K, *f.shape]` with every example's matrix and the reduction factor, a few examples at a time."""
+        """Multiply `[K, *f.shape]` by every example's matrix and the reduction factor, a few examples at a time."""
         f = f.detach()
         R = self.risk.reduction_factor  # cheapest to scale in prediction space
+        # Split along the example axis if one product would need too much memory.
         at_once = max(_NUMBERS_AT_ONCE * len(f) // max(Jv.numel(), 1), 1)
         if at_once >= len(f):
             return R * self.middle(f, batch, Jv)
@@ -332,7 +367,7 @@ class Sandwich(Curvature):
         return u
 
     def _linearization(self, batch: Batch) -> Linearization:
-        """Return the batch's graphs; new ones if the data, or any parameter or buffer, have changed in the meantime."""
+        """Return the cached computation graph of a batch; rebuild it if data, parameters or buffers have changed."""
         now = _inputs_of(self.risk, batch)
         if batch.first in self._kept:
             linearization, before = self._kept[batch.first]
@@ -343,7 +378,7 @@ class Sandwich(Curvature):
         return linearization
 
     def diagonal(self) -> Tensor:
-        """Compute the diagonal exactly, as a flat vector: sums of squared gradients, one example at a time."""
+        """Return the exact diagonal as a flat vector, the sum of squared per-example gradients."""
         wide = self.risk.sum_dtype
         task = f"{type(self).__name__} diagonal"
         with self.risk.together(task, self._settings()):
@@ -354,6 +389,7 @@ class Sandwich(Curvature):
                     f = self.risk.predict(leaves, batch)
                     self.risk.finite(f.detach(), batch)
                     S = self.factor(f.detach(), batch)
+                    # Send back one example at a time: squares must be taken before the sum over examples.
                     for n in range(len(f)):
                         for start in range(0, len(S), self.chunk_size):
                             u = torch.zeros_like(S[start : start + self.chunk_size])
@@ -370,16 +406,16 @@ class GGN(Sandwich):
 
     Args:
         risk: Model, loss, data and parameters.
-        reuse: Keep every batch's computation graph after the first product with one column. Later ones, as in `solve`
-            and `eigenvalues`, then need no forward pass, at the price of the memory for all activations. Changed
-            parameters, buffers and data tensors are noticed; if anything else that the model looks at changes (an
-            attribute, a closure, an object in the data), make a new operator.
+        reuse: Keep the computation graph of every batch after the first product with one column. Later products, as in
+            `solve` and `eigenvalues`, then need no forward pass, but all activations stay in memory. Changes of
+            parameters, buffers and data tensors are detected. If anything else that the model reads changes (an
+            attribute, a closure, an object in the data), create a new operator.
         block_diagonal: As in `Curvature`.
         chunk_size: As in `Curvature`.
         memory: As in `Curvature`.
 
     Advanced:
-        replay: As in `Curvature`; without `reuse`.
+        replay: As in `Curvature`. It has no effect with `reuse`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -389,11 +425,11 @@ class GGN(Sandwich):
     """
 
     def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
-        """Multiply with the criterion's Hessian."""
+        """Multiply by the Hessian of the criterion with respect to predictions."""
         return self.risk.loss.hessian_product(f, batch.y, u)
 
     def factor(self, f: Tensor, batch: Batch) -> Tensor:
-        """Return the factor of the criterion's Hessian."""
+        """Return a factor of the Hessian of the criterion with respect to predictions."""
         return self.risk.loss.hessian_factor(f, batch.y)
 
 
@@ -403,17 +439,17 @@ class Fisher(Sandwich):
     Args:
         risk: Model, loss, data and parameters.
         kind: `"type-2"` for the exact matrix, `"mc"` (also called `"type-1"`) for a Monte Carlo estimate with labels
-            drawn from the model's likelihood, `"empirical"` for the labels at hand. With `"mc"`, labels are those that
-            `kfs.KFAC(risk, fisher="mc")` draws for the same seed.
-        mc_samples: Draws per example for `"mc"`.
-        seed: Equal seeds give equal draws, however the data are split into batches.
+            drawn from the model's likelihood, `"empirical"` for the labels in the data. With `"mc"`, the labels are the
+            same as in `kfs.KFAC(risk, fisher="mc")` with the same seed.
+        mc_samples: Number of labels drawn per example for `"mc"`.
+        seed: Seed for drawing labels. Equal seeds give equal labels, however the data are split into batches.
         reuse: As in `GGN`.
         block_diagonal: As in `Curvature`.
         chunk_size: As in `Curvature`.
         memory: As in `Curvature`.
 
     Advanced:
-        replay: As in `Curvature`; without `reuse`.
+        replay: As in `Curvature`. It has no effect with `reuse`.
     """
 
     shown = ("kind", "mc_samples", "seed", "block_diagonal", "chunk_size", "reuse")
@@ -450,7 +486,7 @@ class Fisher(Sandwich):
             self.kind, self.mc_samples, self.seed = kind, mc_samples, seed
 
     def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
-        """Multiply with the prediction-space Fisher, or with an outer product of gradients."""
+        """Multiply by the Fisher in prediction space, or by the sum of outer products of gradients."""
         if self.kind == "type-2":
             return self.risk.loss.fisher_product(f, batch.y, u)
         result = torch.zeros_like(u)
@@ -460,7 +496,7 @@ class Fisher(Sandwich):
         return result
 
     def factor(self, f: Tensor, batch: Batch) -> Tensor:
-        """Return the gradients whose outer products make the matrix, or an exact factor."""
+        """Return a factor of the matrix: gradients for given or sampled labels, or an exact factor for `"type-2"`."""
         loss = self.risk.loss
         if self.kind == "type-2":
             return loss.fisher_factor(f, batch.y)
@@ -472,7 +508,7 @@ class Fisher(Sandwich):
 
 
 def _part_of(batch: Batch, some: slice) -> Batch:
-    """Return the targets of some data of a batch."""
+    """Return a batch with a slice of the targets, and no inputs."""
     recorded = None if batch.recorded is None else batch.recorded + some.start
     return Batch(None, batch.y[some], batch.first + some.start, recorded=recorded)
 
@@ -484,7 +520,7 @@ def parameter_space(risk: EmpiricalRisk) -> Space:
 
 
 def _inputs_of(risk: EmpiricalRisk, batch: Batch) -> list[Tensor]:
-    """Return everything that the predictions for a batch depend on: parameters, buffers and data."""
+    """Return the tensors that the predictions for a batch depend on: parameters, buffers, inputs and targets."""
     model = [*risk.model.parameters(), *risk.model.buffers()] if isinstance(risk.model, Module) else []
     return [*risk.params.values(), *model, *tensors_in(batch.x), batch.y]
 
@@ -496,9 +532,9 @@ class Jacobian(LinearOperator):
     """The Jacobian of the predictions for all data, `[N, ...]` flattened by rows, with respect to the parameters.
 
     Args:
-        risk: Model, data and parameters; of the loss nothing is used.
-        chunk_size: How many columns are multiplied at once; by default as in `Curvature`.
-        memory: About how many bytes the columns may take, as in `Curvature`.
+        risk: Model, data and parameters. The loss is not used.
+        chunk_size: Number of columns to multiply at once, with the same default as in `Curvature`.
+        memory: Approximate number of bytes that the columns may take, as in `Curvature`.
 
     Example:
         >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
@@ -510,7 +546,7 @@ class Jacobian(LinearOperator):
     shown = ("chunk_size",)
 
     def __init__(self, risk: EmpiricalRisk, *, chunk_size: int | None = None, memory: int | None = None) -> None:
-        """Evaluate the model on one batch, to learn the predictions' shape."""
+        """Evaluate the model on one batch to determine the shape of predictions."""
         domain = parameter_space(risk)
         with risk.together("Jacobian"):
             chunk_size = choose_chunk_size(risk, chunk_size, memory)
@@ -528,24 +564,24 @@ class Jacobian(LinearOperator):
         return self.risk.ranks
 
     def multiply(self, columns: Columns) -> Columns:
-        """Push columns forward, batch by batch."""
+        """Multiply columns by the Jacobian, batch by batch."""
         some = next(iter(columns.values()))
         all_data = some.new_zeros(len(some), *self.codomain.shapes[PREDICTION])
         with self.risk.together("Jacobian", vectors=columns):
             with self.risk.untouched(), torch.enable_grad(), explained():
                 leaves, rest = leaves_and_rest(self.risk, columns)
-                # A sharded model may compute in another precision than its parameters have.
+                # A sharded model may compute in another dtype than the dtype of its parameters.
                 columns = {name: t.to(self.risk.dtype) for name, t in columns.items()}
                 for batch in self.risk.batches("Jacobian"):
                     self._one_derivative.check_first(self.risk, batch, leaves)
                     f, Jv = push_forward(self.risk, batch, leaves, rest, columns, self._one_derivative.forward_mode)
                     self._check_shape(f)
                     all_data[:, batch.first : batch.first + len(f)] = Jv
-            # Each process has zeros where others have data.
+            # Each rank fills in the rows of its own examples; all other rows are zero.
             return added_up(self.risk.ranks, "Jacobian", {PREDICTION: all_data})
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Pull columns back, batch by batch."""
+        """Multiply columns by the transposed Jacobian, batch by batch."""
         u = columns[PREDICTION]
         wide = self.risk.sum_dtype
         total = {name: u.new_zeros(len(u), *shape, dtype=wide) for name, shape in self.domain.shapes.items()}
@@ -564,7 +600,7 @@ class Jacobian(LinearOperator):
         return {name: t.to(self.domain.dtype) for name, t in total.items()}
 
     def _check_shape(self, f: Tensor) -> None:
-        """Refuse batches whose predictions have another shape than those of the first batch."""
+        """Raise `ShapeError` if the shape of predictions differs from that of the first batch."""
         expected = self.codomain.shapes[PREDICTION][1:]
         if f.shape[1:] != expected:
             raise ShapeError(

@@ -1,9 +1,9 @@
-r"""Derivatives of a batch: $J v$ and $J^\top u$ of its predictions, second ones of its risk, for many columns at once.
+r"""Derivatives of one batch: $J v$ and $J^\top u$ of predictions, and Hessian products, for many columns at once.
 
-Columns are pushed forward by forward-mode differentiation, all of them together (`vmap`), without recording a graph.
-They come back through the graph of another forward pass. That takes no longer than recording the first one, where
-columns would be recorded, too, and less memory. Operations without forward mode fall back to two backward passes,
-operations that `vmap` does not know to one column after the other.
+Products with $J$ use forward-mode differentiation of all columns together (`vmap`) and record no graph. Products with
+$J^\top$ run a second forward pass and send columns back through its graph. This takes no longer than recording the
+first pass, which would also record the columns, and needs less memory. Operations without forward mode fall back to two
+backward passes. Operations that `vmap` does not support fall back to one column at a time.
 """
 
 import logging
@@ -31,9 +31,9 @@ from kfs.runtime.nested import tensors_in
 from kfs.runtime.precision import tolerance_for
 
 log = logging.getLogger("kfs.operators")
-# On how many examples modes of differentiation are compared.
+# Number of examples on which the modes of differentiation are compared.
 _FEW = 4
-# What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.
+# Parts of PyTorch's error messages for operations and custom autograd.Functions without forward mode.
 _NO_FORWARD_MODE = (
     "forward AD",
     "forward mode AD",
@@ -43,9 +43,9 @@ _NO_FORWARD_MODE = (
     "from the 'Sparse",
     "Sparse CSR",
 )
-# What they contain where several columns cannot be pushed forward together.
+# Parts of PyTorch's error messages if several columns cannot be pushed forward together.
 _ONE_BY_ONE = ("vmap", "functorch", "mutate a captured Tensor", "doesn't have storage")
-# How to ask PyTorch which kernels for attention may be used.
+# Functions that return whether an attention kernel is enabled in PyTorch.
 _KERNELS = {
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
@@ -55,10 +55,10 @@ _KERNELS = {
 
 
 def leaves_and_rest(risk: EmpiricalRisk, names: Iterable[str]) -> tuple[Params, Params]:
-    """Return leaves of a new graph for some parameters, and the values of the others.
+    """Return new graph leaves for the named parameters, and detached values of all other parameters.
 
-    The others require gradients if the model's own do: a checkpoint runs the module again with its own parameters, and
-    must save as many tensors as before.
+    The other parameters require gradients if the model's own do. Activation checkpointing runs the module again with
+    its own parameters, and must save the same number of tensors as in the first run.
     """
     chosen = set(names)
     leaves = {name: p.detach().requires_grad_() for name, p in risk.params.items() if name in chosen}
@@ -69,19 +69,19 @@ def leaves_and_rest(risk: EmpiricalRisk, names: Iterable[str]) -> tuple[Params, 
 def push_forward(
     risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns, forward_mode: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Evaluate the model and multiply columns with its Jacobian.
+    """Evaluate the model and multiply columns by its Jacobian.
 
     Args:
-        risk: Says what the model is.
+        risk: Provides the model.
         batch: The data.
         leaves: Parameters to differentiate with respect to.
-        rest: The other parameters.
-        columns: Tensors `[K, *shape]` for some of the leaves; the others do not move.
+        rest: All other parameters.
+        columns: Tensors `[K, *shape]` for some of the leaves. The tangents of all other leaves are zero.
         forward_mode: Whether to try forward mode; see `OneDerivative`.
 
     Returns:
-        Predictions `[N, ...]`, and Jacobian products `[K, N, ...]`, detached. Predictions are connected to the leaves
-        only if that was needed; see `pull_back_through_model`.
+        Predictions `[N, ...]`, and detached Jacobian products `[K, N, ...]`. Predictions have a graph to the leaves
+        only if the product needed one; see `pull_back_through_model`.
     """
     num_columns = len(next(iter(columns.values())))
     if not forward_mode:
@@ -89,6 +89,7 @@ def push_forward(
     try:
         f, Jv = _forward_mode(risk, batch, leaves, rest, columns)
     except (NotImplementedError, RuntimeError) as error:
+        # PyTorch raises no specific exception types here, so the message decides which fallback applies.
         if any(symptom in str(error) for symptom in _NO_FORWARD_MODE):
             f, Jv = _double_backward(risk, batch, leaves, rest, columns)
         elif any(symptom in str(error) for symptom in _ONE_BY_ONE) and num_columns > 1:
@@ -104,12 +105,14 @@ def push_forward(
 def _forward_mode(
     risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
 ) -> tuple[Tensor, Tensor]:
-    """Push columns forward with the predictions, without a graph if possible. One column needs no `vmap`."""
-    # Gradients are on, so that one sees where the model switches them off. Nothing requires any: no graph is recorded.
-    others = risk.model.named_parameters() if isinstance(risk.model, Module) else ()
-    values = {name: p.detach() for name, p in others if p.requires_grad and name not in risk.params}
+    """Return predictions and Jacobian products by forward mode, without a graph if possible."""
+    # Gradient mode stays on, to detect where the model disables it. No tensor requires gradients, so no graph is
+    # recorded.
+    model_params = risk.model.named_parameters() if isinstance(risk.model, Module) else ()
+    values = {name: p.detach() for name, p in model_params if p.requires_grad and name not in risk.params}
     values |= {name: p.detach() for name, p in (leaves | rest).items()}
     moving = {name: values[name] for name in columns}
+    # One column needs no `vmap`.
     if len(next(iter(columns.values()))) == 1:
         try:
             f, Jv = _one_column(risk, batch, values, columns)
@@ -117,21 +120,22 @@ def _forward_mode(
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
-        # The model itself differentiates. A checkpoint would run again after this level of differentiation has ended.
+        # The model itself calls autograd, so it needs leaves. Checkpoints must not be used, because they would run the
+        # module again after this level of forward-mode differentiation has ended.
         with torch.autograd.graph.disable_saved_tensors_hooks("saves no tensors"):
             return _one_column(risk, batch, leaves | rest, columns)
 
     def predict(params: Params) -> Tensor:
         return risk.predict(values | params, batch, within=StopsForwardMode())
 
-    # Where random numbers are drawn, the risk makes sure that predictions do not depend on them.
+    # If random numbers are drawn, the risk makes sure that predictions do not depend on them.
     together = vmap(lambda v: jvp(predict, (moving,), (v,))[:2], randomness="same")
     copies, Jv = together(columns)
     return copies[0].detach(), Jv.detach()
 
 
 def _one_column(risk: EmpiricalRisk, batch: Batch, params: Params, columns: Columns) -> tuple[Tensor, Tensor]:
-    """Push a single column forward with the predictions."""
+    """Return predictions and the Jacobian product of a single column by forward mode."""
     with forward_ad.dual_level():
         duals = {name: forward_ad.make_dual(params[name], t[0]) for name, t in columns.items()}
         f, tangent = forward_ad.unpack_dual(risk.predict(params | duals, batch, within=StopsForwardMode()))
@@ -141,7 +145,7 @@ def _one_column(risk: EmpiricalRisk, batch: Batch, params: Params, columns: Colu
 def _double_backward(
     risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
 ) -> tuple[Tensor, Tensor]:
-    """Multiply by differentiating the backward pass.
+    """Return predictions and Jacobian products by differentiating the backward pass.
 
     Raises:
         ModelError: If the backward pass has no finite derivative.
@@ -151,42 +155,44 @@ def _double_backward(
     if has_pole(Jv, columns):
         raise ModelError(
             "The model's backward pass has no finite derivative at these parameters and data (a second derivative has "
-            "a pole, as that of a standard deviation of equal values), and forward mode cannot be used instead.",
-            "Give custom autograd.Functions a jvp, remove hooks that change gradients, or change what has the pole.",
+            "a pole, such as in a standard deviation of equal values), and forward mode cannot be used instead.",
+            "Give custom autograd.Functions a jvp, remove hooks that change gradients, or avoid the operation with the "
+            "pole.",
         )
     return linearization.f, Jv
 
 
 def has_pole(Jv: Tensor, columns: Columns) -> bool:
-    """Whether products of finite columns are not finite."""
+    """Return whether products are not finite although all columns are."""
     return not bool(Jv.isfinite().all()) and all(bool(t.isfinite().all()) for t in columns.values())
 
 
 class Linearization:
-    """A batch's predictions with the graphs to multiply with their Jacobian and its transpose, as often as wanted.
+    """Predictions for a batch, with graphs for repeated products with their Jacobian and its transpose.
 
-    The backward pass from predictions to parameters is linear in what is sent back. Differentiating it multiplies with
-    the Jacobian (Townsend, 2017), so that no further forward pass is needed. Both graphs stay in memory.
+    The backward pass from predictions to parameters is linear in the gradient with respect to predictions.
+    Differentiating it gives products with the Jacobian (Townsend, 2017), so that no further forward pass is needed.
+    Both graphs stay in memory.
 
     Args:
-        risk: Says what the model is.
+        risk: Provides the model.
         batch: The data.
         leaves: Parameters to differentiate with respect to.
-        rest: The other parameters.
+        rest: All other parameters.
 
     Raises:
-        ModelError: If a backward pass does not depend on what is sent back, as far as PyTorch knows.
+        ModelError: If a parameter's gradient is not zero and has no graph to the gradient with respect to predictions.
     """
 
     def __init__(self, risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params) -> None:
-        """Run one forward pass, and one backward pass that can be differentiated."""
         self.leaves = leaves
         self.f = risk.predict(leaves | rest, batch)
         risk.finite(self.f.detach(), batch)
         self._arrived: dict[str, Tensor | None] = {}
         if not self.f.requires_grad:
             return
-        self._sent_back = torch.ones_like(self.f, requires_grad=True)  # some backward passes have a pole at zero
+        # Run one differentiable backward pass. Start with ones, because some backward passes have a pole at zero.
+        self._sent_back = torch.ones_like(self.f, requires_grad=True)
         arrived = torch.autograd.grad(
             self.f, list(leaves.values()), self._sent_back, create_graph=True, allow_unused=True
         )
@@ -200,23 +206,23 @@ class Linearization:
                 )
 
     def push_forward(self, columns: Columns) -> Tensor:
-        """Multiply columns for some of the leaves with the Jacobian: `[K, N, ...]`."""
+        """Multiply columns for some of the leaves by the Jacobian, and return `[K, N, ...]`."""
         used = [(g, columns[name]) for name, g in self._arrived.items() if name in columns and g is not None]
         used = [(g, t) for g, t in used if g.requires_grad]
         if not used:
             num_columns = len(next(iter(columns.values())))
             return torch.zeros(num_columns, *self.f.shape, dtype=self.f.dtype, device=self.f.device)
         (Jv,) = gradients_of_columns([g for g, _ in used], [self._sent_back], [t for _, t in used], keep_graph=True)
-        assert Jv is not None  # noqa: S101 (what arrived was sent back)
+        assert Jv is not None  # noqa: S101 (all used gradients depend on `_sent_back`)
         return Jv
 
     def pull_back(self, u: Tensor, names: Iterable[str]) -> Columns:
-        """Multiply columns `[K, N, ...]` with the transposed Jacobian, for some of the leaves."""
+        """Multiply columns `[K, N, ...]` by the transposed Jacobian with respect to some of the leaves."""
         return pull_back(self.f, {name: self.leaves[name] for name in names}, u, keep_graph=True)
 
 
 def pull_back(f: Tensor, leaves: Params, u: Tensor, keep_graph: bool = False) -> Columns:
-    """Multiply columns `[K, *f.shape]` with the transposed Jacobian, for all leaves: `[K, *shape]` each."""
+    """Multiply columns `[K, *f.shape]` by the transposed Jacobian, and return a tensor `[K, *shape]` for each leaf."""
     if not f.requires_grad:
         return {name: p.new_zeros(len(u), *p.shape) for name, p in leaves.items()}
     gradients = gradients_of_columns([f], list(leaves.values()), [u], keep_graph)
@@ -235,24 +241,25 @@ def pull_back_through_model(
     u: Tensor,
     kernels: list[SDPBackend],
 ) -> Columns:
-    """Multiply columns with the transposed Jacobian, through the graph of a new forward pass.
+    """Multiply columns by the transposed Jacobian, through the graph of a new forward pass.
 
     Args:
-        risk: Says what the model is.
+        risk: Provides the model.
         batch: The data.
         leaves: Parameters that may be differentiated with respect to.
-        rest: The other parameters.
+        rest: All other parameters.
         rows: Names of the leaves to differentiate with respect to.
         u: The columns, `[K, N, ...]`.
-        kernels: Kernels for attention that may be used. The faster ones keep no matrix of all pairs of positions. They
-            cannot be differentiated twice, nor for several columns together; for one column, that is not needed.
+        kernels: Attention kernels that may be used for one column. The fast kernels do not store the matrix of all
+            pairs of positions. They support neither second derivatives nor several columns together, and one column
+            needs neither.
     """
     if len(u) > 1:
         try:
             return _pull_back_together(risk, batch, leaves, rest, rows, u)
         except RuntimeError:
-            pass  # not for torch.func, such as a checkpoint; if something else is wrong, it shows again below
-    # A checkpoint runs the model again in the backward pass, with the same kernels.
+            pass  # torch.func may not support the model (checkpoints, for example); other errors are raised again below
+    # With checkpoints, the model runs again in the backward pass, and must use the same kernels.
     with sdpa_kernel(kernels) if len(u) == 1 else nullcontext():
         return pull_back(risk.predict(leaves | rest, batch), {name: leaves[name] for name in rows}, u)
 
@@ -260,10 +267,10 @@ def pull_back_through_model(
 def _pull_back_together(
     risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, rows: list[str], u: Tensor
 ) -> Columns:
-    """Multiply columns with the transposed Jacobian, through a graph of `torch.func`.
+    """Multiply columns by the transposed Jacobian, through a graph of `torch.func`.
 
-    Activations in such a graph do not require gradients by themselves. If they do, PyTorch multiplies all columns of an
-    activation's gradient together, and copies them for that.
+    Activations in such a graph do not require gradients themselves. If they did, PyTorch would copy all columns of the
+    gradient of an activation in order to multiply them together.
     """
     values = {name: p.detach() for name, p in (leaves | rest).items()}
 
@@ -286,17 +293,17 @@ def second_derivatives(
     by_func: bool = True,
     criterion: Callable[[Tensor], Tensor] | None = None,
 ) -> Columns:
-    """Multiply columns with second derivatives of a batch's risk, by differentiating its gradient.
+    """Multiply columns by the second derivatives of a batch's risk, by differentiating its gradient.
 
     Args:
-        risk: Says what model and loss are.
+        risk: Provides model and loss.
         batch: The data.
         leaves: Parameters that may be differentiated with respect to.
-        rest: The other parameters.
-        rows: Names of the leaves that a result is wanted for.
+        rest: All other parameters.
+        rows: Names of the leaves to return products for.
         columns: Tensors `[K, *shape]` for some of the leaves.
         by_func: Whether to try `torch.func` for several columns; see `OneDerivative`.
-        criterion: What of predictions to differentiate, if not the batch's part of the risk.
+        criterion: Function of predictions to differentiate. If not given, it is the batch's term of the risk.
 
     Returns:
         Tensors `[K, *shape]` for all rows.
@@ -315,11 +322,12 @@ def second_derivatives(
     if not c.requires_grad:
         return zeros
     gradient = torch.autograd.grad(c, [leaves[name] for name in columns], create_graph=True, allow_unused=True)
+    # Gradients without a graph are constant, so their derivatives are zero.
     used = [(g, t) for g, t in zip(gradient, columns.values(), strict=True) if g is not None and g.requires_grad]
     if not used:
         return zeros
     second = gradients_of_columns([g for g, _ in used], [leaves[name] for name in rows], [t for _, t in used])
-    _refuse_error_nodes([g for g, _ in used])  # those that were reached have raised an error of their own
+    _refuse_error_nodes([g for g, _ in used])  # error nodes that were reached have already raised
     return {name: zeros[name] if t is None else t for name, t in zip(rows, second, strict=True)}
 
 
@@ -332,7 +340,7 @@ def _second_derivatives_together(
     columns: Columns,
     criterion: Callable[[Tensor], Tensor],
 ) -> Columns:
-    """Differentiate the gradient by `torch.func`, for the reason that `_pull_back_together` gives."""
+    """Differentiate the gradient with `torch.func`; see `_pull_back_together` for the reason."""
     values = {name: p.detach() for name, p in (leaves | rest).items()}
 
     def gradient(at_rows: Params) -> tuple[Params, Tensor]:
@@ -354,14 +362,14 @@ def _second_derivatives_together(
 
 
 def _refuse_error_nodes(gradients: list[Tensor]) -> None:
-    """Refuse a graph in which PyTorch has put an error instead of a derivative.
+    """Raise `ModelError` if the graph has a node that PyTorch inserts in place of a missing derivative.
 
-    Such a node has no way back to the parameters, so that nothing would be sent through it, and no error raised.
+    Such a node has no path to the parameters. Therefore the backward pass does not reach it, and raises no error.
     """
-    waiting = [g.grad_fn for g in gradients]
+    pending = [g.grad_fn for g in gradients]
     seen = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -371,22 +379,23 @@ def _refuse_error_nodes(gradients: list[Tensor]) -> None:
                 "as once_differentiable?).",
                 "Write its backward pass with differentiable operations, and without the mark.",
             )
-        waiting += [before for before, _ in node.next_functions]
+        pending += [before for before, _ in node.next_functions]
 
 
 def _criterion(risk: EmpiricalRisk, batch: Batch, f: Tensor) -> Tensor:
-    """Return a batch's part of the risk."""
+    """Return the term of the risk that belongs to a batch."""
     c: Tensor = risk.reduction_factor * risk.loss.criterion(f, batch.y).sum()
     return c
 
 
 class OneDerivative:
-    r"""Makes sure that a model has one derivative in every mode of differentiation, before an operator multiplies.
+    r"""Checks that all modes of differentiation give the same derivative, before an operator multiplies.
 
-    For random signs $u$ and $v$, and a few examples, $u^\top (J v)$ has to equal $v^\top (J^\top u)$. Otherwise forward
-    mode is wrong, or a hook changes gradients on their way back. Then columns are pushed forward by differentiating the
-    backward pass, so that $J$ is the transpose of what the backward pass computes, as it is for custom functions
-    without forward mode. Second derivatives have no other mode, and must be symmetric.
+    For random signs $u$ and $v$, and a few examples, $u^\top (J v)$ must equal $v^\top (J^\top u)$. Otherwise forward
+    mode is wrong, or a hook changes gradients in the backward pass. In this case, products with $J$ are computed by
+    differentiating the backward pass, so that $J$ is the transpose of the map that the backward pass computes. Custom
+    functions without forward mode are handled in the same way. Second derivatives have no other mode, and must be
+    symmetric.
 
     Attributes:
         forward_mode: Whether forward mode may be used.
@@ -394,15 +403,14 @@ class OneDerivative:
     """
 
     def __init__(self) -> None:
-        """Take it for granted until the first product."""
         self.forward_mode = self.by_func = True
-        self._checked: list[frozenset[str]] = []  # choices of parameters
+        self._checked: list[frozenset[str]] = []  # sets of parameters that have passed a check
 
     def check_first(self, risk: EmpiricalRisk, batch: Batch, names: Collection[str]) -> None:
-        """Compare `J v` with `J^T u` for some parameters, unless that was done before.
+        """Compare `J v` with `J^T u` for some parameters, unless they were checked before.
 
         Raises:
-            ModelError: If they do not fit together in any mode.
+            ModelError: If the two are inconsistent in every mode.
         """
         if self._is_checked(names):
             return
@@ -418,26 +426,28 @@ class OneDerivative:
         if not _differs(forward, risk, batch):
             self._checked.append(frozenset(names))
             return
+        # Forward mode is inconsistent with the backward pass. Try two backward passes before giving up.
         backward = _on_a_few_data(partial(compare, False), batch)
         if backward is None or _differs(backward, risk, batch):
             raise ModelError(
                 "The model's derivative is not the same in all modes of differentiation: u^T (J v) and v^T (J^T u) "
-                f"differ by {forward:.1e} of their size in forward mode, and "
+                f"differ by {forward:.1e} (relative) in forward mode, and "
                 + ("two backward passes are not possible." if backward is None else f"by {backward:.1e} without it."),
-                "Look for hooks that change gradients, and for custom autograd.Functions whose backward pass is not "
-                "linear in the gradient, or does not fit to jvp.",
+                "Look for hooks that change gradients, and for custom autograd.Functions with a backward pass that is "
+                "not linear in the gradient, or does not match jvp.",
             )
         log.info("Forward mode is not used: it differs from the model's backward pass by %.1e.", forward)
         self.forward_mode = False
         self._checked.append(frozenset(names))
 
     def check_second(self, risk: EmpiricalRisk, batch: Batch, names: Collection[str]) -> None:
-        """Compare `u^T (H v)` with `v^T (H u)` for some parameters, unless that was done before.
+        """Compare `u^T (H v)` with `v^T (H u)` for some parameters, unless they were checked before.
 
-        Of predictions, a quadratic function is differentiated: second derivatives of a loss may vanish.
+        The check differentiates a quadratic function of predictions in place of the loss, because the second
+        derivatives of a loss may vanish.
 
         Raises:
-            ModelError: If they differ.
+            ModelError: If the two differ.
         """
         if self._is_checked(names):
             return
@@ -449,9 +459,11 @@ class OneDerivative:
         def compare(by_func: bool, part: Batch) -> float:
             leaves, rest = leaves_and_rest(risk, names)
             v, u = (_signs({name: p.unsqueeze(0) for name, p in leaves.items()}, seed) for seed in (0, 1))
+            # A product with one column never uses `torch.func`.
             Hv = second_derivatives(risk, part, leaves, rest, rows, v, criterion=quadratic)
             if not by_func:
                 return _difference(u, Hv, v, second_derivatives(risk, part, leaves, rest, rows, u, criterion=quadratic))
+            # Compare with a product with two columns, which uses `torch.func`.
             both = {name: torch.cat([v[name], u[name]]) for name in v}
             HV = second_derivatives(risk, part, leaves, rest, rows, both, criterion=quadratic)
             return _difference(u, Hv, u, {name: t[:1] for name, t in HV.items()})
@@ -459,22 +471,25 @@ class OneDerivative:
         symmetric = _on_a_few_data(partial(compare, False), batch)
         if _differs(symmetric, risk, batch):
             raise ModelError(
-                f"Second derivatives are not symmetric: u^T H v and v^T H u differ by {symmetric:.1e} of their size.",
-                "Look for hooks that change gradients, and for custom autograd.Functions whose backward pass is not "
-                "the derivative of the forward pass.",
+                f"Second derivatives are not symmetric: u^T H v and v^T H u differ by {symmetric:.1e} (relative).",
+                "Look for hooks that change gradients, and for custom autograd.Functions with a backward pass that is "
+                "not the derivative of the forward pass.",
             )
+        # If `torch.func` gives another result, do not use it.
         self.by_func = self.by_func and not _differs(_on_a_few_data(partial(compare, True), batch), risk, batch)
         self._checked.append(frozenset(names))
 
     def _is_checked(self, names: Collection[str]) -> bool:
-        """Whether derivatives with respect to some parameters, and perhaps others, have passed the check."""
+        """Return whether a set of parameters that contains all of these has passed the check."""
         return any(checked.issuperset(names) for checked in self._checked)
 
 
 def _on_a_few_data(compare: Callable[[Batch], float], batch: Batch) -> float | None:
-    """Compare results for the last data of a batch, or all if that fails; `None` if there are no results to compare.
+    """Compare results on the last examples of a batch, or on all of them if that fails.
 
-    Whoever needs what cannot be differentiated gets an error of its own.
+    Returns:
+        The relative difference; `None` if the results cannot be computed. A product that needs an impossible derivative
+        raises its own error later.
     """
     num_data = len(batch.y)
     if num_data > _FEW and can_be_cut(batch.x, num_data, _FEW):
@@ -483,7 +498,7 @@ def _on_a_few_data(compare: Callable[[Batch], float], batch: Batch) -> float | N
         try:
             return compare(few)
         except Exception:
-            log.debug("Derivatives for %d data cannot be compared; now for %d.", _FEW, num_data, exc_info=True)
+            log.debug("Derivatives cannot be compared on %d examples; trying %d.", _FEW, num_data, exc_info=True)
     try:
         return compare(batch)
     except (NotImplementedError, RuntimeError, ModelError):
@@ -492,7 +507,7 @@ def _on_a_few_data(compare: Callable[[Batch], float], batch: Batch) -> float | N
 
 
 def _signs(like: Columns, seed: int) -> Columns:
-    """Return independent random signs in the shapes of tensors. The global random state is not touched."""
+    """Return independent random signs with the shapes of the given tensors. The global random state is not changed."""
     device = next(iter(like.values())).device
     generator = torch.Generator(device).manual_seed(seed)
     draws = {name: torch.randint(2, t.shape, generator=generator, device=device) for name, t in like.items()}
@@ -500,7 +515,7 @@ def _signs(like: Columns, seed: int) -> Columns:
 
 
 def _difference(u: Columns, Av: Columns, v: Columns, Bu: Columns) -> float:
-    """Return how much `u^T (A v)` and `v^T (B u)` differ, for signs, relative to what they are by chance."""
+    """Return the difference of `u^T (A v)` and `v^T (B u)` for random signs, relative to its size by chance."""
     (uAv, size_Av), (vBu, size_Bu) = _inner_and_size(u, Av), _inner_and_size(v, Bu)
     if not isfinite(size_Av + size_Bu):  # at a pole of the derivative, neither is finite
         return inf if isfinite(size_Av) or isfinite(size_Bu) else 0.0
@@ -509,14 +524,14 @@ def _difference(u: Columns, Av: Columns, v: Columns, Bu: Columns) -> float:
 
 
 def _inner_and_size(signs: Columns, products: Columns) -> tuple[float, float]:
-    """Return the inner product of signs with products, and the norm of the latter: the size of a random inner one."""
+    """Return the inner product of signs with products, and the norm of the products, its typical size by chance."""
     inner = [float((signs[name] * products[name]).sum(dtype=torch.float64)) for name in signs]
     squares = [float(products[name].square().sum(dtype=torch.float64)) for name in signs]
     return sum(inner), sum(squares) ** 0.5
 
 
 class _Precisions(TorchFunctionMode):
-    """Collects dtypes of results."""
+    """Collects the floating-point dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -529,29 +544,34 @@ class _Precisions(TorchFunctionMode):
 
 
 def _differs(difference: float | None, risk: EmpiricalRisk, batch: Batch) -> bool:
-    """Whether a difference is larger than what rounding explains, in the coarsest precision within the model."""
+    """Return whether a difference is too large to be round-off in the lowest precision that the model uses."""
     if difference is None or difference <= tolerance_for(risk.dtype, risk.device):
         return False
+    # Run the model to collect its precisions only now, because most differences are small.
     precisions = _Precisions()
     risk.predict(risk.params, batch, within=precisions)
     return difference > max(tolerance_for(dtype, risk.device) for dtype in precisions.found | {risk.dtype})
 
 
 def enabled_kernels() -> list[SDPBackend]:
-    """Return the kernels for attention that the user allows."""
+    """Return the attention kernels that are enabled in PyTorch."""
     return [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]  # type: ignore[no-untyped-call]
 
 
 def gradients_of_columns(
     outputs: list[Tensor], inputs: list[Tensor], columns: list[Tensor], keep_graph: bool = False
 ) -> list[Tensor | None]:
-    """Send columns back through a graph, together if PyTorch can: `[K, *input.shape]`, or `None` where not used."""
+    """Compute vector-Jacobian products of several columns, batched if PyTorch can batch all operations of the graph.
+
+    Returns:
+        A tensor `[K, *input.shape]` for each input; `None` for inputs that the outputs do not depend on.
+    """
     num_columns = len(columns[0])
     if num_columns > 1:
         try:
             return _gradients_together(outputs, inputs, columns)
         except RuntimeError:
-            pass  # some operations cannot be batched; if something else is wrong, it shows again below
+            pass  # some operations cannot be batched; other errors are raised again below
     singles = [
         torch.autograd.grad(
             outputs, inputs, [c[k] for c in columns], allow_unused=True, retain_graph=keep_graph or k + 1 < num_columns
@@ -562,10 +582,10 @@ def gradients_of_columns(
 
 
 def _gradients_together(outputs: list[Tensor], inputs: list[Tensor], columns: list[Tensor]) -> list[Tensor | None]:
-    """Send all columns back at once, and keep the graph.
+    """Compute batched vector-Jacobian products, and keep the graph.
 
-    `is_grads_batched=True` would do so, too, but runs operations such as the backward passes of GELU and LayerNorm once
-    for every column.
+    `is_grads_batched=True` would give the same result, but runs some operations once per column, such as the backward
+    passes of GELU and LayerNorm.
     """
     used: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Estimates from products with random vectors: trace, diagonal, Frobenius norm, eigenvalues and spectral density."""
+"""Estimates from matrix-vector products: trace, diagonal, Frobenius norm, eigenvalues and spectral density."""
 
 from dataclasses import dataclass
 from math import pi, sqrt
@@ -20,14 +20,14 @@ Probes = Literal["rademacher", "normal"]
 
 
 def rademacher(size: int, num: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
-    """Return `num` columns of independent signs, `[size, num]`. The global random state is not touched."""
+    """Return `num` columns of independent random signs, `[size, num]`. The global random state is not changed."""
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(2, (num, size), generator=generator).T
     return (2 * signs - 1).to(device, dtype)
 
 
 def normal(size: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return a vector of independent standard normal numbers, on the CPU. The global random state is not touched."""
+    """Return a vector of independent standard normal numbers on the CPU. The global random state is not changed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, dtype=torch.float64, generator=generator).to(dtype)
 
@@ -37,14 +37,14 @@ def random_columns(probes: Probes, size: int, num: int, dtype: torch.dtype, devi
 
     Args:
         probes: `"rademacher"` for signs, `"normal"` for standard normal numbers.
-        size: Rows.
-        num: Columns.
+        size: Number of rows.
+        num: Number of columns.
         dtype: Dtype of the result.
         device: Device of the result.
         seed: Equal seeds give equal columns.
 
     Raises:
-        ShapeError: If there are no such probes.
+        ShapeError: If `probes` is none of the two options.
     """
     if probes == "rademacher":
         return rademacher(size, num, dtype, device, seed)
@@ -53,7 +53,7 @@ def random_columns(probes: Probes, size: int, num: int, dtype: torch.dtype, devi
     raise ShapeError(f"probes is {probes!r}.", "Choose 'rademacher' or 'normal'.")
 
 
-# How often each method multiplies columns: what is multiplied later depends on what came out before.
+# Number of rounds of products for each method. The columns of a round depend on the results of the round before.
 _ROUNDS = {"hutchinson": 1, "hutch++": 3, "xtrace": 2, "xdiag": 2}
 
 
@@ -63,8 +63,8 @@ class Estimate(Described):
 
     Attributes:
         value: The estimate: a scalar, or a flat vector.
-        error: Its standard error, estimated from the scatter of the random vectors; shaped alike.
-        products: How many products with the operator it took.
+        error: Its standard error, estimated from the variance over random vectors. It has the shape of `value`.
+        products: Number of products with the operator.
     """
 
     value: Tensor
@@ -72,7 +72,7 @@ class Estimate(Described):
     products: int
 
     def describe(self) -> Description:
-        """Describe a number with its error; of a vector, and of a number on an accelerator, only the size."""
+        """Describe a number with its error. Only the size is shown for vectors and for tensors on an accelerator."""
         if self.value.ndim or self.value.device.type != "cpu":
             value = f"{shaped(self.value)}, with an error for each number"
         else:
@@ -89,21 +89,21 @@ def trace(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Estimate:
-    """Estimate the trace.
+    """Estimate the trace of an operator.
 
     Args:
         A: A square operator.
         method: `"hutchinson"`, `"hutch++"` or `"xtrace"`.
-        products: How many products with `A` to spend; at least 6. If they suffice for every column, the trace is exact.
+        products: Number of products with `A`, at least 6. If there is one for every column, the trace is exact.
         probes: Test vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
-        progress: Whether to show how far it is. By default, if it takes longer than two seconds.
+        progress: Whether to show progress. If not given, it is shown after two seconds.
 
     Returns:
         The estimate with its standard error.
 
     Raises:
-        ShapeError: If the operator is not square, the method unknown or the budget too small.
+        ShapeError: If the operator is not square, the method is unknown, or `products` is too small.
 
     Example:
         >>> from kfs import EmpiricalRisk, GGN
@@ -125,7 +125,7 @@ def trace(
             raise ShapeError(f"method is {method!r}.", f"Choose from {list(methods)}.")
     num = {"hutchinson": products, "hutch++": 2 * (products // 3), "xtrace": products // 2}[method]
     with show_progress("trace", _ROUNDS[method], progress, "round") as line:
-        if products >= A.shape[0]:  # enough to look at every column
+        if products >= A.shape[0]:  # enough for every column
             exact = _wide_dense(A).trace()
             return Estimate(exact, torch.zeros_like(exact), A.shape[0])
         return methods[method](A, _probes(A, num, probes, seed), line)
@@ -140,22 +140,22 @@ def diagonal(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Estimate:
-    """Estimate the diagonal as a flat vector. `GGN` and `Fisher` also have it exactly.
+    """Estimate the diagonal of an operator as a flat vector. `GGN` and `Fisher` have an exact method `diagonal`.
 
     Args:
         A: A square operator.
         method: `"hutchinson"` (Bekas et al., 2007), or `"xdiag"`, which needs fewer products if eigenvalues decay.
-        products: How many products with `A` (or its transpose) to spend; at least 6. If they suffice for every column,
-            `"xdiag"` is exact.
+        products: Number of products with `A` or its transpose, at least 6. If there is one for every column, `"xdiag"`
+            is exact.
         probes: Test vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
-        progress: Whether to show how far it is. By default, if it takes longer than two seconds.
+        progress: Whether to show progress. If not given, it is shown after two seconds.
 
     Returns:
         The estimate with a standard error for every entry.
 
     Raises:
-        ShapeError: If the operator is not square, the method unknown or the budget too small.
+        ShapeError: If the operator is not square, the method is unknown, or `products` is too small.
 
     Example:
         >>> from kfs import EmpiricalRisk, GGN
@@ -175,7 +175,7 @@ def diagonal(
             omega = _probes(A, products, probes, seed)
             samples = omega * _product(A, omega, line)
             return Estimate(samples.mean(1), _standard_error(samples), products)
-        if products >= A.shape[0]:  # enough to look at every column
+        if products >= A.shape[0]:  # enough for every column
             exact = _wide_dense(A).diagonal().clone()
             return Estimate(exact, torch.zeros_like(exact), A.shape[0])
         return _xdiag(A, _probes(A, products // 2, probes, seed), line)
@@ -189,14 +189,14 @@ def squared_frobenius_norm(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Estimate:
-    """Estimate the sum of all squared entries.
+    """Estimate the squared Frobenius norm of an operator, the sum of all squared entries.
 
     Args:
         A: An operator.
-        products: How many products with `A` to spend; at least 6.
+        products: Number of products with `A`, at least 6.
         probes: Test vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
-        progress: Whether to show how far it is. By default, if it takes longer than two seconds.
+        progress: Whether to show progress. If not given, it is shown after two seconds.
 
     Returns:
         The estimate with its standard error.
@@ -214,9 +214,12 @@ def _hutchinson(A: LinearOperator, omega: Tensor, line: Line) -> Estimate:
 
 
 def _hutch_plus_plus(A: LinearOperator, omega: Tensor, line: Line) -> Estimate:
+    """Estimate the trace by Hutch++ (Meyer et al., 2021), with three products for each pair of test vectors."""
     num = omega.shape[1] // 2
+    # Half of the test vectors span the range of a sketch, where the trace is exact.
     Q, _ = torch.linalg.qr(_product(A, omega[:, :num], line))
     G = omega[:, num:]
+    # The other half estimates the trace on the complement.
     G = G - Q @ (Q.T @ G)
     exact = (Q * _product(A, Q, line)).sum()
     samples = (G * _product(A, G, line)).sum(0)
@@ -224,6 +227,7 @@ def _hutch_plus_plus(A: LinearOperator, omega: Tensor, line: Line) -> Estimate:
 
 
 def _xtrace(A: LinearOperator, omega: Tensor, line: Line) -> Estimate:
+    """Estimate the trace by XTrace (Epperly et al., 2024): each test vector is left out of the sketch in turn."""
     num = omega.shape[1]
     Y = _product(A, omega, line)
     size = Y.abs().max()
@@ -251,15 +255,15 @@ def _xdiag(A: LinearOperator, omega: Tensor, line: Line) -> Estimate:
     Z = _product(A.T, Q, line) / size
     S = _left_out(R)
     QS = Q @ S
-    # Without test vector i, the sketch's range lacks the direction Q s_i. So the exact part lacks its contribution, and
-    # of the product with test vector i, that direction is all that remains outside of the range.
+    # Without test vector i, the range of the sketch lacks the direction Q s_i. Therefore the exact part lacks its
+    # contribution, and the product with test vector i has no other component outside of the range.
     exact = (Q * Z).sum(1, keepdim=True) - QS * (Z @ S)
     samples = exact + omega * QS * (S * R).sum(0)
     return Estimate(size * samples.mean(1), size * _standard_error(samples), 2 * num)
 
 
 def _left_out(R: Tensor) -> Tensor:
-    """Return unit vectors `s_i`: leaving test vector `i` out of a sketch `Q R` removes the direction `Q s_i`."""
+    """Return unit vectors `s_i` such that a sketch `Q R` without test vector `i` lacks the direction `Q s_i`."""
     noise = torch.finfo(R.dtype).eps * R.abs().max()
     S = torch.linalg.inv(R + noise * torch.eye(len(R), dtype=R.dtype, device=R.device)).T
     directions: Tensor = S / S.norm(dim=0)
@@ -267,19 +271,19 @@ def _left_out(R: Tensor) -> Tensor:
 
 
 def _product(A: LinearOperator, V: Tensor, line: Line) -> Tensor:
-    """Multiply, and count it as a round."""
+    """Multiply columns, and advance the progress bar by one round."""
     result = product(A, V)
     line.advance()
     return result
 
 
 def _wide_dense(A: LinearOperator) -> Tensor:
-    """Form the matrix, and return it in float32 at least: sums in half precision would lose digits."""
+    """Return the dense matrix in at least float32, because sums in half precision lose digits."""
     return A.to_dense().to(at_least_float32(A.dtype))
 
 
 def _probes(A: LinearOperator, num: int, probes: Probes, seed: int) -> Tensor:
-    """Return test vectors, in float32 at least: there are no decompositions in half precision."""
+    """Return test vectors in at least float32, because PyTorch has no decompositions in half precision."""
     with A._ranks.agreed("random vectors", is_short=True):
         return random_columns(probes, A.shape[1], num, at_least_float32(A.dtype), A.device, seed)
 
@@ -313,14 +317,14 @@ def eigenvalues(
 
     Args:
         A: A symmetric operator.
-        k: How many, fewer than rows.
-        largest: Whether the largest ones are wanted, or the smallest.
-        by: What is compared: the `"value"`, or its `"magnitude"`, whatever the sign. The smallest magnitudes converge
+        k: Number of eigenvalues, less than the number of rows.
+        largest: Whether to compute the largest eigenvalues or the smallest ones.
+        by: Sort key: the `"value"`, or its `"magnitude"` regardless of the sign. The smallest magnitudes converge
             slowly.
         tolerance: Relative accuracy; 0 for machine precision.
         seed: Seed for the start vector.
-        progress: Whether to show the number of products meanwhile, and how long one takes. By default, if it takes
-            longer than two seconds. How many will be needed is not known before they are done.
+        progress: Whether to show the number of products and the time per product. If not given, they are shown after
+            two seconds. The total number of products is not known in advance.
 
     Returns:
         The eigenvalues in descending order of their values, `[k]`, and the eigenvectors as columns, `[D, k]`.
@@ -347,21 +351,22 @@ def eigenvalues(
             )
         if by not in {"value", "magnitude"}:
             raise ShapeError(f"by is {by!r}.", "Choose 'value' or 'magnitude'.")
-    which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # as ARPACK calls them
+    which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # ARPACK's names
     wide = at_least_float32(A.dtype)
-    start = normal(A.shape[0], wide, seed).numpy()  # signs may be orthogonal to an eigenvector of signs
+    start = normal(A.shape[0], wide, seed).numpy()  # not signs, which may be orthogonal to an eigenvector
     num_vectors = min(max(2 * k + 1, 20), A.shape[0])  # SciPy's default
     try:
         with show_progress("eigenvalues", None, progress, "product") as line:
-            # ARPACK does not say how far from convergence it is. It needs a product for each of its vectors, at least.
+            # ARPACK does not report how close it is to convergence. It needs at least one product for each vector.
             line.at_least = num_vectors
             options = {"k": k, "which": which, "v0": start, "tol": tolerance, "ncv": num_vectors}
             values, vectors = eigsh(A.to_scipy(line.advance), **options)
     except ArpackError as error:
         raise SolverError(
             f"The Lanczos method failed: {error}.",
-            "Ask for fewer eigenvalues or less accuracy; a zero operator has none to find.",
+            "Ask for fewer eigenvalues or less accuracy. The method cannot handle an operator that is zero.",
         ) from error
+    # ARPACK does not return values in descending order.
     order = torch.from_numpy(values).argsort(descending=True)
     to = {"dtype": A.dtype, "device": A.device}
     return torch.from_numpy(values)[order].to(**to), torch.from_numpy(vectors)[:, order].to(**to)  # type: ignore[call-overload]
@@ -369,15 +374,14 @@ def eigenvalues(
 
 @dataclass(frozen=True, repr=False)
 class Density(Described):
-    """A spectral density: point masses that can be smoothed.
+    """A spectral density as a sum of point masses, which can be smoothed.
 
-    It has all that several plots need, with other grids and widths or on a logarithmic axis: none of them takes another
-    product with the operator.
+    Several plots, with different grids and widths or on a logarithmic axis, need no further products with the operator.
 
     Attributes:
-        nodes: Where the masses are, `[M]`.
-        weights: How large they are, `[M]`; they sum up to one.
-        axis: What it is a density of: an `"eigenvalue"`, or `"log10 |eigenvalue|"`, as `log10` returns it.
+        nodes: Locations of the point masses, `[M]`.
+        weights: Weights of the point masses, `[M]`. They sum to one.
+        axis: The variable of the density: `"eigenvalue"`, or `"log10 |eigenvalue|"` for the result of `log10`.
 
     Example:
         >>> density = Density(torch.tensor([1e-4, 1e-2, 1e2]), torch.tensor([0.5, 0.25, 0.25]))
@@ -398,7 +402,7 @@ class Density(Described):
     axis: Literal["eigenvalue", "log10 |eigenvalue|"] = "eigenvalue"
 
     def describe(self) -> Description:
-        """Describe where the masses are, unless an accelerator would have to say it."""
+        """Describe the range of the point masses. It is left out if reading it would synchronize an accelerator."""
         of = "" if self.axis == "eigenvalue" else f" of {self.axis}"
         title = f"Density{of}: {counted(len(self.nodes), 'point mass')}, {kind(self.nodes.dtype, self.nodes.device)}"
         if self.nodes.device.type != "cpu":
@@ -407,14 +411,14 @@ class Density(Described):
         return Description(title, (f"{noun}from {number(self.nodes.min())} to {number(self.nodes.max())}",))
 
     def plot(self, width: float | None = None, *, axes: "Axes | None" = None) -> "Axes":
-        """Draw the density, smoothed, on a log axis.
+        """Draw the smoothed density on a log axis.
 
         Args:
-            width: Width of the normal density that smooths it. By default a hundredth of the range of point masses.
-            axes: Where to draw; by default in a new figure.
+            width: Width of the normal density used for smoothing. The default is a hundredth of the range of nodes.
+            axes: Matplotlib axes to draw into. If not given, a new figure is created.
 
         Returns:
-            Axes of matplotlib.
+            The matplotlib axes.
         """
         nodes = self.nodes.cpu().double()
         first, last = float(nodes.min()), float(nodes.max())
@@ -425,18 +429,18 @@ class Density(Described):
         return draw_density(grid, smooth, nodes, self.axis, axes)
 
     def on(self, grid: Tensor, width: float) -> Tensor:
-        """Smooth with a normal density of the given width and evaluate on a grid."""
+        """Smooth the density with a normal density of the given width, and evaluate it on a grid."""
         distance = (grid.unsqueeze(1) - self.nodes) / width
         kernel = torch.exp(-0.5 * distance**2) / (width * sqrt(2 * pi))
         density: Tensor = kernel @ self.weights
         return density
 
     def log10(self, floor: float | None = None) -> "Density":
-        """Return the density of the eigenvalues' magnitudes on a logarithmic axis: of `log10(|eigenvalue| + floor)`.
+        """Return the density of `log10(|eigenvalue| + floor)`.
 
         Args:
-            floor: What is added, so that zero has a logarithm. By default what round-off makes of zero: the precision
-                times the largest magnitude.
+            floor: Number added to magnitudes, so that zero has a logarithm. The default is the size of round-off: the
+                machine precision times the largest magnitude.
 
         Raises:
             ShapeError: If the floor is not positive.
@@ -467,14 +471,14 @@ def spectral_density(
 
     Args:
         A: A symmetric operator.
-        num_vectors: Random vectors to average over.
-        num_steps: Lanczos steps per vector; it integrates polynomials up to twice this degree.
+        num_vectors: Number of random vectors to average over.
+        num_steps: Lanczos steps per vector. The quadrature integrates polynomials up to twice this degree.
         probes: Random vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
-        progress: Whether to show the number of products meanwhile. By default, if it takes longer than two seconds.
+        progress: Whether to show the number of products. If not given, it is shown after two seconds.
 
     Returns:
-        The density. Keep it for several plots: `on` a grid, and `log10()` for a logarithmic axis.
+        The density. Use it for several plots: `on` evaluates it on a grid, `log10` changes to a logarithmic axis.
 
     Example:
         >>> from kfs import GGN, EmpiricalRisk
@@ -484,7 +488,7 @@ def spectral_density(
         Density: 6 point masses, float32 on cpu
           eigenvalues from ... to ...
     """
-    # Half precision would not keep directions orthogonal, and has no decompositions.
+    # Half precision would lose orthogonality, and has no decompositions.
     wide = at_least_float32(A.dtype)
     with A._ranks.agreed("spectral density"):
         _check_symmetric(A)
@@ -496,7 +500,7 @@ def spectral_density(
 
 
 def _quadrature(A: LinearOperator, v: Tensor, num_steps: int, line: Line) -> tuple[Tensor, Tensor]:
-    """Run Lanczos from a unit vector, with full reorthogonalization, and return nodes and weights."""
+    """Run the Lanczos method from a unit vector with full reorthogonalization, and return nodes and weights."""
     basis, alphas, betas = [v], [], []
     while True:
         w = product(A, basis[-1])
@@ -506,6 +510,7 @@ def _quadrature(A: LinearOperator, v: Tensor, num_steps: int, line: Line) -> tup
         for _ in range(2):  # once is not enough in finite precision (Giraud et al., 2005)
             w = w - Q @ (Q.T @ w)
         beta = w.norm()
+        # Stop early if the Krylov space is exhausted: what remains is round-off.
         if len(alphas) == num_steps or beta <= 10 * torch.finfo(w.dtype).eps * abs(alphas[0]):
             break
         betas.append(beta)

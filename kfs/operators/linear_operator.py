@@ -1,6 +1,6 @@
-"""Linear operators: multiplication, sums, products and submatrices of operators, and their display.
+"""The base class of linear operators, and their sums, products, transposes and submatrices.
 
-Operators of a risk live in `kfs.operators.curvature`, operators from given numbers in `kfs.operators.matrices`.
+Operators of a risk live in `kfs.operators.curvature`, operators from given tensors in `kfs.operators.matrices`.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from kfs.errors import DtypeError, ShapeError, UnknownAttributeError
 from kfs.operators.space import Columns, Index, Space, Vector, check_same, is_index
 from kfs.runtime.precision import at_least_float32
 
-# What operators that only multiply do not have, and what has it.
+# Attributes that only block-diagonal operators have, and the replacement for all other operators.
 _ELSEWHERE = {
     "diagonal": "kfs.operators.diagonal(A)",
     "eigenvalues": "kfs.operators.eigenvalues(A, k)",
@@ -33,10 +33,10 @@ _ELSEWHERE = {
 
 
 class DescribedOperator(Described):
-    """Describes an operator by its class and its attributes.
+    """Base class that describes an operator by its class and its attributes.
 
     Attributes:
-        template: How it is made of its attributes, such as `"{one} + {other}"`. Empty for what has just a name.
+        template: Formula in terms of attributes, such as `"{one} + {other}"`. Empty if the class name is the formula.
         shown: Names of attributes that are settings.
     """
 
@@ -47,11 +47,11 @@ class DescribedOperator(Described):
     dtype: Any
     device: Any
 
-    # A type checker would believe that there is any attribute.
+    # Hidden from type checkers, which would otherwise accept any attribute.
     if not TYPE_CHECKING:  # pragma: no branch
 
         def __getattr__(self, name: str) -> object:
-            """Say where to find what block-diagonal operators have, and this one does not."""
+            """Raise an error that names the replacement for attributes that only block-diagonal operators have."""
             if name not in _ELSEWHERE:
                 return super().__getattribute__(name)  # the usual error
             raise UnknownAttributeError(
@@ -61,7 +61,7 @@ class DescribedOperator(Described):
 
     @property
     def formula(self) -> str:
-        """What it is made of, such as `"GGN + 0.1 * Identity"`."""
+        """Formula of the operator, such as `"GGN + 0.1 * Identity"`."""
         is_sum = " + " in self.template
         values = {}
         for name, value in vars(self).items():
@@ -71,7 +71,7 @@ class DescribedOperator(Described):
 
     @property
     def of(self) -> str:
-        """What it is made of directly, in a few words, such as model and loss. Empty if there is nothing to say."""
+        """Short description of the operator's source, such as model and loss. Empty if there is none."""
         risk = getattr(self, "risk", None)
         return "" if risk is None else str(risk.about)
 
@@ -83,7 +83,7 @@ class DescribedOperator(Described):
         return f"{self.formula}{of}: {times(self.shape)}, {kind(self.dtype, self.device)}{symmetric}"
 
     def describe(self) -> Description:
-        """Describe it, and its parts."""
+        """Describe the operator and its parts."""
         risk = getattr(self, "risk", None)
         facts = [part.about for part in self._leaves() if part is not self]
         if risk is not None:
@@ -94,30 +94,30 @@ class DescribedOperator(Described):
 
     @property
     def columns_at_once(self) -> str:
-        """How many vectors are multiplied at once, in words."""
+        """Number of vectors that are multiplied at once, in words."""
         chunk_size: int = getattr(self, "chunk_size", 1)
         return f"a product with {f'up to {chunk_size} vectors' if chunk_size > 1 else 'one vector'}"
 
     def _leaves(self) -> "list[DescribedOperator]":
-        """Return the operators that it is made of, in the end: itself, if it is not made of others."""
+        """Return the leaves of the operator's expression tree: the operator itself if it has no template."""
         parts = [value for value in vars(self).values() if isinstance(value, DescribedOperator)]
         return [leaf for part in parts for leaf in part._leaves()] if self.template else [self]
 
 
 def _part(value: object, bare: bool) -> Any:
-    """Return a value for a template: formulas of operators in brackets, unless they stand for themselves there."""
+    """Return a value for a template. Formulas of operators get parentheses if needed, unless `bare` is set."""
     if not isinstance(value, DescribedOperator):
         return value
     return value.formula if bare else bracketed(value)
 
 
 def bracketed(A: DescribedOperator) -> str:
-    """Return a formula that can be a part of a product."""
+    """Return the operator's formula, in parentheses if it is not a single term."""
     return f"({A.formula})" if " " in A.formula else A.formula
 
 
 def listed(settings: Mapping[str, object]) -> str:
-    """Return settings in a line: operators by their formulas, vectors by their sizes.
+    """Return settings as one line of text, with operators as formulas and vectors as sizes.
 
     Example:
         >>> import torch
@@ -144,15 +144,15 @@ class LinearOperator(DescribedOperator, ABC):
     """A linear map between two spaces of named tensors.
 
     Attributes:
-        domain: What it acts on.
-        codomain: Where the answer lives.
-        symmetric: Whether it equals its transpose.
-        chunk_size: How many columns are multiplied at once. More are faster and take more memory.
+        domain: Space of input vectors.
+        codomain: Space of output vectors.
+        symmetric: Whether the operator equals its transpose.
+        chunk_size: Number of columns to multiply at once. More columns are faster and take more memory.
     """
 
     symmetric = False
     chunk_size = 16
-    __array_ufunc__ = None  # so that NumPy leaves `array @ A` to this class, which says what it takes
+    __array_ufunc__ = None  # so that `array @ A` calls `__rmatmul__`, which names the valid types
 
     _parts: "tuple[LinearOperator, ...]" = ()
 
@@ -161,25 +161,25 @@ class LinearOperator(DescribedOperator, ABC):
 
     @abstractmethod
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply columns of the domain, at most `chunk_size` of them."""
+        """Multiply at most `chunk_size` columns of the domain by the operator."""
 
     @abstractmethod
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply columns of the codomain with the transpose."""
+        """Multiply columns of the codomain by the transpose."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix."""
+        """Number of rows and columns of the matrix."""
         return self.codomain.size, self.domain.size
 
     @property
     def dtype(self) -> torch.dtype:
-        """The matrix's dtype."""
+        """Dtype of the matrix."""
         return self.codomain.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the matrix lives."""
+        """Device of the matrix."""
         return self.codomain.device
 
     @overload
@@ -191,7 +191,7 @@ class LinearOperator(DescribedOperator, ABC):
     @overload
     def __matmul__(self, v: "LinearOperator") -> "LinearOperator": ...
     def __matmul__(self, v: "Vector | LinearOperator") -> "Vector | LinearOperator":
-        """Multiply a flat vector, a matrix of columns, a dictionary or a list; or compose with another operator."""
+        """Multiply a flat vector, a matrix of columns, a dictionary or a list, or compose with another operator."""
         if isinstance(v, LinearOperator):
             return self._composed_with(v)
         with self._ranks.agreed("a vector", is_short=True):
@@ -202,9 +202,10 @@ class LinearOperator(DescribedOperator, ABC):
             return self.codomain.write(self.codomain.unflatten(empty), form)
         if num_columns <= self.chunk_size:
             return self.codomain.write(self.multiply(columns), form)
+        # Split the columns into chunks of about equal size. A small last chunk would cost as much as a full one.
         parts = []
         num_chunks = ceil(num_columns / self.chunk_size)
-        size = ceil(num_columns / num_chunks)  # about equal: a small rest would cost as much as a pass
+        size = ceil(num_columns / num_chunks)
         with show_progress(f"product with {self.formula}", num_chunks, unit="chunk") as line:
             for start in range(0, num_columns, size):
                 parts.append(self.multiply({n: t[start : start + size] for n, t in columns.items()}))
@@ -219,7 +220,7 @@ class LinearOperator(DescribedOperator, ABC):
     @overload
     def __rmatmul__(self, v: list[Tensor]) -> list[Tensor]: ...
     def __rmatmul__(self, v: Vector) -> Vector:
-        """Multiply from the left: `v @ A`. A matrix has one vector in each row, `[n, rows of A]`."""
+        """Compute `v @ A`. A matrix `v` has one vector in each row, `[n, rows of A]`."""
         if isinstance(v, Tensor) and v.ndim == 2:
             rows: Tensor = self.T @ v.T
             return rows.T
@@ -228,14 +229,14 @@ class LinearOperator(DescribedOperator, ABC):
 
     @property
     def _ranks(self) -> Ranks:
-        """The processes that multiply together: those of its parts; without parts, this one alone."""
+        """The ranks that share the product: the ranks of a part, or this process alone."""
         for part in self._parts:
             if part._ranks.are_several:
                 return part._ranks
         return _ALONE
 
     def _composed_with(self, other: "LinearOperator") -> "LinearOperator":
-        """Return the operator that applies another one first, then this one."""
+        """Return the operator that applies `other` first, and then this operator."""
         return Product(self, other)
 
     @property
@@ -247,7 +248,7 @@ class LinearOperator(DescribedOperator, ABC):
         return Sum(self, other)
 
     def __radd__(self, other: object) -> "LinearOperator":
-        """Add to zero, where `sum([A, B, C])` starts."""
+        """Support `sum([A, B, C])`, which starts with zero."""
         return self if isinstance(other, Real) and other == 0 else Sum(self, other)  # type: ignore[arg-type]
 
     def __sub__(self, other: "LinearOperator") -> "LinearOperator":
@@ -268,20 +269,20 @@ class LinearOperator(DescribedOperator, ABC):
         return self * -1.0
 
     def shift(self, delta: float) -> "LinearOperator":
-        """Add `delta` times the identity."""
+        """Return the operator plus `delta` times the identity."""
         return Sum(self, Scaled(Identity(self.domain), delta))
 
     def submatrix(self, rows: Index, columns: Index | None = None) -> "LinearOperator":
-        """Return the block with some rows and columns.
+        """Return the block with the given rows and columns.
 
         Args:
-            rows: Names of parameters, in the order that the block shall have; or entries of flat vectors: integers, a
-                mask or a slice.
-            columns: The same, and by default the same ones.
+            rows: Names of parameters in the order of the block's rows; or indices into flat vectors: integers, a mask
+                or a slice.
+            columns: Names or indices, as for `rows`. If not given, they equal `rows`.
 
         Raises:
-            ModelError: If there is no such parameter.
-            ShapeError: If there is no such entry, or if nothing was named.
+            ModelError: If a parameter does not exist, or no parameter is named.
+            ShapeError: If an index is out of range, or the argument has no valid type.
         """
         rows = rows if is_index(rows) else _names(rows)
         columns = rows if columns is None else columns
@@ -290,34 +291,34 @@ class LinearOperator(DescribedOperator, ABC):
         return self._block_of(_names(rows), _names(columns))
 
     def _block_of(self, rows: Collection[str], columns: Collection[str]) -> "LinearOperator":
-        """Return the block with some parameters' rows and columns."""
+        """Return the block with the rows and columns of the named parameters."""
         return Submatrix(self, rows, columns)
 
     def to_dense(self, flattening: str = "rvec") -> Tensor:
-        """Form the matrix, column by column.
+        """Return the dense matrix, computed from products with all columns of the identity.
 
         Args:
-            flattening: How each parameter is flattened, `"rvec"` (as flat vectors are) or `"cvec"`.
+            flattening: How to flatten each parameter: `"rvec"` (as in flat vectors) or `"cvec"`.
 
         Returns:
-            A matrix of this operator's shape.
+            A matrix with this operator's shape.
         """
         rows, columns = self.codomain.order(flattening), self.domain.order(flattening)
         dense = self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
         return dense[rows][:, columns]
 
     def plot(self, names: Iterable[str] | None = None, *, most: int = 2000) -> "list[Axes]":
-        """Draw the matrix as a heat map, into a new figure. It is formed column by column, as by `to_dense`.
+        """Draw the dense matrix as a heat map in a new figure.
 
         Args:
-            names: Parameters whose rows and columns are drawn; all of them by default.
-            most: How many rows and columns there may be.
+            names: Parameters to draw the rows and columns of. If not given, all parameters are drawn.
+            most: Largest number of rows or columns that is drawn.
 
         Returns:
-            Axes of matplotlib, in a list.
+            A list with the matplotlib axes.
 
         Raises:
-            ShapeError: If there are more rows or columns.
+            ShapeError: If the matrix has more than `most` rows or columns.
         """
         if names is not None:
             names = [names] if isinstance(names, str) else list(names)
@@ -328,10 +329,10 @@ class LinearOperator(DescribedOperator, ABC):
         with self._ranks.agreed("plot", is_short=True):
             if max(self.shape) > most:
                 raise ShapeError(
-                    f"{self.formula} is {times(self.shape)}: too large to draw, since all of it would be computed, and "
-                    f"most={most}.",
-                    "Name some parameters, A.plot(['0.weight']), cut entries out, A.submatrix(slice(100)).plot(), or "
-                    "pass a larger most=.",
+                    f"{self.formula} is {times(self.shape)}, which is too large to draw with most={most}: the dense "
+                    "matrix would be computed.",
+                    "Name some parameters, A.plot(['0.weight']), choose some entries, A.submatrix(slice(100)).plot(), "
+                    "or pass a larger most=.",
                 )
         rows_of, columns_of = (
             {name: prod(shape) for name, shape in space.shapes.items()} for space in (self.codomain, self.domain)
@@ -339,14 +340,14 @@ class LinearOperator(DescribedOperator, ABC):
         return [draw_matrix(f"{self.formula}, {times(self.shape)}", self.to_dense(), rows_of, columns_of)]
 
     def to_scipy(self, after_product: Callable[[], None] = lambda: None) -> "ScipyOperator":
-        """Return a SciPy operator that multiplies NumPy vectors with this one, on this one's device and dtype.
+        """Return a SciPy operator for NumPy vectors, which computes products with this operator's device and dtype.
 
         Args:
-            after_product: Called after every product, to count them.
+            after_product: Callback that is called after every product, for example to count products.
         """
         from scipy.sparse.linalg import LinearOperator as ScipyOperator  # noqa: PLC0415 (slow to import)
 
-        # NumPy has no bfloat16, and SciPy's algorithms no half precision.
+        # NumPy does not support bfloat16, and SciPy's algorithms do not support half precision.
         wide = at_least_float32(self.dtype)
 
         def product(operator: LinearOperator):  # type: ignore[no-untyped-def]
@@ -366,7 +367,7 @@ class LinearOperator(DescribedOperator, ABC):
 
 
 class Identity(LinearOperator):
-    """The identity. `A.shift(a)` is `A + a * Identity(A.domain)`."""
+    """The identity operator. `A.shift(a)` is `A + a * Identity(A.domain)`."""
 
     symmetric = True
 
@@ -374,7 +375,7 @@ class Identity(LinearOperator):
         super().__init__(space, space)
 
     def multiply(self, columns: Columns) -> Columns:
-        """Return copies of the columns: whoever changes a product does not change what was multiplied."""
+        """Return copies of the columns, so that in-place changes of a product do not change the input."""
         return {name: t.clone() for name, t in columns.items()}
 
     def multiply_transposed(self, columns: Columns) -> Columns:
@@ -392,21 +393,21 @@ class Transposed(LinearOperator):
         self.base, self.chunk_size = base, base.chunk_size
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply with the transpose."""
+        """Multiply columns by the transpose of `base`."""
         return self.base.multiply_transposed(columns)
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply with the operator itself."""
+        """Multiply columns by `base`."""
         return self.base.multiply(columns)
 
     @property
     def T(self) -> LinearOperator:  # noqa: N802
-        """The operator itself."""
+        """The operator `base`, without a transpose."""
         return self.base
 
 
 class Scaled(LinearOperator):
-    """A number times an operator."""
+    """The product of a number and an operator."""
 
     template = "{factor:g} * {base}"
 
@@ -416,11 +417,11 @@ class Scaled(LinearOperator):
         self.symmetric, self.chunk_size = base.symmetric, base.chunk_size
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply, then scale."""
+        """Multiply columns by `base`, then scale them."""
         return {name: self.factor * t for name, t in self.base.multiply(columns).items()}
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply with the transpose, then scale."""
+        """Multiply columns by the transpose of `base`, then scale them."""
         return {name: self.factor * t for name, t in self.base.multiply_transposed(columns).items()}
 
 
@@ -443,18 +444,18 @@ class Sum(LinearOperator):
         self.chunk_size = min(one.chunk_size, other.chunk_size)
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply with both and add."""
+        """Multiply columns by both operators, and add the results."""
         one, other = self.one.multiply(columns), self.other.multiply(columns)
         return {name: one[name] + other[name] for name in one}
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply with both transposes and add."""
+        """Multiply columns by both transposes, and add the results."""
         one, other = self.one.multiply_transposed(columns), self.other.multiply_transposed(columns)
         return {name: one[name] + other[name] for name in one}
 
 
 class Product(LinearOperator):
-    """One operator after another."""
+    """The matrix product of two operators."""
 
     template = "{left} @ {right}"
 
@@ -465,16 +466,16 @@ class Product(LinearOperator):
         self.chunk_size = min(left.chunk_size, right.chunk_size)
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply with the right one first."""
+        """Multiply columns by the right operator, then by the left one."""
         return self.left.multiply(self.right.multiply(columns))
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply with the transposes in the opposite order."""
+        """Multiply columns by the left transpose, then by the right one."""
         return self.right.multiply_transposed(self.left.multiply_transposed(columns))
 
 
 class Submatrix(LinearOperator):
-    """Some rows and columns of an operator, by parameter."""
+    """A submatrix of an operator, with rows and columns chosen by parameter names."""
 
     template = "{base}[{codomain.listed}; {domain.listed}]"
 
@@ -484,18 +485,18 @@ class Submatrix(LinearOperator):
         self.symmetric = base.symmetric and self.domain == self.codomain
 
     def multiply(self, columns: Columns) -> Columns:
-        """Fill up with zeros, multiply, and cut out."""
+        """Pad columns with zeros, multiply them by `base`, and keep the chosen rows."""
         result = self.base.multiply(self.base.domain.padded(columns))
         return {name: result[name] for name in self.codomain.shapes}
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Fill up with zeros, multiply with the transpose, and cut out."""
+        """Pad columns with zeros, multiply them by the transpose of `base`, and keep the chosen columns."""
         result = self.base.multiply_transposed(self.base.codomain.padded(columns))
         return {name: result[name] for name in self.domain.shapes}
 
 
 class IndexedSubmatrix(LinearOperator):
-    """Some rows and columns of an operator, by their places in flat vectors; a place may occur twice."""
+    """A submatrix of an operator, with rows and columns chosen by indices into flat vectors; indices may repeat."""
 
     template = "{base}[rows; columns]"
 
@@ -509,12 +510,12 @@ class IndexedSubmatrix(LinearOperator):
         self.symmetric = base.symmetric and torch.equal(rows, columns)
 
     def multiply(self, columns: Columns) -> Columns:
-        """Fill up with zeros, multiply, and cut out."""
+        """Pad columns with zeros, multiply them by `base`, and keep the chosen rows."""
         result = self.base.multiply(self.base.domain.scattered(columns["entries"], self.columns))
         return {"entries": self.base.codomain.flatten(result)[:, self.rows]}
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Fill up with zeros, multiply with the transpose, and cut out."""
+        """Pad columns with zeros, multiply them by the transpose of `base`, and keep the chosen columns."""
         result = self.base.multiply_transposed(self.base.codomain.scattered(columns["entries"], self.rows))
         return {"entries": self.base.domain.flatten(result)[:, self.columns]}
 
@@ -535,5 +536,5 @@ def _number(factor: object) -> float:
         return float(factor)
     raise DtypeError(
         f"An operator cannot be scaled or shifted by a {type(factor).__name__}.",
-        "Pass a number. To multiply with a vector or another operator, write A @ B.",
+        "Pass a number. To multiply by a vector or another operator, write A @ B.",
     )

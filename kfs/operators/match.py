@@ -1,4 +1,4 @@
-"""Does an operator fit a model? Names and shapes of its parameters, and the values at which it was computed."""
+"""Checks that an operator and a model have the same parameters: names, shapes and values."""
 
 from collections.abc import Mapping, Sequence
 from warnings import warn
@@ -10,29 +10,29 @@ from kfs.errors import KfsWarning, ModelError
 from kfs.operators.linear_operator import LinearOperator
 from kfs.problem.data import values_digest
 
-_SHOWN = 3  # parameters whose shapes a message has
+_SHOWN = 3  # number of parameters with wrong shapes that an error message lists
 
 
 def check_parameters(
     C: LinearOperator, shapes: Mapping[str, Sequence[int]], *, what: str = "The curvature", owner: str = "the model"
 ) -> None:
-    """Refuse a model that lacks parameters of an operator, or has them in other shapes. It may have more of them.
+    """Check that a model has all parameters of an operator, with the same shapes. It may have further parameters.
 
     Args:
         C: The operator.
         shapes: Shapes of the model's parameters, by name.
-        what: What the operator is called.
-        owner: What the model is called.
+        what: Name of the operator in error messages.
+        owner: Name of the model in error messages.
 
     Raises:
-        ModelError: If one is missing, or has another shape.
+        ModelError: If a parameter is missing, or has another shape.
     """
     wanted = {name: list(shape) for name, shape in C.domain.shapes.items()}
     missing = [name for name in wanted if name not in shapes]
     if missing:
         question = guess(missing, [name for name in shapes if name not in wanted])
         raise ModelError(
-            f"{what} is that of {few(missing)}, which {owner} lacks.",
+            f"{what} has the parameters {few(missing)}, which {owner} lacks.",
             f"{question} Use the model that it was computed for, and the same params=.".strip(),
         )
     differing = [
@@ -42,34 +42,34 @@ def check_parameters(
     ]
     if differing:
         raise ModelError(
-            f"{what} is that of parameters with other shapes: {'; '.join(differing[:_SHOWN])}.",
+            f"{what} has parameters with other shapes: {'; '.join(differing[:_SHOWN])}.",
             "Use the model that it was computed for: the same layers, and the same vocabulary.",
         )
 
 
 def computed_at(C: LinearOperator) -> str:
-    """Return a digest of the values of parameters at which an operator was computed; empty if these are not known."""
+    """Return a digest of the parameter values at which an operator was computed. Empty if they are not known."""
     risk = getattr(C, "risk", None)
     return str(getattr(C, "computed_at", "")) if risk is None else digest_for(C, risk.params)
 
 
 def digest_for(C: LinearOperator, params: Mapping[str, Tensor]) -> str:
-    """Return a digest of the values of the operator's parameters; empty for special tensors."""
+    """Return a digest of the values that `params` has for the operator's parameters. Empty for special tensors."""
     return values_digest(params[name] for name in C.domain.shapes)
 
 
 def warn_of_other_values(
     C: LinearOperator, params: Mapping[str, Tensor], *, what: str, owner: str, stacklevel: int
 ) -> None:
-    """Warn if an operator was computed at other values of its parameters. It is no error.
+    """Warn if an operator was computed at other values of its parameters.
 
-    Curvature of a few steps before may be good enough, and is the user's choice.
+    This is not an error, because curvature from a few steps before may be good enough for the user.
 
     Args:
         C: The operator.
-        params: The parameters that a model has now, by name. There may be more of them.
-        what: What the operator is called.
-        owner: What the model is called.
+        params: The current parameters of a model, by name. It may have further parameters.
+        what: Name of the operator in the warning.
+        owner: Name of the model in the warning.
         stacklevel: As in `warnings.warn`; two for the caller of this function.
     """
     before, now = computed_at(C), digest_for(C, params)

@@ -1,4 +1,4 @@
-"""Operators from what is at hand: a matrix, or vectors whose outer products add up."""
+"""Operators from given tensors: a dense matrix, or a weighted sum of outer products of vectors."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,18 @@ from kfs.operators.space import Columns, Space, Vector
 
 
 class Dense(LinearOperator):
-    """A matrix as an operator, to be combined with others. It is symmetric if it is so up to round-off.
+    """A dense matrix as an operator, which can be combined with other operators.
+
+    The operator counts as symmetric if the matrix equals its transpose up to round-off.
 
     Args:
         matrix: `[rows, columns]`.
-        domain: What it acts on, such as `G.domain` of another operator. By default flat vectors.
-        codomain: Where the answer lives. By default the domain if the matrix is square, and flat vectors if not.
+        domain: Space of input vectors, such as `G.domain` of another operator. By default flat vectors.
+        codomain: Space of output vectors. By default the domain if the matrix is square, and flat vectors if not.
 
     Raises:
-        ShapeError: If it does not fit.
-        DtypeError: If it has integers or complex numbers.
+        ShapeError: If the matrix is not two-dimensional, or does not match the spaces.
+        DtypeError: If the matrix has integers or complex numbers.
 
     Example:
         >>> A = Dense(torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
@@ -48,11 +50,11 @@ class Dense(LinearOperator):
         self.symmetric = domain == codomain and _is_symmetric(self.matrix)
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply with the matrix."""
+        """Multiply columns by the matrix."""
         return self.codomain.unflatten(self.domain.flatten(columns) @ self.matrix.T)
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply with the transposed matrix."""
+        """Multiply columns by the transposed matrix."""
         return self.domain.unflatten(self.codomain.flatten(columns) @ self.matrix)
 
 
@@ -61,12 +63,12 @@ class OuterProducts(LinearOperator):
 
     Args:
         vectors: Several vectors: columns `[size, n]`, or a dictionary of tensors `[n, *shape]`.
-        weights: One number for each of them, `[n]`. By default ones.
-        space: What it acts on, such as `G.domain` of another operator. By default that of `vectors`.
+        weights: One number for each vector, `[n]`. By default ones.
+        space: Space of the vectors, such as `G.domain` of another operator. By default it is derived from `vectors`.
 
     Raises:
-        ShapeError: If there is not one weight for every vector.
-        DtypeError: If vectors come as something else, or have integers or complex numbers.
+        ShapeError: If only a single vector is given, or the number of weights is not the number of vectors.
+        DtypeError: If vectors have another type, or integers or complex numbers.
 
     Example:
         >>> A = OuterProducts(torch.tensor([[1.0, 0.0], [2.0, 1.0]]), torch.tensor([1.0, 10.0]))
@@ -84,7 +86,7 @@ class OuterProducts(LinearOperator):
         columns, form = space.read(vectors)
         if form not in {"matrix", "dicts", "lists"}:
             raise ShapeError(
-                f"The vectors come as a single {form}.", "Pass columns [size, n], or tensors [n, *shape] by name."
+                f"The vectors are a single {form}.", "Pass columns [size, n], or tensors [n, *shape] by name."
             )
         self.vectors = space.flatten(columns)  # [n, size]
         _check_floating(self.vectors, "The vectors are")
@@ -98,16 +100,16 @@ class OuterProducts(LinearOperator):
 
     @property
     def of(self) -> str:
-        """How many vectors there are."""
+        """Number of vectors, as text."""
         return counted(len(self.vectors), "vector")
 
     def multiply(self, columns: Columns) -> Columns:
-        """Multiply inner products with vectors."""
+        """Sum the vectors, weighted by their weights and their inner products with the columns."""
         inner = self.domain.flatten(columns) @ self.vectors.T
         return self.domain.unflatten((inner * self.weights) @ self.vectors)
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply: the operator is symmetric."""
+        """Multiply columns by the operator, which is symmetric."""
         return self.multiply(columns)
 
 
@@ -117,7 +119,7 @@ def _check_floating(t: Tensor, subject: str) -> None:
 
 
 def _is_symmetric(matrix: Tensor) -> bool:
-    """Whether a square matrix equals its transpose, up to the last digits: many are computed as products."""
+    """Return whether a square matrix equals its transpose, up to round-off from computing it as a product."""
     if not matrix.numel():
         return True
     asymmetry = (matrix - matrix.T).abs().max()
@@ -129,7 +131,7 @@ def _flat(size: int, like: Tensor) -> Space:
 
 
 def _space_of(vectors: object) -> Space:
-    """Return the space of several vectors."""
+    """Return a space for vectors that are given as a matrix of columns or as a dictionary."""
     if isinstance(vectors, Tensor):
         return _flat(len(vectors), vectors)
     if not isinstance(vectors, dict) or not vectors or not all(isinstance(t, Tensor) for t in vectors.values()):

@@ -1,13 +1,13 @@
-"""Products that are replayed: on a GPU, an operator repeats what it did for columns of the same shapes.
+"""CUDA graphs of operator products: on a GPU, repeated products with columns of the same shapes are replayed.
 
-A GPU finishes the operations of a product with a small model faster than Python can start them. So they are recorded as
-a CUDA graph, batch by batch, by `kfs.runtime.cuda_graphs.Replays`: it adds the product of a batch with columns to
-totals. Columns and totals are tensors that stay where they are; a product copies its own columns there, and returns
-copies of totals.
+For a small model, a GPU finishes the operations of a product faster than Python can launch them. Therefore
+`kfs.runtime.cuda_graphs.Replays` records the operations as one CUDA graph per batch, which adds the product of the
+batch with the columns to totals. Columns and totals are static tensors: a product copies its columns into them, and
+returns copies of the totals.
 
-A graph outlives a product. It reads parameters where they are, so that it sees new values. Whatever else has changed
-since it was recorded ends it: parameters that are other tensors, attributes of the model, of the loss and of the
-operator, modes, and settings of PyTorch. What nobody can look into is not recorded, such as a model that is a function.
+A graph is kept after the product. It reads parameters in place, so that it sees new values. Any other change since the
+recording invalidates it: parameters that are different tensors, attributes of the model, the loss and the operator,
+modes, and settings of PyTorch. Models and losses that cannot be inspected, such as functions, are not recorded.
 """
 
 import logging
@@ -39,43 +39,43 @@ from kfs.runtime.cuda_graphs import (
 from kfs.runtime.sync import DeferredChecks
 
 log = logging.getLogger("kfs.operators")
-# So many kinds of products are recorded at the same time: many columns come in chunks of two sizes, and single ones
-# come next to them.
+# Number of kinds of products that are recorded at the same time. Many columns are split into chunks of two sizes, and
+# products with a single column may occur between them.
 _MOST_KINDS = 4
-_MOST_SEEN = 64  # So many kinds are remembered.
-# If attributes have changed so often, and nothing was recorded in between, the log says so.
+_MOST_SEEN = 64  # Number of kinds of products that are remembered.
+# Log a message if attributes have changed this often without a recording in between.
 _FRUITLESS = 3
 
 
 class Multiplies(Protocol):
-    """What a recorded operator needs to have."""
+    """Interface of operators with recorded products."""
 
     risk: EmpiricalRisk
 
     def products(self, batch: Batch, columns: Columns, rows: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Return names of rows, and the batch's products for them."""
+        """Yield the names of rows with their products for one batch."""
 
     def running(self) -> AbstractContextManager[None]:
         """Return a context in which products are computed."""
 
 
 def recorder_for(device: torch.device) -> Callable[[], Recorder] | None:
-    """Return what makes a recorder for a device; `None` if there is none."""
+    """Return a factory of recorders for a device; `None` if the device is not a GPU."""
     return partial(CudaRecorder, device) if device.type == "cuda" else None
 
 
 class RecordedKind:
-    """Recorded products of one kind.
+    """Recorded products of one kind, with columns and rows of fixed shapes.
 
     Args:
-        operator: Computes them. It is not kept alive.
-        columns: Tensors like those to multiply with.
-        rows: Names of the rows that are wanted.
-        recorder: Records them.
+        operator: The operator. It is not kept alive.
+        columns: Tensors with the shapes and dtypes of the columns to multiply.
+        rows: Names of the rows to compute.
+        recorder: Records the operations.
     """
 
     def __init__(self, operator: Multiplies, columns: Columns, rows: list[str], recorder: Recorder) -> None:
-        """Make the tensors that graphs read and change."""
+        # Allocate the static tensors that graphs read and write.
         risk = operator.risk
         some = next(iter(columns.values()))
         self._columns = {name: torch.empty_like(t) for name, t in columns.items()}
@@ -90,7 +90,7 @@ class RecordedKind:
 
     @property
     def is_disabled(self) -> bool:
-        """Whether such products cannot be recorded."""
+        """Whether products of this kind cannot be recorded."""
         return self._replays.is_disabled
 
     def multiply(self, operator: Multiplies, columns: Columns, task: str) -> Columns:
@@ -104,19 +104,20 @@ class RecordedKind:
             for batch in risk.batches(task):
                 self._replays.run(batch)
             results = {name: t.clone() for name, t in self._totals.items()}
-            # This waits. So nothing is left to do for the GPU when a product is returned, whatever stream comes next.
+            # Reading the flags synchronizes. Hence no GPU work is pending when the product is returned, and it can be
+            # used on any stream.
             if self._flags.first_failure() is not None:
                 with operator.running():
                     explain()
         return results
 
     def close(self) -> None:
-        """Free all graphs."""
+        """Free all CUDA graphs."""
         self._replays.close()
 
 
 def _adder(reference: "weakref.ref[Multiplies]", columns: Columns, totals: Columns) -> Callable[[Batch], None]:
-    """Return what adds the products of a batch to totals."""
+    """Return a function that adds the products of a batch to the totals."""
 
     def add(batch: Batch) -> None:
         for name, t in _alive(reference).products(batch, columns, list(totals)):
@@ -126,17 +127,17 @@ def _adder(reference: "weakref.ref[Multiplies]", columns: Columns, totals: Colum
 
 
 def _alive(reference: "weakref.ref[Multiplies]") -> Multiplies:
-    """Return the operator that multiplies. Recordings belong to it, and must not keep it alive."""
+    """Return the referenced operator. The reference is weak, because the operator owns the recordings."""
     operator = reference()
-    assert operator is not None  # noqa: S101 (somebody multiplies with it)
+    assert operator is not None  # noqa: S101 (the caller is a method of the operator)
     return operator
 
 
 class RecordedProducts:
-    """Decides which products of an operator are recorded, and keeps recordings. Copies of it have none.
+    """Decides which products of an operator are recorded, and keeps the recordings. Copies have no recordings.
 
     Args:
-        replay: Whether anything may be recorded.
+        replay: Whether products may be recorded.
     """
 
     def __init__(self, replay: bool) -> None:
@@ -146,28 +147,28 @@ class RecordedProducts:
         self._seen: set[Hashable] = set()  # kinds of products that have been computed
         self._refused: set[Hashable] = set()  # kinds that cannot be recorded
         self._reasons: set[str] = set()  # each is logged once
-        self._fruitless = 0  # how often attributes have changed since something was recorded
+        self._fruitless = 0  # number of changes of attributes since the last recording
         self._place: Hashable = None
         self._state: ModelState | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave recordings out."""
+        """Copy and pickle without recordings."""
         return RecordedProducts, (self._replay,)
 
     def multiply(self, operator: Multiplies, columns: Columns, rows: list[str], task: str) -> Columns | None:
-        """Multiply columns if such products are recorded, or to be recorded.
+        """Multiply columns with a recording, if this kind of product is recorded or can be recorded.
 
-        A kind of product that comes for the first time runs as it is. So what is computed once leaves no tensors
-        behind, and data have passed all checks before anything is left to a graph.
+        The first product of each kind runs eagerly. Hence a product that is computed once keeps no tensors, and the
+        data have passed all checks before a graph replaces them.
 
         Args:
-            operator: Computes products.
-            columns: What to multiply with.
-            rows: Names of the rows that are wanted.
-            task: What to call it in a progress bar.
+            operator: The operator.
+            columns: Columns to multiply.
+            rows: Names of the rows to compute.
+            task: Name of the product in a progress bar.
 
         Returns:
-            Sums over all batches; `None` if the product is to run as it is. Call `note` after it has.
+            Sums over all batches; `None` if the product must run eagerly. Call `note` after an eager product.
         """
         make = recorder_for(operator.risk.device) if self._replay else None
         if make is None:
@@ -185,7 +186,7 @@ class RecordedProducts:
             recorded = self._kinds.get(kind) or self._new(make, kind, operator, columns, rows)
             results = recorded.multiply(operator, columns, task)
         except torch.OutOfMemoryError:
-            # Without recordings, there is more of it.
+            # Free the recordings, and run eagerly, which needs less memory.
             self._refuse(kind)
             self._say("there is not enough memory")
             return None
@@ -199,7 +200,7 @@ class RecordedProducts:
     def _new(
         self, make: Callable[[], Recorder], kind: Hashable, operator: Multiplies, columns: Columns, rows: list[str]
     ) -> RecordedKind:
-        """Start to record a kind of products."""
+        """Create a recording for a kind of product, and free all recordings if there are too many."""
         if len(self._kinds) == _MOST_KINDS:
             self._free()
         self._recorder = self._recorder or make()
@@ -208,14 +209,14 @@ class RecordedProducts:
         return self._kinds[kind]
 
     def note(self, columns: Columns, rows: list[str]) -> None:
-        """Take note of a product that has run as it is."""
+        """Remember the kind of an eager product, so that the next product of this kind is recorded."""
         if self._state is not None and len(self._seen) < _MOST_SEEN:
             self._seen.add(_kind_of(columns, rows))
 
     def _forget_if_changed(self, operator: Multiplies, tensors: list[Tensor]) -> None:
-        """Free all recordings if anything is different from what they take for granted."""
+        """Free all recordings if the model, the loss, the operator or the environment has changed."""
         model = cast("Module", operator.risk.model)
-        # Recordings must not keep the operator alive, which has them.
+        # Leave `self` out: recordings must not keep alive the operator that owns them.
         own = {name: value for name, value in vars(operator).items() if value is not self}
         settings = {"operator": own, "losses": [vars(loss) for loss in _losses_in(operator.risk.loss)]}
         place = weakref.ref(operator), _place(operator.risk, tensors)
@@ -230,44 +231,44 @@ class RecordedProducts:
         self._state = ModelState(model, settings)
 
     def _forget(self) -> None:
-        """Free all recordings, and know nothing about any kind of product."""
+        """Free all recordings, and forget all kinds of products."""
         self._free()
         self._seen.clear()
         self._refused.clear()
 
     def _refuse(self, kind: Hashable) -> None:
-        """Let a kind of products run as it is."""
+        """Never record a kind of product again, and free all recordings."""
         self._refused.add(kind)
         self._free()
 
     def _free(self) -> None:
-        """Free all recordings. PyTorch does not let memory be shared with graphs that are gone: so all go together."""
+        """Free all recordings together, because PyTorch cannot share a memory pool with graphs that were freed."""
         for recorded in self._kinds.values():
             recorded.close()
         self._kinds.clear()
         self._recorder = None
 
     def _say(self, why: str) -> None:
-        """Log why products run as they are, once."""
+        """Log why products run eagerly, once per reason."""
         if why not in self._reasons:
             self._reasons.add(why)
             log.info("Products are not replayed as CUDA graphs: %s.", why)
 
 
 def _kind_of(columns: Columns, rows: list[str]) -> Hashable:
-    """Return what products have in common that one recording serves."""
+    """Return the key of a recording: names, shapes and dtypes of columns, and names of rows."""
     return tuple((name, t.shape, t.dtype) for name, t in columns.items()), tuple(rows)
 
 
 def _why_not(risk: EmpiricalRisk, tensors: list[Tensor]) -> str:
-    """Return why products are not recorded; an empty text if they may be."""
+    """Return the reason why products cannot be recorded, or an empty string."""
     model = risk.model
     if not isinstance(model, Module) or isinstance(risk.loss, Custom):
-        return "the model or the loss is a function, and what it looks at may change unnoticed"
+        return "the model or the loss is a function, and changes of the variables that it reads cannot be detected"
     if has_hooks(model):
         return "the model has hooks"
     if is_watched() or torch.is_inference_mode_enabled():
-        return "a mode of PyTorch is on that watches all operations, or is for inference"
+        return "a PyTorch mode that intercepts all operations is active, or inference mode"
     for t in tensors:
         special = type(t) not in {Tensor, Parameter} or t.layout is not torch.strided
         if special or t.device != risk.device:
@@ -282,7 +283,7 @@ def _tensors_of(risk: EmpiricalRisk) -> list[Tensor]:
 
 
 def _losses_in(loss: Loss) -> Iterator[Loss]:
-    """Yield a loss, and those that it consists of."""
+    """Yield a loss and, recursively, the losses that are its attributes."""
     yield loss
     for part in vars(loss).values():
         if isinstance(part, Loss):
@@ -290,10 +291,10 @@ def _losses_in(loss: Loss) -> Iterator[Loss]:
 
 
 def _place(risk: EmpiricalRisk, tensors: list[Tensor]) -> Hashable:
-    """Return what else recordings take for granted: where parameters are, modes, numbers and settings of PyTorch."""
+    """Return the remaining state that recordings depend on: memory of parameters, modes, and settings of PyTorch."""
     memory = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
     modes = tuple(module.training for module in cast("Module", risk.model).modules())
     settings = (t for loss in _losses_in(risk.loss) for t in vars(loss).values() if isinstance(t, Tensor))
-    # Settings of a loss may be on the host, from where changed ones have to be copied again.
+    # Settings of a loss may be tensors on the CPU, which must be copied to the GPU again after a change.
     versions = tuple(0 if t.is_inference() else t._version for t in settings)
     return memory, modes, versions, risk.reduction_factor, surroundings(risk.device)

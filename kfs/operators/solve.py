@@ -1,4 +1,4 @@
-"""Linear systems: conjugate gradients, Neumann series, least squares (LSMR), and the inverse as an operator."""
+"""Solvers for linear systems: conjugate gradients, Neumann series, LSMR, and the inverse as an operator."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,22 +19,22 @@ from kfs.runtime.precision import at_least_float32
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# As in SciPy.
+# Default limit of iterations per row, as in SciPy.
 _ITERATIONS_PER_ROW = 10
 Vec = TypeVar("Vec", Tensor, dict[str, Tensor], list[Tensor])
 
 
 @dataclass(frozen=True, repr=False)
 class Solution(Described, Generic[Vec]):
-    """An approximate solution and how it was reached.
+    """An approximate solution of a linear system, with the history of residuals.
 
     Attributes:
         x: The solution, in the form of the right-hand side.
-        iterations: How many iterations were needed.
+        iterations: Number of iterations.
         residuals: Relative residual norm `|b - A x| / |b|` after every iteration, the largest over columns.
-        converged: Whether the last one is below the tolerance.
-        tolerance: What counts as converged.
-        measure: What residuals are norms of: the `"residual"`, or the `"gradient"` of a least-squares problem.
+        converged: Whether the last residual norm is below the tolerance.
+        tolerance: The tolerance for convergence.
+        measure: The quantity that `residuals` measures: `"residual"`, or `"gradient"` for least-squares problems.
     """
 
     x: Vec
@@ -45,21 +45,21 @@ class Solution(Described, Generic[Vec]):
     measure: Literal["residual", "gradient"] = "residual"
 
     def describe(self) -> Description:
-        """Describe whether it converged, first of all."""
+        """Describe convergence, iterations and the size of the solution."""
         verdict = "converged" if self.converged else "not converged"
         last = f", {self.measure} {self.residuals[-1]:.1e}" if self.residuals else ""
         how = f"after {counted(self.iterations, 'iteration')}{last} (tolerance {self.tolerance:.0e})"
         return Description(f"Solution: {verdict} {how}", (f"x: {vector(self.x)}",))
 
     def plot(self, *, label: str | None = None, axes: "Axes | None" = None) -> "Axes":
-        """Draw residuals on a log axis, iteration by iteration.
+        """Draw residuals over iterations on a log axis.
 
         Args:
-            label: What the line is called; by default what is measured.
-            axes: Where to draw; by default in a new figure.
+            label: Label of the line. The default is `measure`.
+            axes: Matplotlib axes to draw into. If not given, a new figure is created.
 
         Returns:
-            Axes of matplotlib.
+            The matplotlib axes.
         """
         verdict = "converged" if self.converged else "not converged"
         title = f"{verdict} after {counted(self.iterations, 'iteration')}"
@@ -76,23 +76,24 @@ def solve(
     max_iterations: int | None = None,
     progress: bool | None = None,
 ) -> Solution[Vec]:
-    """Solve `A x = b` by conjugate gradients, all columns of `b` at once.
+    """Solve `A x = b` by conjugate gradients, for all columns of `b` at once.
 
     Args:
         A: A symmetric positive definite operator, such as `GGN(risk).shift(1e-3)`.
-        b: A vector, or several, in any form that operators take.
+        b: One or several vectors, in any form that operators accept.
         preconditioner: A symmetric positive definite operator that approximates the inverse of `A`.
-        start: Where to start, in the form of `b`, such as the solution of a similar system. By default at zero.
-        tolerance: Stop when every column's residual is below this fraction of its right-hand side.
-        max_iterations: Stop after so many iterations in any case. By default ten times the number of rows of `A`: that
-            number would suffice without round-off, which makes directions repeat themselves.
-        progress: Whether to show the residual while iterating. By default, if it takes longer than two seconds.
+        start: Initial solution in the form of `b`, such as the solution of a similar system. By default zero.
+        tolerance: Stop when the residual norm of every column is below this fraction of the norm of its right-hand
+            side.
+        max_iterations: Largest number of iterations. The default is ten times the number of rows of `A`. Without
+            round-off, the number of rows would suffice.
+        progress: Whether to show the residual. If not given, it is shown after two seconds.
 
     Returns:
-        The solution with an iteration report. Look at `converged`.
+        The solution with an iteration report. Check `converged`.
 
     Raises:
-        SolverError: If `A` turns out not to be positive definite.
+        SolverError: If `A` or the preconditioner is not positive definite.
 
     Example:
         >>> from kfs import EmpiricalRisk, GGN
@@ -115,7 +116,7 @@ def solve(
     residuals = [float(((B if start is None else B - product(A, X)).norm(dim=0) / norm).amax())]
     with show_progress("conjugate gradients", None, progress, "iteration") as line:
         while residuals[-1] > tolerance and len(residuals) <= limit:
-            # The residual that the iteration updates drifts away from the true one, so start again from that.
+            # The residual that the recursion updates drifts away from the true one, so restart with the true residual.
             before = residuals[-1]
             for better, estimate in _conjugate_gradients(A, B, X, norm, tolerance, preconditioner):
                 X = better
@@ -126,7 +127,7 @@ def solve(
                 if len(residuals) > limit:
                     break
             residuals[-1] = float(((B - product(A, X)).norm(dim=0) / norm).amax())
-            if residuals[-1] > 0.5 * before:  # no better than before: this precision has no more to give
+            if residuals[-1] > 0.5 * before:  # little progress since the last restart: round-off dominates
                 break
     x = A.domain.write(A.domain.unflatten((size * X).to(A.dtype).T), form)
     return Solution(x, len(residuals) - 1, tuple(residuals[1:]), residuals[-1] <= tolerance, tolerance)  # type: ignore[arg-type]
@@ -140,26 +141,28 @@ def _conjugate_gradients(
     tolerance: float,
     preconditioner: LinearOperator | None,
 ) -> Iterator[tuple[Tensor, float]]:
-    """Yield better and better solutions, starting from `X`, with estimates of their residuals."""
+    """Run conjugate gradients from `X`, and yield the solution and its estimated residual after each iteration."""
     R = B - product(A, X)
     Z = R if preconditioner is None else product(preconditioner, R)
-    size = Z.abs().amax(0).clamp(min=torch.finfo(Z.dtype).tiny)  # a multiple of the preconditioner is as good
+    # Normalize columns. A multiple of the preconditioner gives the same iterates.
+    size = Z.abs().amax(0).clamp(min=torch.finfo(Z.dtype).tiny)
     P = Z = Z / size
     rho, residual, eps = (R * Z).sum(0), torch.inf, torch.finfo(A.dtype).eps
     tolerance = max(tolerance, eps)
-    while not residual <= tolerance:  # also if it is not a number
+    while not residual <= tolerance:  # `not <=` rather than `>`, so that NaN does not end the loop
         AP = product(A, P)
         curvature = (P * AP).sum(0)
         length = R.norm(dim=0)
         active = ~(length <= tolerance * norm)
         bad = active & ~((curvature > 0) & (curvature < torch.inf) & (rho > 0))
-        # Close to what this precision can resolve, a direction consists of rounding errors and says nothing about `A`.
+        # Near the limit of the precision, a direction consists of round-off, and its curvature is not that of `A`.
         if (bad & ~(length <= 10 * eps * norm)).any():
             squared_length = P.square().sum(0).clamp(min=torch.finfo(P.dtype).tiny)
             raise _breakdown((curvature / squared_length)[bad], rho[bad], A.dtype)
         active = active & ~bad
         if not active.any():
             return
+        # Columns that have converged stay unchanged.
         step = torch.where(active, rho / curvature, 0)
         X, R = X + step * P, R - step * AP
         Z = (R if preconditioner is None else product(preconditioner, R)) / size
@@ -170,13 +173,13 @@ def _conjugate_gradients(
 
 
 def share_done(iterations: int, limit: int, residual: float, tolerance: float) -> float:
-    """Guess how much of the work is done: residuals fall by about the same factor in every iteration."""
+    """Estimate the share of iterations done, assuming that residuals fall by a constant factor per iteration."""
     fallen = log(residual) / log(tolerance) if 0 < residual < 1 and 0 < tolerance < 1 else 0.0
     return max(fallen, iterations / limit)
 
 
 def _breakdown(curvature: Tensor, rho: Tensor, dtype: torch.dtype) -> SolverError:
-    """Return the error for directions along which no step can be made, given curvature along vectors of length one."""
+    """Return the error for directions without a valid step, given their curvature for vectors of length one."""
     if not (curvature.isfinite().all() and rho.isfinite().all()):
         return SolverError(
             f"The iteration left the range of {dtype}: a direction has curvature {curvature[0].item():.2e}.",
@@ -184,17 +187,18 @@ def _breakdown(curvature: Tensor, rho: Tensor, dtype: torch.dtype) -> SolverErro
         )
     if (rho <= 0).any():
         return SolverError(
-            f"The preconditioner is not positive definite: a residual has squared length {rho.min().item():.2e} in it.",
-            "Pass one that is, or none.",
+            f"The preconditioner is not positive definite: a residual has squared length {rho.min().item():.2e} in its "
+            "inner product.",
+            "Pass a positive definite one, or none.",
         )
     return SolverError(
         f"The operator is not positive definite: a direction has curvature {curvature.min().item():.2e}.",
-        "Shift it by a larger damping: A.shift(damping), or use the GGN or the Fisher, not the Hessian.",
+        "Use a larger damping, A.shift(damping), or use the GGN or the Fisher instead of the Hessian.",
     )
 
 
 def _start(A: LinearOperator, start: Vec, B: Tensor, size: Tensor, form: Form) -> Tensor:
-    """Return where to start, for right-hand sides that were divided by their sizes."""
+    """Return the initial solution for right-hand sides that were divided by `size`."""
     columns, given = A.domain.read(start)
     X = A.domain.flatten(columns).T.to(B.dtype)
     if given != form or X.shape != B.shape:
@@ -204,7 +208,7 @@ def _start(A: LinearOperator, start: Vec, B: Tensor, size: Tensor, form: Form) -
         )
     if not X.isfinite().all():
         raise SolverError("start is not finite.", "Look for NaN or infinity in it.")
-    # Without a right-hand side, the solution is zero, and sizes are too small to divide by.
+    # If a right-hand side is zero, the solution is zero, and its size is too small to divide by.
     return torch.where(B.abs().amax(0) > 0, X / size, 0.0)
 
 
@@ -222,14 +226,14 @@ def neumann(
 
     Args:
         A: A symmetric operator.
-        b: A vector, or several, in any form that operators take.
-        scale: Less than two over the largest eigenvalue of `P A`; the series converges then if `A` and `P` are positive
-            definite.
-        terms: How many terms to add up.
-        tolerance: What counts as converged: the residual as a fraction of the right-hand side.
-        preconditioner: `P`, an operator that approximates the inverse of `A`, such as that of KFAC. The series then
-            needs fewer terms. By default the identity.
-        progress: Whether to show the residual meanwhile. By default, if it takes longer than two seconds.
+        b: One or several vectors, in any form that operators accept.
+        scale: A number less than two over the largest eigenvalue of `P A`. Then the series converges if `A` and `P` are
+            positive definite.
+        terms: Number of terms.
+        tolerance: Tolerance for convergence: the residual norm as a fraction of the norm of the right-hand side.
+        preconditioner: `P`, an operator that approximates the inverse of `A`, such as the inverse of KFAC, so that the
+            series needs fewer terms. By default the identity.
+        progress: Whether to show the residual. If not given, it is shown after two seconds.
 
     Returns:
         The truncated series, with the residual after every term.
@@ -257,13 +261,13 @@ def neumann(
     with show_progress("Neumann series", max(terms, 1), progress, "term") as line:
         for _ in range(max(terms, 1)):
             Z = R if preconditioner is None else product(preconditioner, R)
-            X = X + scale * Z  # R is the residual b - A x, and Z the next term over the scale
+            X = X + scale * Z  # R is the residual b - A x, and Z is the next term divided by the scale
             R = R - scale * product(A, Z)
             residuals.append(float((R.norm(dim=0) / norm).max()))
             if not residuals[-1] < 1e6:
                 raise SolverError(
                     f"The Neumann series diverges: the residual is {residuals[-1]:.1e} after {len(residuals)} terms.",
-                    "Choose a scale below two over the largest eigenvalue, and a positive definite operator.",
+                    "Choose a scale less than two over the largest eigenvalue, and a positive definite operator.",
                 )
             line.advance(note=f"residual {residuals[-1]:.1e}")
     x = A.domain.write(A.domain.unflatten((size * X).to(A.dtype).T), form)
@@ -287,15 +291,15 @@ def _check_preconditioner(A: LinearOperator, preconditioner: LinearOperator | No
 
 
 def product(A: LinearOperator, V: Tensor) -> Tensor:
-    """Multiply in the operator's precision, and return in that of the vectors."""
+    """Multiply vectors in the operator's dtype, and return the result in the dtype of the vectors."""
     return (A @ V.to(A.dtype)).to(V.dtype)
 
 
 def scaled_right_hand_side(space: Space, b: Vec) -> tuple[Tensor, Tensor, Form]:
-    """Return the right-hand side as a matrix of columns of size about one, their sizes, and the form that it came in.
+    """Return the right-hand side as a matrix of columns of size about one, the sizes, and the form of `b`.
 
-    Squares of small numbers would vanish otherwise; half precision is made float32 for the same reason. Sizes are
-    powers of two, such that dividing by them and multiplying with them is exact.
+    Without scaling, squares of small numbers would underflow. Half precision is converted to float32 for the same
+    reason. Sizes are powers of two, so that division and multiplication by them are exact.
     """
     columns, form = space.read(b)
     B = space.flatten(columns).T
@@ -317,21 +321,20 @@ def lsmr(
     max_iterations: int | None = None,
     progress: bool | None = None,
 ) -> Solution[Vec]:
-    r"""Minimize `|A x - b|^2 + damping |x|^2` by LSMR, all columns of `b` at once.
+    r"""Minimize `|A x - b|^2 + damping |x|^2` by LSMR, for all columns of `b` at once.
 
     Args:
         A: Any operator, such as a `Jacobian`, or a `Hessian` that is not positive definite.
-        b: A vector of the space that `A` maps to, or several, in any form that operators take.
-        damping: Added to the curvature of the least-squares problem: `A.T @ A + damping * I`. (SciPy's `damp` is its
-            square root.)
-        tolerance: Stop when the gradient of every column, `A.T @ (b - A x) - damping x`, is below this fraction of what
-            it was at zero.
-        max_iterations: Stop after so many iterations in any case. By default ten times the smaller side of `A`.
-        progress: Whether to show the gradient while iterating. By default, if it takes longer than two seconds.
+        b: One or several vectors in the codomain of `A`, in any form that operators accept.
+        damping: Number added to the diagonal of the least-squares problem: `A.T @ A + damping * I`. (SciPy's `damp` is
+            its square root.)
+        tolerance: Stop when the norm of the gradient of every column, `A.T @ (b - A x) - damping x`, is below this
+            fraction of its norm at zero.
+        max_iterations: Largest number of iterations. The default is ten times the smaller side of `A`.
+        progress: Whether to show the gradient norm. If not given, it is shown after two seconds.
 
     Returns:
-        The solution, of least norm if there are several. Its residuals are norms of that gradient as fractions of the
-        first one.
+        The solution with the least norm. Its residuals are gradient norms, relative to the gradient norm at zero.
 
     Raises:
         ModelError: If the damping is negative.
@@ -362,6 +365,7 @@ def lsmr(
             residuals.append(float(state.relative_gradient().amax()))
             share = share_done(len(residuals), limit, residuals[-1], tolerance_of_estimate)
             line.advance(note=f"gradient {residuals[-1]:.1e}", share=share)
+        # The recursion only estimates the gradient. Compute the true one for the report.
         gradient = product(A.T, B - product(A, state.x)) - damping * state.x
     true = float(torch.where(state.first > 0, gradient.norm(dim=0) / state.first, 0.0).amax())
     if len(residuals) > 1:
@@ -386,10 +390,10 @@ class _Rotation:
 
 
 class _State:
-    """Where LSMR is, for all columns: names as in the paper, section 2.
+    """State of the LSMR iteration for all columns, with the names of section 2 of the LSMR paper.
 
-    Golub-Kahan bidiagonalization makes `u` and `v`. Two rotations per step keep the factors of the bidiagonal matrix
-    triangular, of which `zeta_bar` is what remains of the gradient.
+    Golub-Kahan bidiagonalization computes `u` and `v`. Two rotations per step keep the factors of the bidiagonal matrix
+    triangular. The absolute value of `zeta_bar` is the norm of the current gradient.
     """
 
     def __init__(self, A: LinearOperator, B: Tensor, damp: float) -> None:
@@ -409,9 +413,10 @@ class _State:
         self.x = torch.zeros_like(self.v)
 
     def step(self) -> None:
-        """Improve `x`."""
+        """Run one iteration, which updates `x`."""
         self.u, beta = _normalized(product(self.A, self.v) - self.alpha * self.u)
         self.v, self.alpha = _normalized(product(self.A.T, self.u) - beta * self.v)
+        # Eliminate the damping, and then the subdiagonal of the bidiagonal matrix.
         damped = _Rotation.of(self.alpha_bar, torch.full_like(self.alpha_bar, self.damp))
         rho_before = self.rho
         first = _Rotation.of(damped.r, beta)
@@ -426,23 +431,23 @@ class _State:
         self.rho_bar = second.r
         zeta = self.c_bar * self.zeta_bar
         self.zeta_bar = -self.s_bar * self.zeta_bar
-        # Columns that have converged have numbers of zero here, and stay as they are.
+        # For columns that have converged, these coefficients are zero, and the columns stay unchanged.
         self.h_bar = self.h - _ratio(theta_bar * self.rho, rho_before * rho_bar_before) * self.h_bar
         self.x = self.x + _ratio(zeta, self.rho * self.rho_bar) * self.h_bar
         self.h = self.v - _ratio(theta, self.rho) * self.h
 
     def relative_gradient(self) -> Tensor:
-        """Return the gradient's norm as a fraction of the first one, `[columns]`."""
+        """Return the estimated gradient norm of each column, relative to the gradient norm at zero."""
         return _ratio(self.zeta_bar.abs(), self.first)
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """Divide, with zero where the denominator is zero."""
+    """Return `a / b`, with zero where `b` is zero."""
     return torch.where(b != 0, a / torch.where(b != 0, b, 1.0), 0.0)
 
 
 def _normalized(V: Tensor) -> tuple[Tensor, Tensor]:
-    """Return columns of length one (or zero), and their lengths."""
+    """Normalize columns to length one, and return them with their lengths. Zero columns stay zero."""
     lengths = V.norm(dim=0)
     return _ratio(V, lengths), lengths
 
@@ -456,15 +461,16 @@ class Inverse(LinearOperator):
 
     Args:
         base: The operator.
-        solver: `"cg"` (`solve`, for symmetric positive definite operators), `"lsmr"` (any operator), `"neumann"`, or a
-            function with the same arguments and a `Solution` as result.
-        check: Whether a product that has not converged is an error. Without, it is as good as it got: for a Neumann
-            series that is cut off on purpose.
-        **settings: For the solver, such as `tolerance`, `max_iterations`, `preconditioner`, `damping` or `scale`.
+        solver: `"cg"` (`solve`, for symmetric positive definite operators), `"lsmr"` (for any operator), `"neumann"`,
+            or a function with the same arguments that returns a `Solution`.
+        check: Whether a product raises an error if the solver has not converged. If `False`, the last iterate is
+            returned, for example if a Neumann series is truncated on purpose.
+        **settings: Keyword arguments for the solver, such as `tolerance`, `max_iterations`, `preconditioner`,
+            `damping` or `scale`.
 
     Raises:
         ModelError: If the solver is unknown.
-        SolverError: In products, if one has not converged.
+        SolverError: In products, if the solver has not converged.
 
     Example:
         >>> import torch
@@ -492,7 +498,6 @@ class Inverse(LinearOperator):
         check: bool = True,
         **settings: Any,
     ) -> None:
-        """Store everything; nothing is solved yet."""
         if not callable(solver) and solver not in SOLVERS:
             raise ModelError(f"solver is {solver!r}.", f"Choose from {list(SOLVERS)}, or pass a function.")
         super().__init__(base.codomain, base.domain, base)
@@ -503,7 +508,7 @@ class Inverse(LinearOperator):
         self.symmetric, self.chunk_size = base.symmetric, base.chunk_size
 
     def describe(self) -> Description:
-        """Describe the operator that is inverted, and how."""
+        """Describe the inverted operator, the solver and its settings."""
         solver = getattr(self.solver, "__name__", type(self.solver).__name__)
         settings = {"solver": solver, "check": self.check} | self.settings
         cost = f"cost: one linear system for {self.columns_at_once}"
@@ -511,11 +516,11 @@ class Inverse(LinearOperator):
         return replace(inherited, facts=(*inherited.facts, listed(settings), cost))
 
     def multiply(self, columns: Columns) -> Columns:
-        """Solve for all columns together."""
+        """Multiply columns by the inverse: solve the linear systems of all columns together."""
         return self._solve(self.base, columns)
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Solve with the transpose."""
+        """Multiply columns by the transposed inverse: solve linear systems with the transposed operator."""
         return self._solve(self.base.T, columns)
 
     def _solve(self, A: LinearOperator, columns: Columns) -> Columns:
@@ -526,6 +531,6 @@ class Inverse(LinearOperator):
                 f"A product with an inverse has not converged: after {solution.iterations} iterations, the residual is "
                 f"{residual:.1e} of the right-hand side.",
                 "Add damping with A.shift(damping), allow more iterations or a larger tolerance, or pass check=False "
-                "to use what was reached.",
+                "to use the last iterate.",
             )
         return cast("Columns", solution.x)

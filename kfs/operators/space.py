@@ -1,4 +1,4 @@
-"""The vectors that operators act on: named tensors, flat vectors and matrices of columns, and the way between them."""
+"""The vectors that operators act on: named tensors, flat vectors, matrices of columns, and conversions between them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -14,39 +14,39 @@ from kfs.display.suggestions import few, guess, suggest
 from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 
-# Some vectors at once: every name's tensors, stacked along a leading axis, `[K, *shape]`.
+# Several vectors: for every name a tensor `[K, *shape]`, stacked along the first axis.
 Columns: TypeAlias = dict[str, Tensor]
 Vector: TypeAlias = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
-# Those in the plural have several vectors, stacked along a leading axis.
+# The plural forms have several vectors, stacked along the first axis.
 _Kind: TypeAlias = Literal["vector", "matrix", "dict", "dicts", "list", "lists"]
-# Entries of flat vectors: their places, a mask, a slice; or names of tensors.
+# Entries of flat vectors: integers, a mask or a slice; or names of tensors.
 Index: TypeAlias = Tensor | slice | Iterable[int] | Iterable[str]
 FLATTENINGS = {"cvec": cvec, "rvec": rvec}
 
 
 class Form(str):
-    """How vectors come and go: as a `"vector"`, a `"dict"`, ...
+    """The form in which vectors are passed and returned: `"vector"`, `"dict"`, and so on.
 
     Attributes:
-        like: Tensors by name. The answer is sharded over processes in the way in which these are.
+        like: The input tensors by name. Results are sharded over processes like these tensors.
     """
 
     like: Mapping[str, Tensor]
 
     def __new__(cls, kind: _Kind, like: Mapping[str, Tensor] | None = None) -> "Form":
-        """Keep both."""
+        """Create the string `kind`, with `like` as an attribute."""
         form = super().__new__(cls, kind)
         form.like = like or {}
         return form
 
 
 class Space:
-    """A space of named tensors. Its flat vectors are all tensors in order, each flattened by rows, concatenated.
+    """A vector space of named tensors. A flat vector concatenates all tensors in order, each flattened by rows.
 
     Args:
         shapes: Shape of every tensor, by name, in order.
-        dtype: The tensors' dtype.
-        device: Where they live.
+        dtype: Dtype of the tensors.
+        device: Device of the tensors.
 
     Example:
         >>> space = Space({"W": (2, 3), "b": (2,)}, torch.float32, torch.device("cpu"))
@@ -65,11 +65,11 @@ class Space:
 
     @property
     def listed(self) -> str:
-        """Names of the tensors; some of them, if there are many."""
+        """Names of the tensors as text, shortened if there are many."""
         return few(self.shapes)
 
     def __eq__(self, other: object) -> bool:
-        """Compare names, shapes, order and dtype."""
+        """Compare names, shapes, order and dtype, but not devices."""
         return (
             isinstance(other, Space)
             and list(self.shapes.items()) == list(other.shapes.items())
@@ -80,9 +80,12 @@ class Space:
         return hash((tuple(self.shapes.items()), self.dtype))
 
     def subspace(self, names: Iterable[str]) -> "Space":
-        """Return the space of some of the tensors, in the order in which they are named; sets have this space's order.
+        """Return the space of the named tensors, in the given order.
 
-        The order of a set is another one in every process.
+        The names in a set are sorted in the order of this space, because the order of a set differs between processes.
+
+        Raises:
+            ModelError: If a name is unknown, or there are no names.
         """
         if isinstance(names, set | frozenset):
             names = [*(name for name in self.shapes if name in names), *(names - self.shapes.keys())]
@@ -94,14 +97,19 @@ class Space:
         return Space({name: self.shapes[name] for name in names}, self.dtype, self.device)
 
     def read(self, v: Vector) -> tuple[Columns, Form]:
-        """Take a vector, a matrix of columns, a dictionary or a list of tensors apart.
+        """Convert a vector, a matrix of columns, a dictionary or a list of tensors to columns.
 
         Returns:
-            The columns, and the form that they came in.
+            The columns, and the form of the input.
+
+        Raises:
+            DtypeError: If the input has another type, dtype or device.
+            ShapeError: If the input has another shape or other names than this space.
         """
         if isinstance(v, Mapping):
             columns, several = self._read_dict(v)
             return columns, Form("dicts" if several else "dict", v)
+        # A list or tuple has one tensor per name, in the order of this space.
         if isinstance(v, list | tuple) and all(isinstance(t, Tensor) for t in v):
             named = self._named(v)
             columns, several = self._read_dict(named)
@@ -121,11 +129,12 @@ class Space:
             raise DtypeError(
                 "The vector is a DTensor.", "Pass a dictionary like the risk's params, or v.full_tensor()."
             )
+        # Columns have the axis of vectors first.
         flat = v.detach().unsqueeze(0) if v.ndim == 1 else v.detach().T
         return self.unflatten(flat), Form("vector" if v.ndim == 1 else "matrix")
 
     def write(self, columns: Columns, form: Form) -> Vector:
-        """Put columns together again, in the form that they came in."""
+        """Convert columns to the given form; the inverse of `read`."""
         if form in {"dicts", "lists", "dict", "list"}:
             tensors = columns if form in {"dicts", "lists"} else {name: t.squeeze(0) for name, t in columns.items()}
             tensors = {name: sharded_like(t, form.like.get(name, t)) for name, t in tensors.items()}
@@ -140,7 +149,7 @@ class Space:
         )
 
     def unflatten(self, flat: Tensor) -> Columns:
-        """Undo `flatten`."""
+        """Split the rows of a matrix `[K, size]` into columns; the inverse of `flatten`."""
         parts = flat.split(list(self.sizes.values()), dim=1)
         return {
             name: part.reshape(len(flat), *shape)
@@ -148,7 +157,7 @@ class Space:
         }
 
     def padded(self, columns: Columns) -> Columns:
-        """Return columns of some of the tensors as columns of this space, with zeros in the others."""
+        """Return columns of a subspace as columns of this space, with zeros for all other tensors."""
         some = next(iter(columns.values()))
         return {
             name: columns[name] if name in columns else some.new_zeros(len(some), *shape)
@@ -156,12 +165,12 @@ class Space:
         }
 
     def scattered(self, entries: Tensor, places: Tensor) -> Columns:
-        """Return columns with given entries `[K, places]` at places of flat vectors, and zeros elsewhere."""
+        """Return columns with entries `[K, n]` at the positions `places` of flat vectors, and zeros elsewhere."""
         flat = entries.new_zeros(len(entries), self.size)
         return self.unflatten(flat.index_add_(1, places, entries))
 
     def order(self, flattening: str) -> Tensor:
-        """Return the places of a flat vector's entries if every tensor is flattened by `"rvec"` or `"cvec"`."""
+        """Return the permutation of flat vectors that flattens every tensor by `"rvec"` or `"cvec"`."""
         if flattening not in FLATTENINGS:
             raise FlatteningError(f"flattening is {flattening!r}.", "Choose flattening='cvec' or flattening='rvec'.")
         vec = FLATTENINGS[flattening]
@@ -169,7 +178,7 @@ class Space:
         return torch.cat([vec(t.squeeze(0)) for t in index.values()])
 
     def _read_dict(self, v: Mapping[str, Tensor]) -> tuple[Columns, bool]:
-        """Return columns, and whether there was an axis for several vectors."""
+        """Return columns, and whether the tensors have a first axis for several vectors."""
         if set(v) != set(self.shapes):
             missing = [name for name in self.shapes if name not in v]
             extra = [name for name in v if name not in self.shapes]
@@ -181,6 +190,7 @@ class Space:
         other = next((t for t in v.values() if not isinstance(t, Tensor)), None)
         if other is not None:
             raise DtypeError(f"The dictionary has a {type(other).__name__}.", "Give it tensors like the risk's params.")
+        # There are several vectors if all tensors have one more axis than their parameters.
         several = all(v[name].ndim == 1 + len(shape) for name, shape in self.shapes.items())
         lengths = {len(v[name]) for name in self.shapes} if several else {1}
         for name, shape in self.shapes.items():
@@ -195,7 +205,7 @@ class Space:
         return {name: t if several else t.unsqueeze(0) for name, t in found.items()}, several
 
     def _named(self, v: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return a list of tensors, in the order of this space, by name."""
+        """Return a list of tensors as a dictionary, with names in the order of this space."""
         if len(v) != len(self.shapes):
             raise ShapeError(
                 f"The list has tensors of shapes {[list(t.shape) for t in v]}.",
@@ -204,13 +214,14 @@ class Space:
         return dict(zip(self.shapes, v, strict=True))
 
     def index(self, chosen: Index) -> Tensor:
-        """Return places of entries in flat vectors.
+        """Return the positions of the chosen entries in flat vectors.
 
         Args:
             chosen: Integers (negative ones count from the end), a mask, a slice, or names of tensors.
 
         Raises:
-            ShapeError: If there is no such entry.
+            ShapeError: If an index is out of range, or has another shape.
+            ModelError: If a name is unknown.
         """
         places = torch.arange(self.size, device=self.device)
         if isinstance(chosen, slice):
@@ -219,7 +230,7 @@ class Space:
             by_name = self.unflatten(places.unsqueeze(0))
             return torch.cat([by_name[name].flatten() for name in self.subspace(chosen).shapes])  # type: ignore[arg-type]
         if isinstance(chosen, ndarray):
-            chosen = chosen.copy()  # PyTorch reads no arrays backward, and warns about those that are read-only.
+            chosen = chosen.copy()  # PyTorch does not support negative strides, and warns about read-only arrays.
         elif not isinstance(chosen, Tensor):
             chosen = list(chosen)
         index = torch.as_tensor(chosen, device=self.device)
@@ -244,7 +255,7 @@ class Space:
 
 
 def is_index(chosen: object) -> bool:
-    """Whether somebody chooses entries of flat vectors, and not tensors by their names."""
+    """Return whether the argument chooses entries of flat vectors by index, rather than tensors by name."""
     if isinstance(chosen, Tensor | slice | range):
         return True
     if isinstance(chosen, ndarray):
@@ -253,7 +264,7 @@ def is_index(chosen: object) -> bool:
 
 
 def check_same(one: Space, other: Space, verb: str) -> None:
-    """Refuse to combine operators on different spaces.
+    """Check that two operators act on the same space.
 
     Raises:
         DtypeError: If dtypes differ.

@@ -83,7 +83,7 @@ def test_types(compress: Any) -> None:
 @BOTH
 def test_curvature_of_others(compress: Any) -> None:
     K = kfs.KFAC(mlp_risk())
-    with pytest.raises(ModelError, match=r"The curvature is that of .* Use the model that it was computed for"):
+    with pytest.raises(ModelError, match=r"The curvature has the parameters .* Use the model that it was computed for"):
         compress(cnn(), K)
     wider = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7)).double()
     with pytest.raises(

@@ -163,8 +163,8 @@ def test_answers_that_cannot_be_read() -> None:
             read(answer, model)
     others: list[tuple[Any, str]] = [
         ({"0": (A, B, A)}, "too many values to unpack"),  # rows of matrices are no diagonals
-        ({"0": (A.numpy(), B.numpy())}, "a ndarray is no tensor"),
-        ({"0": (None, B)}, "a NoneType is no tensor"),
+        ({"0": (A.numpy(), B.numpy())}, "a ndarray is not a tensor"),
+        ({"0": (None, B)}, "a NoneType is not a tensor"),
         ({"0": (A + 1j, B)}, "a complex tensor has no real numbers"),  # not just its real part
         ({"0": (A.to("meta"), B)}, "a meta tensor has no real numbers"),
         (torch.eye(15) + 1j, "a complex tensor has no real numbers"),

@@ -104,15 +104,15 @@ def refused(what: str) -> str:
     ("what", "text"),
     [
         ("NaN", "example 20 "),
-        ("split queries", "Scores of queries of data that are split over 2 processes"),
-        ("only queries split", "Scores of queries of data that are split over 2 processes"),
+        ("split queries", "Scores of queries cannot be computed from data that are split over 2 processes"),
+        ("only queries split", "Scores of queries cannot be computed from data that are split over 2 processes"),
         ("other queries", "Queries differ between processes"),
         ("other damping", "Inverses of the curvature differ between processes: "),
         ("other options", "Options differ between processes: rank 0 has of='loss', and rank 1 has of='margin'"),
         ("a typo", "normalize is 'cosin'"),
-        ("index", "An index of data that are split over 2 processes"),
-        ("cost", "The cost of data that are split over 2 processes"),
-        ("query_error", "The error of data that are split over 2 processes"),
+        ("index", "An index cannot be computed from data that are split over 2 processes"),
+        ("cost", "The cost cannot be computed from data that are split over 2 processes"),
+        ("query_error", "The error cannot be computed from data that are split over 2 processes"),
     ],
 )
 def test_what_is_refused(ranks: Pool, what: str, text: str) -> None:

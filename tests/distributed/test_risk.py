@@ -375,4 +375,4 @@ def local_errors() -> str:
 
 
 def test_tune_prior_waits_for_nobody(ranks: Pool) -> None:
-    assert "whose posterior depends on the noise" in ranks(2, local_errors)[0]
+    assert "its posterior depends on the noise" in ranks(2, local_errors)[0]

@@ -301,7 +301,7 @@ def test_sums_of_operators(tmp_path: Path) -> None:
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text", encoding="utf-8")
-    with pytest.raises(StorageError, match=r"cannot be made: .* An index is a folder"):
+    with pytest.raises(StorageError, match=r"cannot be created: .* An index is a folder"):
         make(tmp_path / "file")
 
 

@@ -277,7 +277,7 @@ def test_top(of: Any, of_train: Any, memory: int) -> None:
 def test_refusals() -> None:
     queries, train = both()
     influence = Influence(kfs.KFAC(train), 0.1)
-    with pytest.raises(ModelError, match="Influence takes an operator with blocks, and this is a GGN"):
+    with pytest.raises(ModelError, match="Influence takes an operator with blocks, but this is a GGN"):
         Influence(kfs.GGN(train))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="not symmetric"):
         Influence(kfs.KFAC(train) @ kfs.KFAC(train, "empirical"))  # type: ignore[arg-type]
@@ -310,7 +310,7 @@ def test_refusals() -> None:
     wider = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     with pytest.raises(ModelError, match=r"other shapes: '0.weight' has shape \[5, 3\] in queries, and \["):
         influence.scores(risk_of(wider), train)
-    with pytest.raises(ModelError, match=r"The curvature is that of '2.weight', '2.bias', which train lacks"):
+    with pytest.raises(ModelError, match=r"The curvature has the parameters '2.weight', '2.bias', which train lacks"):
         influence.self_scores(risk_of(train.model, params=["0.weight", "0.bias"]))
     part = Influence(kfs.KFAC(risk_of(train.model, params=["0.weight"])), 0.1)
     with pytest.raises(

@@ -121,7 +121,7 @@ def refused(model: nn.Module, *shape: int, **settings: Any) -> str:
 
 
 def test_models_without_tokens() -> None:
-    assert "The data have one position each" in refused(nn.Linear(D, C), D)
+    assert "The examples have one position each" in refused(nn.Linear(D, C), D)
 
     class Pooled(nn.Module):
         """Averages over positions before its last layer."""
@@ -147,7 +147,7 @@ def test_models_without_tokens() -> None:
             return logits
 
     assert f"Block 'c' has {2 * T} rows for each example" in refused(Twice(), T, D)
-    assert "no rows, since no rule covers it" in refused(
+    assert "no rows, because no rule covers it" in refused(
         Function(
             lambda m, x: (x @ m.W @ torch.linalg.inv(m.V + 3 * torch.eye(D))).mean(1),
             W=torch.randn(D, D),

@@ -184,7 +184,7 @@ def test_what_kron_cannot_hold(backend: Any) -> None:
     with pytest.raises(ModelError, match=r"'2\.weight' has 2 groups of channels.*Use kfs\.laplace\.posterior"):
         backend(trained(problem), "classification").kron(*batch, N=4)
     transposed = nn.Sequential(nn.ConvTranspose2d(1, 2, 2), nn.Flatten(), nn.Linear(72, 3)).double()
-    with pytest.raises(ModelError, match=r"'0\.weight' has a Kronecker product whose sides are not its rows"):
+    with pytest.raises(ModelError, match=r"'0\.weight' has a Kronecker product with sides that are not its rows"):
         backend(transposed, "classification").kron(*batch, N=4)
 
     class ByRows(nn.Module):

@@ -134,7 +134,7 @@ def test_noise_is_overestimated() -> None:
     message = str(seen[0].message)
     assert f"number of parameters is {effective / 20:.0%} of the number of targets" in message
     residual = few.value() ** 0.5
-    assert f"it is {noise:.3g}, and residuals have a root mean square of {residual:.3g}" in message
+    assert f"it is {noise:.3g}, but the residuals have a root mean square of {residual:.3g}" in message
     assert f"tune_prior(K, risk, noise={residual:.3g})" in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -167,11 +167,11 @@ def test_no_best_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 2).double()
     X = vectors(5)
     exact = kfs.EmpiricalRisk(model, nn.MSELoss(), (X, model(X).detach()))
-    with pytest.raises(SolverError, match="meets all targets exactly"):
+    with pytest.raises(SolverError, match="predicts all targets exactly"):
         tune_prior_and_noise(kfs.KFAC(exact), exact)
     monkeypatch.setattr("kfs.laplace.evidence._MOST_ROUNDS", 1)
     noisy = regression()
-    with pytest.raises(SolverError, match="have not settled after 1 rounds"):
+    with pytest.raises(SolverError, match="have not converged after 1 rounds"):
         tune_prior_and_noise(kfs.KFAC(noisy), noisy)
 
 

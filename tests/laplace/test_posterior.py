@@ -221,7 +221,7 @@ def test_other_bad_input() -> None:
         posterior(K, risk, 1.0, noise=1.0)
     with pytest.raises(DtypeError, match="The temperature is 0"):
         posterior(K, risk, 1.0, temperature=0)
-    with pytest.raises(ModelError, match=r"takes an operator with blocks, and this is a GGN"):
+    with pytest.raises(ModelError, match=r"takes an operator with blocks, but this is a GGN"):
         posterior(kfs.GGN(risk), risk, 1.0)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="not symmetric"):
         posterior(K @ kfs.KFAC(risk, fisher="empirical"), risk, 1.0)  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ def test_curvature_of_something_else() -> None:
     K = kfs.KFAC(risk)
     X = vectors(2)
     other = classification(PROBLEMS[1])
-    with pytest.raises(ModelError, match=r"is that of '0\.bias', '2\.weight', .* which the model lacks"):
+    with pytest.raises(ModelError, match=r"has the parameters '0\.bias', '2\.weight', .* which the model lacks"):
         posterior(K, kfs.EmpiricalRisk(other.model, nn.CrossEntropyLoss(), [], params=["0.weight"]), 1.0)
     with pytest.raises(ModelError, match=r"'0\.weight' has shape \[2, 1, 3, 3\] in the model, and \[5, 4\]"):
         functional_variance(K, nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Linear(5, 3)).double(), X, 1.0)

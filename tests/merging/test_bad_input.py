@@ -128,7 +128,7 @@ MODELS: dict[str, tuple[Change, type[KfsError], str]] = {
     "other names": (
         of_other_names,
         ModelError,
-        r"curvatures\[1\] is that of '0\.0\.weight', .* which models\[1\] lacks\. Did you mean '0\.weight'",
+        r"curvatures\[1\] has the parameters '0\.0\.weight', .* which models\[1\] lacks\. Did you mean '0\.weight'",
     ),
     "other shapes": (
         of_other_shapes,

@@ -950,7 +950,7 @@ _MUTANTS = [
     ),
     influence(
         "influence/scoring.py",
-        "start + most - sum(map(len, waiting)))",
+        "start + most - sum(map(len, pending)))",
         "start + most)",
         "more memory than allowed",
         ("tests/influence/test_cost.py", "tests/influence/test_influence.py"),

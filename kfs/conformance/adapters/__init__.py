@@ -1,1 +1,1 @@
-"""How the conformance kit asks other libraries for their factors, one module per library."""
+"""Built-in adapters of the conformance kit, one module per library."""

@@ -1,4 +1,4 @@
-"""Factors of BackPACK: `KFLR` for type 2, `KFAC` for sampled labels."""
+"""Adapter for BackPACK: `KFLR` for type 2, `KFAC` for sampled labels."""
 
 from copy import deepcopy
 from importlib.metadata import version
@@ -16,12 +16,13 @@ def compute(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return BackPACK's factors by parameter.
 
-    Its documentation says that the Kronecker product of a parameter's factors, in their order, represents its block of
-    the GGN of the loss that is differentiated: nothing is left to scale, not even for convolutions, where a note in its
-    source (`hbp/convnd.py`) says that the first factor is larger than in the literature by the number of positions.
+    According to its documentation, the Kronecker product of a parameter's factors, in their order, represents its block
+    of the GGN of the differentiated loss. Hence no factor is scaled here, not even for convolutions, although a note in
+    BackPACK's source (`hbp/convnd.py`) says that the first factor is larger than in the literature by the number of
+    positions.
 
     Raises:
-        NotImplementedError: If BackPACK refuses a layer or an option of the loss.
+        NotImplementedError: If BackPACK does not support a layer or an option of the loss.
     """
     if fisher == "empirical":
         raise NotImplementedError("no KFAC of the empirical Fisher")
@@ -29,16 +30,16 @@ def compute(
         raise NotImplementedError("no KFAC-reduce")
     extension = {"type-2": KFLR, "mc": KFAC}[fisher]()
     extended, criterion = backpack.extend(deepcopy(model)), backpack.extend(deepcopy(loss))
-    # Factors belong to one backward pass, and it offers no way to add up those of several.
+    # BackPACK's factors belong to one backward pass, and it cannot accumulate the factors of several batches.
     try:
         X, y = (torch.cat(tensors) for tensors in zip(*data, strict=True))
     except RuntimeError as error:
-        raise NotImplementedError("batches whose shapes differ") from error
+        raise NotImplementedError("batches with different shapes") from error
     try:
         value = criterion(extended(X), y)
         with backpack.backpack(extension):
             value.backward()
-    except ValueError as error:  # how it refuses predictions with several positions
+    except ValueError as error:  # raised for predictions with several positions
         raise NotImplementedError(str(error)) from error
     factors = {}
     for name, p in extended.named_parameters():
@@ -48,10 +49,10 @@ def compute(
     return factors
 
 
-# As of the version that benchmarks/peers.txt names.
+# Known failures of the version in benchmarks/peers.txt.
 KNOWN = {
     "exact: one example, activations in place": "Its hooks do not allow operations in place.",
 }
-# The adapter copies the model and puts batches together: these checks would be about the adapter.
+# The adapter copies the model and concatenates batches, so these checks would test the adapter.
 NOT_ASKED = frozenset({"state", "split into batches", "deep linear net, uneven batches"})
 ADAPTER = Adapter("BackPACK", compute, NOT_ASKED, KNOWN, version=version("backpack-for-pytorch"))

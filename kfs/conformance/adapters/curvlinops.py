@@ -1,4 +1,4 @@
-"""Factors of curvlinops (`KFACLinearOperator`)."""
+"""Adapter for curvlinops (`KFACLinearOperator`)."""
 
 from importlib.metadata import version
 
@@ -12,12 +12,12 @@ from kfs.conformance.adapter import Adapter
 def compute(
     model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]], fisher: str, sharing: str
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return curvlinops' factors by layer, or by parameter where only the weight or only the bias is trained.
+    """Return curvlinops' factors by layer, or by parameter if only the weight or only the bias is trained.
 
-    The operator is documented as that of the loss as given, on all data: nothing is left to scale.
+    According to its documentation, the operator is the curvature of the given loss on all data, so no factor is scaled.
 
     Raises:
-        NotImplementedError: If curvlinops refuses the loss, a layer or the data.
+        NotImplementedError: If curvlinops does not support the loss, a layer or the data.
     """
     try:
         operator = curvlinops.KFACLinearOperator(
@@ -26,14 +26,14 @@ def compute(
             [p for p in model.parameters() if p.requires_grad],
             data,
             check_deterministic=False,
-            # It has a generator of its own.
+            # curvlinops has its own random generator.
             seed=int(torch.randint(2**31, ())) if fisher == "mc" else 0,
             fisher_type=fisher,
             kfac_approx=sharing,
             separate_weight_and_bias=False,
         )
         operator.compute_kronecker_factors()
-    except ValueError as error:  # how it refuses what it does not support, layers aside
+    except ValueError as error:  # raised for everything unsupported, except layers
         raise NotImplementedError(str(error)) from error
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     for layer, trained in operator._mapping.items():
@@ -45,7 +45,7 @@ def compute(
     return factors
 
 
-# As of the version that benchmarks/peers.txt names.
+# Known failures of the version in benchmarks/peers.txt.
 KNOWN = {
     "exact: one example that counts, ce, ignored labels mean, empirical": "Ignored labels are counted in the mean.",
     "exact: one example that counts, ce, ignored labels sum, type-2": "Ignored labels are counted.",

@@ -1,4 +1,4 @@
-"""Ourselves."""
+"""Adapter for this library."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from kfs.version import __version__
 
 
 def compute(model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]], fisher: Any, sharing: Any) -> Any:
-    """Return our factors; grouped convolutions have a pair for each group."""
+    """Return the factors of `kfs.KFAC` by layer, with a list of pairs for grouped convolutions."""
     K = KFAC(EmpiricalRisk(model, loss, data), fisher, sharing)
     answer: dict[str, Any] = {}
     for name, block in K.blocks.items():

@@ -1,4 +1,4 @@
-"""Factors of Kronfluence (covariance matrices of its strategy "kfac")."""
+"""Adapter for Kronfluence (covariance matrices of its strategy "kfac")."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,21 +16,21 @@ Data = list[tuple[Tensor, Tensor]]
 
 
 class _Task(kronfluence.Task):  # type: ignore[misc]
-    """The loss as Kronfluence's documentation wants it: summed, with labels drawn by the user."""
+    """The task that Kronfluence's documentation requires: a summed loss, with labels drawn by the user."""
 
     def __init__(self, loss: nn.Module, layers: list[str], mask: Callable[[Tensor], Tensor] | None) -> None:
         self.loss, self.layers, self.mask = loss, layers, mask
 
     def get_attention_mask(self, batch: tuple[Tensor, Tensor]) -> Tensor | None:
-        """Return which positions are not padding, for models that know it."""
+        """Return a mask that is one at real positions, for models with a method `mask`."""
         return None if self.mask is None else self.mask(batch[0]).long()
 
     def compute_train_loss(self, batch: tuple[Tensor, Tensor], model: nn.Module, sample: bool = False) -> Tensor:
-        """Return the sum of losses, for labels at hand or drawn from the model's distribution."""
+        """Return the summed loss, with the given labels or with labels drawn from the model's distribution."""
         X, y = batch
         f = model(X)
         if sample and isinstance(self.loss, nn.MSELoss):
-            y = torch.normal(f.detach(), 0.5**0.5)  # whose negative log-likelihood the squared error is
+            y = torch.normal(f.detach(), 0.5**0.5)  # its negative log-likelihood is the squared error
         elif sample and isinstance(self.loss, nn.CrossEntropyLoss):
             drawn = torch.distributions.Categorical(logits=f.detach().movedim(1, -1)).sample()
             y = torch.where(y == self.loss.ignore_index, y, drawn)
@@ -38,11 +38,11 @@ class _Task(kronfluence.Task):  # type: ignore[misc]
         return value
 
     def compute_measurement(self, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
-        """Return what influence is measured on, which factors do not need."""
+        """Raise `NotImplementedError`: factors do not need a measurement."""
         raise NotImplementedError
 
     def get_influence_tracked_modules(self) -> list[str]:
-        """Return the layers to consider."""
+        """Return the names of the layers with factors."""
         return self.layers
 
 
@@ -55,11 +55,11 @@ def compute(
         NotImplementedError: If Kronfluence has no such Fisher, or does not support a layer.
     """
     if fisher == "type-2":
-        raise NotImplementedError("labels are drawn or at hand")
+        raise NotImplementedError("only the Monte Carlo and the empirical Fisher")
     if sharing == "reduce":
         raise NotImplementedError("no KFAC-reduce")
     if fisher == "mc" and getattr(loss, "weight", None) is not None:
-        raise NotImplementedError("weighted classes are no likelihood to draw labels from")
+        raise NotImplementedError("no likelihood for class weights")
     layers = []
     for name, module in model.named_modules():
         trained = [p.requires_grad for p in module.parameters(recurse=False)]
@@ -81,8 +81,8 @@ def compute(
     num_data, found = fit_covariance_matrices_with_loader(
         prepared, State(cpu=True), task, data, arguments, disable_tqdm=True
     )
-    # `perform_eigendecomposition` divides both sums by how many terms they have; the strategy multiplies eigenvalues as
-    # they then are (`Kfac.prepare`). With the loss summed, that is a mean over data.
+    # `perform_eigendecomposition` divides both sums by their number of terms, and the strategy multiplies the resulting
+    # eigenvalues (`Kfac.prepare`). With a summed loss, this is a mean over examples.
     scale = float(num_data) / (_divisor(loss, data) if loss.reduction == "mean" else 1)
     factors = {}
     for name in layers:
@@ -95,18 +95,18 @@ def compute(
 
 
 def _divisor(loss: nn.Module, data: Data) -> float:
-    """Return what a mean over all data divides by."""
+    """Return the divisor of the mean loss over all data."""
     if not isinstance(loss, nn.CrossEntropyLoss):
         return sum(y.numel() for _, y in data)
     kept = torch.cat([y[y != loss.ignore_index] for _, y in data])
     return float(len(kept) if loss.weight is None else loss.weight[kept].sum())
 
 
-# As of the version that benchmarks/peers.txt names.
+# Known failures of the version in benchmarks/peers.txt.
 KNOWN = {
     "exact: one example, subclass of Linear, ce mean, empirical, expand": "It looks layers up by their exact type.",
     "exact: groups of channels, ce mean, empirical, expand": "There is one factor pair for all groups.",
 }
-# The adapter works on a copy of the model: this check would be about the adapter.
+# The adapter works on a copy of the model, so this check would test the adapter.
 NOT_ASKED = frozenset({"state"})
 ADAPTER = Adapter("Kronfluence", compute, NOT_ASKED, KNOWN, version=version("kronfluence"))

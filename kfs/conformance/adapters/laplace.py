@@ -1,4 +1,4 @@
-"""Factors of laplace-torch (`KronLaplace` with its default backend, curvlinops)."""
+"""Adapter for laplace-torch (`KronLaplace` with its default backend, curvlinops)."""
 
 from copy import deepcopy
 from importlib.metadata import version
@@ -16,24 +16,24 @@ from kfs.conformance.adapter import Adapter
 def compute(
     model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]], fisher: str, sharing: str
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return Laplace's factors by parameter.
+    """Return the factors of laplace-torch by parameter.
 
     Raises:
         NotImplementedError: If there is no likelihood for the loss, or a layer is not supported.
     """
-    # It takes a likelihood, not a loss.
+    # laplace-torch takes a likelihood, not a loss.
     if isinstance(loss, nn.CrossEntropyLoss) and (
         loss.weight is not None or loss.ignore_index != -100 or loss.label_smoothing
     ):
         raise NotImplementedError("no options of the cross-entropy")
     if any((y == -100).any() for _, y in data):
-        raise NotImplementedError("no labels that are ignored")
-    # The seed is given, since curvlinops has a generator of its own.
+        raise NotImplementedError("no ignored labels")
+    # Pass a seed, because curvlinops has its own random generator.
     options = {"kfac_approx": sharing, "seed": int(torch.randint(2**31, ())) if fisher == "mc" else 0}
     examples = [example for X, y in data for example in zip(X, y, strict=True)]
     batches = torch.arange(len(examples)).split([len(X) for X, _ in data])
     indices: Any = [batch.tolist() for batch in batches]
-    generator = torch.Generator()  # a loader would draw from the global one
+    generator = torch.Generator()  # the loader would otherwise change the global random state
     loader: DataLoader[Any] = DataLoader(examples, batch_sampler=indices, generator=generator)  # type: ignore[arg-type]
     try:
         fitted = laplace.KronLaplace(
@@ -41,13 +41,14 @@ def compute(
             "regression" if isinstance(loss, nn.MSELoss) else "classification",
             backend=CurvlinopsEF if fisher == "empirical" else CurvlinopsGGN,
             backend_kwargs={"stochastic": True} if fisher == "mc" else None,
-            asdl_fisher_kwargs=options,  # in spite of the name, this is how options reach any backend
+            asdl_fisher_kwargs=options,  # despite the name, these options are passed to every backend
         )
         fitted.fit(loader)
-    except ValueError as error:  # how it refuses what it does not support, layers aside
+    except ValueError as error:  # raised for everything unsupported, except layers
         raise NotImplementedError(str(error)) from error
-    # The factors are of a sum over data (`ParametricLaplace`), for regression of half the squared error: a torch loss
-    # times `factor` is a likelihood (`CurvatureInterface`). The library multiplies its empirical Fisher by it, too.
+    # The factors belong to a sum over data (`ParametricLaplace`), and to half the squared error for regression: a torch
+    # loss times `factor` is a negative log-likelihood (`CurvatureInterface`). The library also multiplies its empirical
+    # Fisher by `factor`.
     scale = 1 / fitted.backend.factor
     if loss.reduction == "mean":
         scale /= sum(y.numel() for _, y in data)
@@ -58,7 +59,7 @@ def compute(
     return factors
 
 
-# As of the version that benchmarks/peers.txt names.
+# Known failures of the version in benchmarks/peers.txt.
 KNOWN = {
     "exact: circular padding": "Patches are padded with zeros, whatever padding_mode says.",
     "exact: groups of channels": "There is one factor pair for all groups.",
@@ -73,6 +74,6 @@ KNOWN = {
     "exact: a use in a custom function": "A use that hooks do not see is left out.",
     "relation: NaN": "It ends the process.",
 }
-# The adapter works on a copy of the model: this check would be about the adapter.
+# The adapter works on a copy of the model, so this check would test the adapter.
 NOT_ASKED = frozenset({"state"})
 ADAPTER = Adapter("laplace-torch", compute, NOT_ASKED, KNOWN, version=version("laplace-torch"))

@@ -1,4 +1,4 @@
-"""Factors of NNGeometry (`PMatKFAC` of the Fisher)."""
+"""Adapter for NNGeometry (`PMatKFAC` of the Fisher)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +22,13 @@ def compute(
     """Return NNGeometry's factors by layer.
 
     Raises:
-        NotImplementedError: If NNGeometry has no such Fisher, or does not know a layer.
+        NotImplementedError: If NNGeometry does not support the kind of Fisher, the loss or a layer.
     """
     if fisher == "empirical":
         raise NotImplementedError("no empirical Fisher")
     if sharing == "reduce":
         raise NotImplementedError("no KFAC-reduce")
-    # It takes a likelihood, not a loss.
+    # NNGeometry takes a likelihood, not a loss.
     if isinstance(loss, nn.CrossEntropyLoss):
         if loss.weight is not None or loss.ignore_index != -100 or loss.label_smoothing:
             raise NotImplementedError("no options of the cross-entropy")
@@ -50,13 +50,13 @@ def compute(
     examples = [example for X, y in data for example in zip(X, y, strict=True)]
     batches = torch.arange(len(examples)).split([len(X) for X, _ in data])
     indices: Any = [batch.tolist() for batch in batches]
-    generator = torch.Generator()  # a loader would draw from the global one
+    generator = torch.Generator()  # the loader would otherwise change the global random state
     loader: DataLoader[Any] = DataLoader(examples, batch_sampler=indices, generator=generator)  # type: ignore[arg-type]
     with _default_dtype(next(copied.parameters()).dtype):
         metric = FIM if fisher == "type-2" else FIM_MonteCarlo
         matrix = metric(copied, loader, PMatKFAC, variant=variant, layer_collection=layers)
-    # Its Fisher is a mean over data (`TorchHooksJacobianBackend`: 1/n). That of regression is of a normal distribution
-    # with identity covariance (`FIM`: variants), which belongs to half the squared error.
+    # NNGeometry's Fisher is a mean over data (`TorchHooksJacobianBackend`: 1/n). For regression, its likelihood is a
+    # normal distribution with identity covariance (`FIM`: variants), which corresponds to half the squared error.
     scale = len(examples) * (1.0 if isinstance(loss, nn.CrossEntropyLoss) else 2.0)
     if loss.reduction == "mean":
         scale /= sum(y.numel() for _, y in data)
@@ -65,7 +65,7 @@ def compute(
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Have new tensors in the model's precision: NNGeometry makes some without saying which."""
+    """Set the default dtype in this context, because NNGeometry creates some tensors without an explicit dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -74,7 +74,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# As of the version that benchmarks/peers.txt names.
+# Known failures of the version in benchmarks/peers.txt.
 KNOWN = {
     "exact: independent positions": "Linear layers take vectors only, which it does not check.",
     "exact: groups of channels, mse mean, type-2, expand": "Groups are not respected.",
@@ -84,6 +84,6 @@ KNOWN = {
     "exact: rows of mixed data, mse": "Rows of a matrix are taken for data.",
     "exact: ragged data, mse": "Rows of a matrix are taken for data.",
 }
-# The adapter works on a copy of the model: this check would be about the adapter.
+# The adapter works on a copy of the model, so this check would test the adapter.
 NOT_ASKED = frozenset({"state"})
 ADAPTER = Adapter("NNGeometry", compute, NOT_ASKED, KNOWN, version=version("nngeometry"))
