@@ -125,7 +125,7 @@ def environment() -> dict[str, object]:
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "processor": processor(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() or "cuda" in sys.argv else "cpu",
         "kfs": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
