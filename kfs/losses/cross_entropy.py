@@ -111,7 +111,7 @@ class CrossEntropy(Loss):
         )
 
     def deviance(self, f: Tensor, y: Tensor) -> Tensor:
-        """Subtract the smallest criterion for the targets, their weighted entropy; zero for labels without smoothing."""
+        """Subtract the smallest criterion for the targets, their entropy, which is zero for labels without smoothing."""
         if not (y.is_floating_point() or self.label_smoothing):
             return self.criterion(f, y)
         target = self._target(f, y)
@@ -240,7 +240,7 @@ class CrossEntropy(Loss):
         if not sync.is_asynchronous(y.device) and self._wrong_labels(y, classes).any():
             counted = y[self._counts(y)]
             raise DataError(
-                f"Labels range from {counted.min().item()} to {counted.max().item()}, but there are {classes} classes.",
+                f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {classes} classes.",
                 f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones.",
             )
 

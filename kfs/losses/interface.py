@@ -56,7 +56,7 @@ class Loss(ABC):
     def __init__(self, name: str, reduction: str, scale: float = 1.0) -> None:
         if reduction not in {"mean", "sum"}:
             raise LossError(
-                f"{name} has reduction={reduction!r}, so it does not return a scalar.",
+                f"{name} has reduction={reduction!r}, so it is not one number.",
                 "Choose reduction='mean' or reduction='sum'.",
             )
         self.name = name
@@ -207,7 +207,7 @@ class Loss(ABC):
     def unknown_targets(self) -> LossError:
         """Return the error for curvature that depends on targets if only the gradient of the loss is known."""
         return LossError(
-            f"The curvature of {self.name} depends on the targets, which are unknown.",
+            f"The curvature of {self.name} depends on targets, which are unknown.",
             "Call targets(y) of the optimizer between the forward pass and backward(), or compute the loss with the "
             "module passed as loss=.",
         )

@@ -199,7 +199,7 @@ def refused(what: str) -> str:
         ("another order", "The data differ between processes"),
         ("an error of one", "A batch is a Tensor, expected a pair"),
         ("a shard", "a shard already"),
-        ("another group", "for other processes than those of the group"),
+        ("another group", "for a different group of processes"),
         ("other numbers", "its shard starts at example 11"),
     ],
 )
