@@ -111,7 +111,7 @@ class CrossEntropy(Loss):
         )
 
     def deviance(self, f: Tensor, y: Tensor) -> Tensor:
-        """Subtract the smallest criterion for the targets, their entropy, which is zero for labels without smoothing."""
+        """Subtract the smallest criterion for the targets, their entropy; it is zero for labels without smoothing."""
         if not (y.is_floating_point() or self.label_smoothing):
             return self.criterion(f, y)
         target = self._target(f, y)

@@ -191,9 +191,9 @@ class Draws:
             mine = words[:, offset : offset + num_data]
             w0, w1 = (torch.from_numpy(word).to(device) for word in mine)
         else:
-            datum = (sync.counting(num_data, device) + first).unsqueeze(1)
+            example = (sync.counting(num_data, device) + first).unsqueeze(1)
             entry = sync.counting(entries, device).unsqueeze(0)
             # Compiling a kernel pays off only for a recorded computation, which is replayed many times.
             scramble = _scrambled if isinstance(first, Tensor) else _scrambled_by_operations
-            w0, w1 = scramble(key, datum, entry)
+            w0, w1 = scramble(key, example, entry)
         return w0.reshape(num_data, *shape), w1.reshape(num_data, *shape)

@@ -78,7 +78,7 @@ def shard(data: object, group: Group | None, unpack: Unpack | None = None) -> Sh
     if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DistributedError(
             f"There are {os.environ['WORLD_SIZE']} processes, but torch.distributed was not initialized.",
-            "Call torch.distributed.init_process_group() first; torch.distributed.group.WORLD is None before.",
+            "Call torch.distributed.init_process_group() first; before, torch.distributed.group.WORLD is None.",
         )
     if isinstance(data, Shard):
         raise DataError("The data are already a shard.", "Pass all data to kfs.shard.")

@@ -94,10 +94,10 @@ class RepeatabilityCheck:
         """
         if self._declared is None or first > 0:
             return False
-        per_datum = number(count) / num_data
-        if per_datum == 0:
+        per_example = number(count) / num_data
+        if per_example == 0:
             return False
-        self.counted = self._declared, self._declared * per_datum
+        self.counted = self._declared, self._declared * per_example
         return True
 
     def check_first_batch(self, seen: Fingerprint) -> None:

@@ -373,23 +373,23 @@ class EmpiricalRisk(Described):
         self.flags = flags = own or (DeferredChecks(self.device) if sync.is_asynchronous(self.device) else None)
 
         def check() -> None:
-            datum = None if flags is None else flags.first_failure()
-            if datum is not None:
+            example = None if flags is None else flags.first_failure()
+            if example is not None:
                 self.flags = None
-                self._explain(datum)
+                self._explain(example)
 
         try:
             yield check
         finally:
             self.flags = outer
 
-    def _explain(self, datum: int) -> NoReturn:
+    def _explain(self, example: int) -> NoReturn:
         """Raise the error of an example that failed a deferred check, by evaluating its batch again."""
         for batch in self.batches():
-            if batch.first <= datum < batch.first + len(batch.y):
+            if batch.first <= example < batch.first + len(batch.y):
                 self.finite(self.evaluate(batch), batch)
         raise DataError(
-            f"The prediction or the target of example {datum} failed a check, but passed it when evaluated again.",
+            f"The prediction or the target of example {example} failed a check, but passed it when evaluated again.",
             "Pass data that give the same values every time, and a model that returns the same predictions.",
         )
 

@@ -219,7 +219,7 @@ class WholeParameters:
             found = _gathered_over(mesh, "gathering parameters", sharded)
         if any(other != sharded for other in found):
             raise DistributedError(
-                "Names or shapes of parameters differ between processes.", "Shard the same model in all of them."
+                "Names or shapes of parameters differ between processes.", "Shard the same model in all processes."
             )
 
     @contextmanager

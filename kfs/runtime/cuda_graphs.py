@@ -160,7 +160,7 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
             self._taken += max(torch.cuda.memory_reserved() - before, 0)
         if self._memory is not None and self._taken > self._memory:
             graph.reset()
-            raise ModelError(f"Graphs take {self._taken} bytes, and memory={self._memory}.", "Allow more.")
+            raise ModelError(f"Graphs take {self._taken} bytes, and memory={self._memory}.", "Increase memory=.")
         return graph
 
 

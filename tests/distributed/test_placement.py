@@ -223,5 +223,5 @@ def test_refused() -> None:
         place([part, part], 2)
     with pytest.raises(ModelError, match="There is no block to place"):
         place([], 2)
-    with pytest.raises(ModelError, match=r"Block 'fc' needs 36 B, and a pass may use 35 B\. Allow more memory"):
+    with pytest.raises(ModelError, match=r"Block 'fc' needs 36 B, but only 35 B are available for a pass\. Allow more"):
         passes({"fc": 36}, 35)
