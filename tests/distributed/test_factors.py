@@ -196,7 +196,7 @@ class Odd(torch.nn.Module):
         ("memory", "DistributedError: Settings differ between processes: rank 0 has "),
         ("one memory", "DistributedError: Settings differ between processes: rank 0 has factor_memory=None, and "),
         ("little memory", "ModelError: Block '0' needs 400 B, but only 10 B are available for a pass."),
-        ("parameters", "DistributedError: Parameters differ between processes: '0.weight' of rank 1 is not "),
+        ("parameters", "DistributedError: Parameters differ between processes: '0.weight' of rank 1 differs "),
         ("an example", "DataError: The prediction for example 20 is not finite."),
         ("no data", "DataError: The data set is empty."),
         ("no target", "DataError: No target counts: "),
