@@ -1,7 +1,7 @@
 """kfs, KFAC from scratch: curvature matrices of neural networks and their Kronecker-factored approximations.
 
-Start with `EmpiricalRisk` (model, loss, data), the linear operators on it, and `KFAC`. Solvers and estimators are in
-`kfs.operators`, losses in `kfs.losses`, the optimizer in `kfs.optim`, pruning in `kfs.compress`, many processes in
+Start with `EmpiricalRisk` (model, loss, data), its linear operators, and `KFAC`. Solvers and estimators are in
+`kfs.operators`, losses in `kfs.losses`, the optimizer in `kfs.optim`, pruning in `kfs.compress`, multi-process tools in
 `kfs.distributed`, and the definitions, one runnable file each, in `kfs.basics`.
 """
 
@@ -41,7 +41,7 @@ __all__ = [
     "shard",
 ]
 _PACKAGES = ("basics", "compress", "distributed", "laplace", "losses", "operators", "optim")
-# Where names come from. They are imported when they are used first, so that `import kfs` takes no time.
+# Public names by module. They are imported on first use, so that `import kfs` is fast.
 _FROM = {
     "kfs.influence": ("Influence",),
     "kfs.factors": ("EKFAC", "KFAC", "Checkpoint", "Relative", "compare", "inspect", "load", "per_datum"),
@@ -53,7 +53,7 @@ _FROM = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a module of this package, when it is used first."""
+    """Import a public name or a module of this package on first use."""
     for module, names in _FROM.items():
         if name in names:
             globals()[name] = value = getattr(import_module(module), name)
@@ -62,11 +62,11 @@ def __getattr__(name: str) -> Any:
         try:
             return import_module(f"{__name__}.{name}")
         except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":  # something that this module needs is missing
+            if error.name != f"{__name__}.{name}":  # a dependency of this module is missing
                 raise
     raise UnknownAttributeError(f"{__name__} has no {name!r}.", suggest([name], __dir__()))
 
 
 def __dir__() -> list[str]:
-    """List public names and packages, and no others."""
+    """Return the public names and packages only."""
     return sorted((*__all__, *_PACKAGES))

@@ -1,4 +1,4 @@
-"""The command line, `kfs tour | inspect | check | influence | plan`. Commands parse arguments; others do the work."""
+"""The command line, `kfs tour | inspect | check | influence | plan`. Commands parse arguments and print results."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 def _print_version(wanted: bool) -> None:
-    """Print the version and stop."""
+    """Print the version and exit."""
     if wanted:
         typer.echo(f"kfs {__version__}")
         raise typer.Exit
@@ -45,10 +45,10 @@ def main(
 @app.command()
 def tour(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes long, and say what that is.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the parts that take long, and list them.")] = False,
     show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
-    """Run every definition, verify it, draw the figures, and write one page about it. Fails if anything is wrong."""
+    """Run and verify every definition, draw the figures, and write a report page. Fails if anything is wrong."""
     console = Console()
     with one_thread():
         reports = run_tour(console, quick)
@@ -71,10 +71,10 @@ def inspect(
     sharing: Annotated[str, typer.Option(help="Weight sharing: expand or reduce.")] = "expand",
     joint_bias: Annotated[bool, typer.Option(help="Whether weight and bias share a block.")] = True,
     max_dim: Annotated[int | None, typer.Option(help="Factors wider than this are diagonal.")] = None,
-    audit: Annotated[bool, typer.Option(help="Whether to check, on a few examples, what is captured.")] = True,
+    audit: Annotated[bool, typer.Option(help="Whether to verify the capture on a few examples.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show what KFAC covers of a model, with what factors, at what cost. Fails if something is not covered."""
+    """Show which parameters KFAC covers, with their factors and costs. Fails if a parameter is not covered."""
     try:
         model, sample = _load(target, "model, sample")
         table = inspect_model(model, sample, sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, audit=audit)
@@ -92,14 +92,14 @@ def inspect(
 @app.command()
 def check(
     target: Annotated[
-        str, typer.Argument(help="An adapter's name (kfs, curvlinops, ...), or package.module:compute of yours.")
+        str, typer.Argument(help="An adapter's name (kfs, curvlinops, ...), or your package.module:compute.")
     ],
     only: Annotated[list[str] | None, typer.Option(help="Run checks with this tag only; may be repeated.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a report as a page.")] = None,
     verbose: Annotated[bool, typer.Option(help="Also show checks that passed.")] = False,
 ) -> None:
-    """Check an implementation of KFAC where the right answer is known. Fails if it is wrong somewhere."""
+    """Check an implementation of KFAC on cases with known results. Fails if a result is wrong."""
     sys.path.insert(0, "")
     try:
         _check_files(json_file, html_file)
@@ -145,23 +145,23 @@ def influence(
             help="package.module:name of (model, loss, training data, queries), or of a function returning it."
         ),
     ],
-    top: Annotated[int, typer.Option(help="How many helpful and how many harmful data to show for each query.")] = 10,
+    top: Annotated[int, typer.Option(help="Number of helpful and of harmful examples to show for each query.")] = 10,
     damping: Annotated[
         float | None, typer.Option(help="Damping, in units of each block's mean eigenvalue; 0.1 by default.")
     ] = None,
     weight_decay: Annotated[
-        float | None, typer.Option(help="L2 penalty of training, as the optimizer has it: damping in its place.")
+        float | None, typer.Option(help="L2 penalty of training, as in the optimizer; replaces damping.")
     ] = None,
     fisher: Annotated[str, typer.Option(help="Curvature of EKFAC: type-2, mc or empirical.")] = "type-2",
     num_queries: Annotated[int | None, typer.Option("--queries", help="Explain the first queries only.")] = None,
-    own: Annotated[bool, typer.Option("--self", help="Also show data with the largest self-scores.")] = False,
+    own: Annotated[bool, typer.Option("--self", help="Also show examples with the largest self-scores.")] = False,
     normalize: Annotated[str | None, typer.Option(help="Divide scores: cosine or self.")] = None,
-    folder: Annotated[Path | None, typer.Option("--index", help="Keep the gradients of training data here.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Keep this many singular vectors of each gradient there.")] = None,
+    folder: Annotated[Path | None, typer.Option("--index", help="Store the gradients of training data here.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Store this many singular vectors of each gradient.")] = None,
     image: Annotated[str | None, typer.Option(help="Shape of images that are stored as vectors, such as 8x8.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page, with pictures of images.")] = None,
 ) -> None:
-    """Show which training data help and harm the predictions for queries most, by influence functions with EKFAC."""
+    """Show which training examples help or harm the predictions for queries most, using influence functions."""
     try:
         _check_files(html_file)
         model, loss, train_data, query_data = _load(target, "model, loss, training data, queries")
@@ -199,14 +199,14 @@ def plan(
             help="7B, 70B, 405B or 8x7B; or package.module:name of (model, sample), or of a function returning it."
         ),
     ],
-    ranks: Annotated[int, typer.Option(help="How many processes there are.")],
+    ranks: Annotated[int, typer.Option(help="Number of processes.")],
     max_dim: Annotated[int | None, typer.Option(help="Factors wider than this are diagonal.")] = None,
     eigen: Annotated[bool, typer.Option(help="Plan for EKFAC instead of KFAC.")] = False,
-    memory: Annotated[float | None, typer.Option(help="GiB of each process; shows how many passes they allow.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Data in a batch of one process, or tokens.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split factors wider than this number, or than share.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of each process; shows the number of passes.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Examples (or tokens) in a batch of one process.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split factors wider than this number, or 'share'.")] = None,
 ) -> None:
-    """Show which process would own which block, and what they would hold, compute and send."""
+    """Show which process would own which block, and what each process would hold, compute and send."""
     try:
         model, sample = _load(target, "model, sample") if ":" in target else (target, None)
         table = plan_ranks(
@@ -226,7 +226,7 @@ def plan(
 
 
 def _check_files(*files: Path | None) -> None:
-    """Refuse files that cannot be written, before the work is done whose results they are to have."""
+    """Raise an error if output files cannot be written, before the computation starts."""
     for file in files:
         if file is None:
             continue
@@ -237,7 +237,7 @@ def _check_files(*files: Path | None) -> None:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """Read `"8x8"`."""
+    """Parse the shape of an image, such as `"8x8"`."""
     parts = text.split("x")
     if not all(part.isdigit() for part in parts):
         raise ModelError(f"The shape of images is {text!r}.", "Write it as 8x8, or 3x32x32.")
@@ -245,13 +245,13 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _load(target: str, parts: str) -> tuple[Any, ...]:
-    """Import what the user names, which has these parts; modules in the current folder are found."""
+    """Import `module:name`, call it if it is a function, and check that the result is a tuple with these parts."""
     module, _, name = target.partition(":")
-    sys.path.insert(0, "")
+    sys.path.insert(0, "")  # find modules in the current folder
     try:
         made = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(f"{target!r} cannot be imported: {error}.", "Name it as package.module:name.") from error
+        raise ModelError(f"{target!r} cannot be imported: {error}.", "Use the form package.module:name.") from error
     finally:
         sys.path.remove("")
     made = made() if callable(made) else made
@@ -259,7 +259,7 @@ def _load(target: str, parts: str) -> tuple[Any, ...]:
     if not isinstance(made, tuple) or len(made) != number:
         length = f" of length {len(made)}" if isinstance(made, tuple) else ""
         what = "a pair" if number == 2 else "a tuple"
-        raise ModelError(f"{target!r} is a {type(made).__name__}{length}.", f"Let it be, or return, {what} ({parts}).")
+        raise ModelError(f"{target!r} is a {type(made).__name__}{length}.", f"It must be, or return, {what} ({parts}).")
     return made
 
 

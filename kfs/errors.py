@@ -1,6 +1,6 @@
-"""The exceptions of the library. Every message states a cause and a way out.
+"""The exceptions of the library. Every message states the cause of an error and how to fix it.
 
-Catch `KfsError` for all of them. Each is also the built-in exception that one would expect in its place.
+Catch `KfsError` to catch all of them. Each class also derives from the corresponding built-in exception.
 """
 
 
@@ -8,8 +8,8 @@ class KfsError(Exception):
     """Base of all exceptions that kfs raises on purpose.
 
     Args:
-        cause: What is wrong: what was expected and what came.
-        way_out: What the caller can do about it.
+        cause: What is wrong: what was expected and what was passed.
+        way_out: How the caller can fix it.
 
     Example:
         >>> raise ShapeError("v has shape [3], expected [2].", "Pass a v that is shaped like b.")
@@ -27,60 +27,60 @@ class KfsError(Exception):
 
 
 class ShapeError(KfsError, ValueError):
-    """A tensor's shape does not fit what it is combined with."""
+    """A tensor's shape does not match the tensor or operator that it is combined with."""
 
 
 class DtypeError(KfsError, TypeError):
-    """An argument's type, or a tensor's dtype or device, does not fit."""
+    """An argument has the wrong type, or a tensor has the wrong dtype or device."""
 
 
 class GraphError(KfsError, RuntimeError):
-    """A tensor is not where it should be in the computation graph."""
+    """A tensor is not part of the required computation graph, or PyTorch records no graph."""
 
 
 class FlatteningError(KfsError, ValueError):
-    """A flattening other than `cvec` and `rvec` was asked for."""
+    """A flattening other than `cvec` and `rvec` was requested."""
 
 
 class LossError(KfsError, ValueError):
-    """A loss function, or a setting of it, is not supported."""
+    """A loss function, or one of its settings, is not supported."""
 
 
 class DataError(KfsError, ValueError):
-    """A data set is empty, inconsistent or holds no usable target."""
+    """A data set is empty, inconsistent or has no usable target."""
 
 
 class ModelError(KfsError, ValueError):
-    """A model does not have what was asked for, or is not a function of one example."""
+    """A model lacks a requested part, or its prediction depends on more than one example."""
 
 
 class UnknownNameError(ModelError, KeyError):
-    """A dictionary has no item of this name."""
+    """A dictionary has no item with this name."""
 
 
 class UnknownAttributeError(KfsError, AttributeError):
-    """The package, or an object, has no such name."""
+    """A module or an object has no attribute with this name."""
 
 
 class SolverError(KfsError, ArithmeticError):
-    """An iteration cannot reach a solution."""
+    """An iterative solver cannot reach a solution."""
 
 
 class StorageError(KfsError, ValueError):
-    """A file cannot be written, or is not what it should be."""
+    """A file cannot be written, or does not have the expected content."""
 
 
 class DistributedError(KfsError, RuntimeError):
-    """Processes of a group do not fit together."""
+    """The processes of a group are inconsistent with each other."""
 
 
 class LostRankError(DistributedError):
-    """A process of a group does not answer any more."""
+    """A process of a group no longer responds."""
 
 
 class VerificationError(KfsError, AssertionError):
-    """A numerical claim turned out to be false."""
+    """A numerical claim is false."""
 
 
 class KfsWarning(UserWarning):
-    """Something was done as asked for that changes a result, and is worth knowing."""
+    """A requested operation changes a result in a way that the user should know about."""

@@ -1,10 +1,10 @@
-"""Files: tensors and a readable header, in the safetensors format, written atomically and checked when they are read.
+"""Reads and writes files with tensors and a readable header, in the safetensors format, atomically and with a digest.
 
-The header is JSON that any safetensors tool shows. It has a digest of the whole file, so that a file that was cut off,
-or of which a single byte was changed, is refused. Reading a file never executes code from it.
+The header is JSON that any safetensors tool shows. It contains a digest of the whole file: reading a truncated file, or
+a file with a single changed byte, raises an error. Reading a file never executes code from it.
 
-The digest is that of the header, followed by the digests of consecutive pieces of the tensors' bytes. Several threads
-compute those of pieces. The header names this way of computing it, and a file with another one is refused.
+The digest is computed over the header, followed by the digests of consecutive pieces of the tensors' bytes. Several
+threads compute the digests of pieces. The header names this scheme; a file with another scheme raises an error.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ from kfs.version import __version__
 
 
 class UnfitError(Exception):
-    """A part of a state is not what it should be; `require_valid` turns this into a helpful message."""
+    """A part of a state is not as expected. `require_valid` turns this into a `StorageError`."""
 
 
 class Elsewhere:
-    """A tensor that is fetched when it is written.
+    """A tensor that is fetched only when it is written.
 
     Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        fetch: Returns it.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        fetch: Returns the tensor.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fetch: Callable[[], Tensor]) -> None:
@@ -50,12 +50,12 @@ Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 _NO_DIGEST = "0" * 64
-_OF_PIECES = "blake2b of pieces of 4 MiB"  # readers know this name: a digest over other pieces needs another one
+_OF_PIECES = "blake2b of pieces of 4 MiB"  # name of the digest scheme; change it if the pieces change
 _PIECE = 2**22
 _THREADS = min(8, os.cpu_count() or 1)
-# While all threads are busy with a piece, one more is written or read, and one is ready for the first free thread.
+# Besides the pieces of all threads, one piece is being read or written, and one waits for the first free thread.
 _PIECES_AT_A_TIME = _THREADS + 2
-# What the safetensors format calls dtypes.
+# Names of dtypes in the safetensors format.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -69,28 +69,31 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
+_LARGEST_HEADER = 100_000_000  # limit of safetensors itself
 _TENSOR = "$tensor"
 
 
 def write(path: str | Path, about: Mapping[str, Any], state: Any) -> None:
-    """Write a file, or leave an older one at its place as it was.
+    """Write a file atomically: if writing fails, an existing file at this path is not changed.
 
     Args:
-        path: Where.
-        about: What people want to see in the header, by name: strings, numbers, lists, dictionaries.
-        state: Nested dictionaries and lists of tensors, strings, numbers, booleans and nothing. Tensors that are
-            `Elsewhere` are fetched one after the other.
+        path: Path of the file.
+        about: Information for readers of the header, by name: strings, numbers, lists, dictionaries.
+        state: Nested dictionaries and lists of tensors, strings, numbers, booleans and `None`. Each `Elsewhere` is
+            fetched one after the other.
 
     Raises:
         StorageError: If the file cannot be written.
     """
+    # The header contains the state with names in place of tensors.
     path = Path(path)
     tensors: dict[str, Tensor | Elsewhere] = {}
     packed = _pack(state, "", tensors)
     header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
     header |= {"format": "kfs", "kfs_version": __version__, "state": json.dumps(packed)}
     header |= {"digest_scheme": _OF_PIECES, "digest": _NO_DIGEST}
+
+    # Write a temporary file, then rename it, which is atomic.
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "w+b") as file:
@@ -101,10 +104,10 @@ def write(path: str | Path, about: Mapping[str, Any], state: Any) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error}.", "Choose an existing folder with enough space that may be written to."
+            f"{path} cannot be written: {error}.", "Choose an existing, writable folder with enough space."
         ) from error
     finally:
-        with suppress(OSError):  # it has got its name already, or could not even be made
+        with suppress(OSError):  # the file was renamed already, or could not be created
             partial.unlink()
 
 
@@ -116,7 +119,7 @@ def in_file_order(state: Any) -> list[Tensor | Elsewhere]:
 
 
 def with_tensors(state: Any, function: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """Return a state in which everything of a kind, by default tensors, is replaced by what a function returns."""
+    """Return a state in which a function is applied to all objects of a type, by default tensors."""
     if isinstance(state, kind):
         return function(state)
     if isinstance(state, Mapping):
@@ -127,21 +130,22 @@ def with_tensors(state: Any, function: Callable[[Any], Any], kind: type = Tensor
 
 
 def read(path: str | Path, device: str | torch.device = "cpu", check_digest: bool = True) -> tuple[dict[str, str], Any]:
-    """Read a file that `write` has written.
+    """Read a file that was written by `write`.
 
     Args:
-        path: Where.
-        device: Where tensors go. On a CPU, they are mapped: they take memory when they are used.
-        check_digest: Whether to read all bytes, to check them. A file that was cut off is refused in any case.
+        path: Path of the file.
+        device: Device of the tensors. On a CPU, they are memory-mapped and take memory only when they are used.
+        check_digest: Whether to read all bytes and verify the digest. A truncated file raises an error in any case.
 
     Returns:
-        The header, and the state.
+        The header and the state.
 
     Raises:
-        StorageError: If there is no such file, if it is foreign, or if it was damaged.
+        StorageError: If the file does not exist, was not written by kfs, or is damaged.
     """
     path = Path(path)
     try:
+        # Verify header and digest.
         with open(path, "rb") as file:
             header = _header(file, path)
             scheme = header.get("digest_scheme")
@@ -153,11 +157,13 @@ def read(path: str | Path, device: str | torch.device = "cpu", check_digest: boo
                 )
             if check_digest and not _digest_is_right(file):
                 raise _damaged(path)
+
+        # Load the tensors into the state.
         with safe_open(path, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
             state = _unpack(json.loads(header["state"]), tensors)
     except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error}.", "Look at the path, and who may read it.") from error
+        raise StorageError(f"{path} cannot be read: {error}.", "Check the path and its permissions.") from error
     except (UnfitError, SafetensorError, ValueError, KeyError) as error:
         if isinstance(error, StorageError):
             raise
@@ -167,42 +173,42 @@ def read(path: str | Path, device: str | torch.device = "cpu", check_digest: boo
 
 @contextmanager
 def require_valid(path: str | Path) -> Iterator[None]:
-    """Say of a state that does not have the expected parts that it is not one of ours."""
+    """Turn an error in parsing a state into a `StorageError` that names the file."""
     try:
         yield
     except (UnfitError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
         raise StorageError(
-            f"{path} does not hold what its header says ({type(error).__name__}: {error}).",
-            "It was written by another version of kfs, or by something else. Compute and save it again.",
+            f"{path} does not contain what its header declares ({type(error).__name__}: {error}).",
+            "It was written by another version of kfs, or by another program. Compute and save it again.",
         ) from error
 
 
 def _damaged(path: Path) -> StorageError:
     return StorageError(
-        f"{path} is damaged: it was cut off or changed.", "Use another copy, or compute and save it again."
+        f"{path} is damaged: it was truncated or changed.", "Use another copy, or compute and save it again."
     )
 
 
 def _header(file: Any, path: Path) -> dict[str, str]:
-    """Return the metadata of a file in the safetensors format that kfs has written."""
+    """Return the metadata of a safetensors file; raise an error if it was not written by kfs."""
     length = int.from_bytes(file.read(8), "little")
     header: Any = None
     if length <= min(os.fstat(file.fileno()).st_size - 8, _LARGEST_HEADER):
         try:
             header = json.loads(file.read(length))
-        except (ValueError, RecursionError):  # other bytes than text, or other text than JSON
+        except (ValueError, RecursionError):  # the bytes are not text, or the text is not JSON
             header = None
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != "kfs" or "state" not in metadata:
         raise StorageError(
-            f"{path} is not a file that kfs has written, or its beginning is damaged.",
-            "Pass a file that K.save(...) has written.",
+            f"{path} was not written by kfs, or its beginning is damaged.",
+            "Pass a file that was written by K.save(...).",
         )
     return metadata
 
 
 def _place_of_digest(header: bytes) -> int:
-    """Return where the digest starts."""
+    """Return the position of the digest in the header."""
     mark = b'"digest":"'
     start = header.find(mark) + len(mark)
     if start < len(mark):
@@ -211,14 +217,14 @@ def _place_of_digest(header: bytes) -> int:
 
 
 def _digest_is_right(file: BinaryIO) -> bool:
-    """Whether the digest in a file is that of its bytes."""
+    """Return whether the digest in a file matches its bytes."""
     start, digest = _digest(file)
     file.seek(start)
     return file.read(64).decode(errors="replace") == digest
 
 
 def _digest(file: BinaryIO) -> tuple[int, str]:
-    """Return where in a file its digest is, and what it should be; the digest itself counts as zeros."""
+    """Return the position of the digest in a file and its correct value, computed with zeros in place of the digest."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     header = file.read(length)
@@ -233,7 +239,7 @@ def _digest(file: BinaryIO) -> tuple[int, str]:
 
 
 def _digest_of_piece(parts: Iterable[bytes | memoryview]) -> bytes:
-    """Return the digest of bytes that are consecutive in the file. Other threads run meanwhile."""
+    """Return the digest of consecutive bytes. Hashing releases the GIL, so other threads can run."""
     hashed = hashlib.blake2b(digest_size=32)
     for part in parts:
         hashed.update(part)
@@ -243,10 +249,10 @@ def _digest_of_piece(parts: Iterable[bytes | memoryview]) -> bytes:
 def _in_order(
     threads: ThreadPoolExecutor, work: Callable[[Piece], Result], pieces: Iterable[Piece]
 ) -> Iterator[Result]:
-    """Let threads work on pieces, and return their results in order.
+    """Apply a function to pieces in several threads, and yield the results in order.
 
-    The next piece is only asked for when the result `_PIECES_AT_A_TIME` before it is not needed any more. So memory
-    stays bounded, and that piece may use the same memory.
+    A piece is requested only when the result `_PIECES_AT_A_TIME` before it is no longer needed. This bounds the memory,
+    and the new piece may reuse the memory of that result.
     """
     under_way: deque[Future[Result]] = deque()
     for piece in pieces:
@@ -258,16 +264,17 @@ def _in_order(
 
 
 def _names_in_order(tensors: Mapping[str, Tensor | Elsewhere]) -> list[str]:
-    """Return the names of tensors, the largest numbers first, so that all of them lie at multiples of their size."""
+    """Return the names of tensors sorted by descending item size, so that each tensor is aligned to its item size."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
 def _write_tensors(file: BinaryIO, header: dict[str, str], tensors: Mapping[str, Tensor | Elsewhere]) -> None:
     """Write a file in the safetensors format, with its digest.
 
-    Hashing takes longer than anything else here. So threads copy pieces from an accelerator and hash them, while this
-    one writes those that are hashed. What was written is not read again.
+    Hashing takes most of the time. Several threads therefore copy pieces from an accelerator and hash them, while the
+    main thread writes the hashed pieces. The written file is not read again.
     """
+    # The header has the dtype, shape and position of each tensor, and is padded to a multiple of 8 bytes.
     entries: dict[str, Any] = {"__metadata__": header}
     names = _names_in_order(tensors)
     end = 0
@@ -279,38 +286,42 @@ def _write_tensors(file: BinaryIO, header: dict[str, str], tensors: Mapping[str,
     text += b" " * (-len(text) % 8)
     beginning = len(text).to_bytes(8, "little") + text
     file.write(beginning)
+
+    # Write the tensors piece by piece.
     hashed = hashlib.blake2b(beginning, digest_size=32)
     buffers = _pinned_buffers(t for t in tensors.values() if isinstance(t, Tensor))
     fetched = (t if isinstance(t, Tensor) else t.fetch() for t in map(tensors.__getitem__, names))
-    # A piece gets the buffer of an earlier one whose result was written (see `_in_order`).
+    # A piece reuses the buffer of an earlier piece that was written already (see `_in_order`).
     pieces = zip(_pieces(fetched, pinned=bool(buffers)), cycle(buffers or [None]), strict=False)
     with ThreadPoolExecutor(_THREADS) as threads:
         for parts, digest in _in_order(threads, _fetch_and_hash, pieces):
             file.writelines(parts)
             hashed.update(digest)
+
+    # Replace the zeros in the header by the digest.
     file.seek(_place_of_digest(beginning))
     file.write(hashed.hexdigest().encode())
 
 
 def _pinned_buffers(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return memory for pieces that a GPU copies to directly, which is several times faster; none if not needed."""
+    """Return pinned memory for pieces, which makes copies from a GPU several times faster; empty without a GPU."""
     if not any(t.is_cuda for t in tensors):
         return []
     try:  # pragma: no cover (tested on a GPU)
-        # Other threads write into buffers, and they are not in inference mode even if this one is.
+        # Other threads write into the buffers. Inference mode is per thread, so the buffers must not use it.
         with torch.inference_mode(False):
             return [
                 torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(_PIECES_AT_A_TIME)
             ]
-    except RuntimeError:  # pragma: no cover (the system does not give any; plain copies work as well)
+    except RuntimeError:  # pragma: no cover (the system provides no pinned memory; plain copies work, too)
         return []
 
 
 def _pieces(tensors: Iterable[Tensor], pinned: bool) -> Iterator[list[Tensor]]:
-    """Cut the bytes of all tensors in a row into pieces of equal size; only the last one may be smaller.
+    """Split the concatenated bytes of all tensors into pieces of equal size; only the last piece may be smaller.
 
     Yields:
-        The parts of a piece: one for every tensor that it has bytes of.
+        The parts of a piece, one for each tensor that overlaps with it.
     """
     parts: list[Tensor] = []
     room = _PIECE
@@ -329,21 +340,21 @@ def _pieces(tensors: Iterable[Tensor], pinned: bool) -> Iterator[list[Tensor]]:
 
 
 def _bytes(t: Tensor, pinned: bool) -> Tensor:
-    """Return a tensor's bytes, without a copy if they lie in memory as they will in the file.
+    """Return the bytes of a tensor, without a copy if it is contiguous and stays on its device.
 
-    They are on the CPU, or on a GPU if there are pinned buffers to copy them to.
+    The result is on the CPU, or on a GPU if there are pinned buffers to copy it to.
     """
     there = t.detach().resolve_conj().resolve_neg()
     stays = pinned and there.is_cuda
     flat = (there if stays else there.cpu()).contiguous().reshape(-1).view(torch.uint8)
     if stays:  # pragma: no cover (tested on a GPU)
-        # Other threads copy the bytes, in streams that do not wait for the one in which they are computed.
+        # Other threads copy the bytes, in streams that do not wait for the stream that computes them.
         torch.cuda.current_stream(flat.device).synchronize()
     return flat
 
 
 def _fetch_and_hash(piece: tuple[list[Tensor], Tensor | None]) -> tuple[list[memoryview], bytes]:
-    """Return the bytes of a piece, and their digest. Parts that are on a GPU are copied to the buffer."""
+    """Return the bytes of a piece and their digest. Parts on a GPU are copied to the buffer."""
     parts, buffer = piece
     there: list[memoryview] = []
     start = 0
@@ -359,10 +370,10 @@ def _fetch_and_hash(piece: tuple[list[Tensor], Tensor | None]) -> tuple[list[mem
 
 
 def _pack(state: Any, name: str, tensors: dict[str, Tensor | Elsewhere]) -> Any:
-    """Take tensors out of a state."""
+    """Return a state with a name in place of each tensor, and add the tensors to a dictionary by name."""
     if isinstance(state, Tensor | Elsewhere):
         if state.dtype not in _DTYPES:
-            raise StorageError(f"{name} has dtype {state.dtype}, which files cannot have.", "Convert it before.")
+            raise StorageError(f"{name} has dtype {state.dtype}, which files do not support.", "Convert it first.")
         while name in tensors:  # `{"a": {"b": ...}, "a.b": ...}`
             name += "'"
         tensors[name] = state
@@ -375,7 +386,7 @@ def _pack(state: Any, name: str, tensors: dict[str, Tensor | Elsewhere]) -> Any:
 
 
 def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """Put tensors back."""
+    """Return a state from `_pack`, with its tensors in place of their names."""
     if isinstance(packed, dict):
         if set(packed) == {_TENSOR}:
             return tensors[packed[_TENSOR]]
@@ -384,7 +395,7 @@ def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make sure that the new name survives a power failure, where the system can do that."""
+    """Flush a folder to disk, so that a renamed file survives a power failure, if the system supports it."""
     if os.name != "posix":  # pragma: no cover (folders cannot be opened there)
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Plans for many processes: what each of them will own, hold, compute and send, before any of them runs."""
+"""Plans for many processes: what each rank would own, hold, compute and send, computed without running them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class BlockShape:
         name: The block's name.
         rows: `d_B`.
         columns: `d_A`; a bias counts as a column.
-        indices: Whether inputs are indices, as those of an embedding, so that `A` is diagonal.
-        positions: Vectors that each example (or token) adds.
-        same_input: Whether inputs are those of a block that came before, so that `A` is the same.
+        indices: Whether inputs are indices, as for an embedding, so that `A` is diagonal.
+        positions: Number of vectors that each example (or token) adds.
+        same_input: Whether the inputs, and so `A`, are the same as those of an earlier block.
     """
 
     name: str
@@ -45,12 +45,12 @@ class LanguageModel:
         title: Its full name.
         layers: Number of layers.
         hidden: Features of a token between layers.
-        wide: Features inside of an MLP, or of an expert.
+        wide: Hidden features of an MLP or an expert.
         queries: Features of all queries, or of the outputs of all attention heads.
         keys: Features of all keys, or of all values.
-        vocabulary: Number of tokens.
-        experts: Number of experts in a layer; zero without.
-        active: Number of experts that each token is sent to.
+        vocabulary: Number of tokens in the vocabulary.
+        experts: Number of experts in a layer; zero if there are none.
+        active: Number of experts that process each token.
     """
 
     title: str
@@ -65,11 +65,11 @@ class LanguageModel:
 
     @property
     def max_dim(self) -> int:
-        """The widest side of a block that does not belong to the vocabulary. Both parts of a gate are one matrix."""
+        """The largest dimension of a factor, except for the vocabulary. The two parts of a gate form one matrix."""
         return max(self.hidden, self.queries, self.wide * (2 if self.experts else 1))
 
     def blocks(self) -> Iterator[BlockShape]:
-        """Go through all blocks."""
+        """Yield the shapes of all blocks."""
         hidden = self.hidden
         yield BlockShape("model.embed_tokens.weight", hidden, self.vocabulary, indices=True)
         for number in range(self.layers):
@@ -92,14 +92,14 @@ class LanguageModel:
 
     def _experts(self, name: str) -> Iterator[BlockShape]:
         yield BlockShape(f"{name}.gate.weight", self.experts, self.hidden)
-        part = self.active / self.experts  # of all tokens, if experts are used equally
+        part = self.active / self.experts  # share of tokens for each expert, if experts are used equally
         for expert in range(self.experts):
             yield BlockShape(f"{name}.experts.gate_up_proj[{expert}]", 2 * self.wide, self.hidden, positions=part)
             yield BlockShape(f"{name}.experts.down_proj[{expert}]", self.hidden, self.wide, positions=part)
 
 
 def _norm(name: str, size: int) -> BlockShape:
-    """Describe a scale: what multiplies it is added up in `B`."""
+    """Return the shape of the block for the scale of a normalization, which has only a factor `B`."""
     return BlockShape(name, size, 1)
 
 
@@ -111,20 +111,20 @@ NAMED = {
 }
 
 
-TOKENS = 2048  # in a batch of a rank, if nobody says how many
+TOKENS = 2048  # default number of tokens in a batch of one rank
 
 
 class Source(NamedTuple):
-    """What a plan is made for.
+    """The input of a plan: the parts of a model, and the data that its ranks process.
 
     Attributes:
-        name: What to call it.
+        name: Name of the model.
         parts: Parts of all blocks.
         max_dim: Factors wider than this are diagonal.
         batch: Number of examples (or tokens) in a batch of one rank.
-        activations: Precision of inputs and gradients.
-        same_input: Blocks whose inputs are those of another block.
-        uncovered: Parameters that have no block.
+        activations: Dtype of inputs and gradients.
+        same_input: Blocks with the same inputs as another block.
+        uncovered: Parameters without a block.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Source(NamedTuple):
 
 
 def source_of(model: Any, sample: Any, max_dim: int | None, eigen: bool) -> Source:
-    """Find the parts of a module, of a named model, or of shapes; see `kfs.distributed.plan`."""
+    """Return the parts of a module, a named model, or a dictionary of shapes; see `kfs.distributed.plan`."""
     if isinstance(model, Module):
         return _of_module(model, sample, max_dim, eigen)
     if isinstance(model, str):
@@ -174,7 +174,7 @@ def _shape(name: str, shape: Any) -> BlockShape:
 
 
 def _parts(shape: BlockShape, settings: Settings, eigen: bool) -> list[Part]:
-    """Describe the parts of a block by its shape."""
+    """Return the parts of a block, given its shape."""
     diagonal_A = shape.indices or settings.is_diagonal(shape.columns)
     diagonal_B = settings.is_diagonal(shape.rows)
     A = Part(shape.name, "A", shape.columns, diagonal=(diagonal_A,), positions=shape.positions, eigen=eigen)
@@ -183,17 +183,17 @@ def _parts(shape: BlockShape, settings: Settings, eigen: bool) -> list[Part]:
 
 
 Split = int | Literal["share"] | None
-_SHOWN = 8  # ranks, if there are many
+_SHOWN = 8  # number of ranks shown if there are many
 _OTHER = "sums to all ranks, as squares (kfac-pytorch)"
 
 
 class Sent(NamedTuple):
-    """Something that ranks send.
+    """A kind of data that ranks send.
 
     Attributes:
-        what: What it is.
-        when: How often it is sent.
-        nbytes: How many bytes one rank sends; the most that any of them does.
+        what: Description of the data.
+        when: How often the data are sent.
+        nbytes: Largest number of bytes that a rank sends.
     """
 
     what: str
@@ -203,18 +203,18 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Plan(DescribedByTables):
-    """What ranks will hold, compute and send; printing it shows it. See `plan`.
+    """The data that ranks will hold, compute and send. Print it to show its tables. See `plan`.
 
     Attributes:
-        of: Model, or what else it is a plan for.
-        placement: Owners of all parts.
-        settings: What was asked for, in words.
+        of: Method and model of the plan.
+        placement: Owner ranks of all parts.
+        settings: Description of the requested settings.
         batch: Number of examples (or tokens) in a batch of one rank.
         activation: Bytes of a number in inputs and gradients.
-        whole: Owners of whole factors, if wide ones are split.
-        same_input: Blocks whose inputs are those of another block.
-        uncovered: Parameters that have no block.
-        memory: Bytes that a rank has; `None` if it does not matter.
+        whole: Owner ranks of whole factors, if wide factors are split; otherwise `None`.
+        same_input: Blocks with the same inputs as another block.
+        uncovered: Parameters without a block.
+        memory: Bytes that are available on a rank; `None` for no limit.
     """
 
     of: str
@@ -229,12 +229,12 @@ class Plan(DescribedByTables):
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.placement.ranks
 
     @property
     def owners(self) -> dict[tuple[str, str], int]:
-        """The rank that owns a part, by block and side."""
+        """Owner rank of each part, by block and side."""
         return dict(self.placement.owners)
 
     @property
@@ -249,12 +249,12 @@ class Plan(DescribedByTables):
 
     @property
     def summed(self) -> int:
-        """Bytes of the sums for all factors. Every rank has them while it goes through its data, if in one pass."""
+        """Bytes of the sums for all factors. Every rank holds them during a pass over its data for all blocks."""
         return sum(part.summed for part in self.placement.parts if part.is_factor)
 
     @property
     def parameters(self) -> int:
-        """Number of parameters that blocks cover."""
+        """Number of parameters covered by blocks."""
         counts: dict[str, int] = {}
         for part in (self.whole or self.placement).parts:
             if part.is_factor:
@@ -263,10 +263,10 @@ class Plan(DescribedByTables):
 
     @property
     def subsets(self) -> list[list[str]] | None:
-        """Blocks by pass over the data, such that a rank never needs more than `memory`; `None` if that is impossible.
+        """Blocks of each pass over the data, so that no rank needs more than `memory`; `None` if that is impossible.
 
-        A rank has the sums of the blocks of one pass, and at most all that it holds in the end. Passes for eigenvalues
-        come after those for factors; in them, a rank has eigenvectors and sums of eigenvalues.
+        In a pass, a rank holds the sums of its blocks, and at most everything that it holds in the end. Passes for
+        eigenvalues come after passes for factors; in these, a rank holds eigenvectors and sums of eigenvalues.
         """
         memory = inf if self.memory is None else self.memory - max(self.nbytes)
         try:
@@ -275,7 +275,7 @@ class Plan(DescribedByTables):
             return None
 
     def _needs(self) -> list[dict[str, int]]:
-        """Return bytes that each block needs in its pass for factors, and in that for eigenvalues, if there is one."""
+        """Return bytes of each block in its pass for factors and, for EKFAC, in its pass for eigenvalues."""
         of_sums: dict[str, int] = {}
         of_eigenvalues: dict[str, int] = {}
         for part in self.placement.parts:
@@ -288,15 +288,16 @@ class Plan(DescribedByTables):
 
     @property
     def batches_for_sums(self) -> float:
-        """Below so many batches for each reduction, sending inputs and gradients takes fewer bytes than sending sums.
+        """Number of batches per reduction at which sums take as many bytes as inputs and gradients.
 
-        The sum for a dense factor has `d (d + 1) / 2` numbers. In a batch, `n` vectors of `d` numbers are added to it.
+        For fewer batches, sending inputs and gradients takes fewer bytes. The sum for a dense factor has
+        `d (d + 1) / 2` numbers. Each batch adds `n` vectors of `d` numbers to it.
         """
         return self._batches_for_sums(self.placement.parts)
 
     @property
     def traffic(self) -> tuple[Sent, ...]:
-        """What ranks send."""
+        """The data that ranks send, with their numbers of bytes."""
         factors = [part for part in self.placement.parts if part.is_factor]
         whole = [part for part in (self.whole or self.placement).parts if part.is_factor]
         ring = (self.ranks - 1) / self.ranks
@@ -316,7 +317,7 @@ class Plan(DescribedByTables):
         return tuple(found)
 
     def describe(self) -> Description:
-        """Describe bytes and operations of ranks, what they send, and who owns what."""
+        """Describe bytes and operations of ranks, traffic, and owner ranks."""
         blocks = {part.block for part in self.placement.parts}
         title = f"{self.of} on {counted(self.ranks, 'rank')}: {counted(len(blocks), 'block')}, "
         title += f"{counted(self.parameters, 'parameter')}, {readable_size(self.summed)} of factors"
@@ -324,7 +325,7 @@ class Plan(DescribedByTables):
         return Description(title, self.settings, tables, tuple(self._notes()))
 
     def _totals(self) -> Table:
-        """Show what all ranks hold and compute, and how well it is divided."""
+        """Return the table of bytes and operations of all ranks, with their balance."""
         held = [float(nbytes) for nbytes in self.nbytes]
         rows = [
             _divided("bytes held", held, self._largest(lambda part: part.nbytes), readable_size),
@@ -349,7 +350,7 @@ class Plan(DescribedByTables):
         return Table("traffic", columns, rows, columns[2:])
 
     def _ranks(self) -> Table:
-        """Show what ranks own; of many, the first ones."""
+        """Return the table of parts owned by each rank; if there are many ranks, only the first ones are shown."""
         parts: list[list[Part]] = [[] for _ in range(self.ranks)]
         for part in self.placement.parts:
             parts[self.placement.owners[part.key]].append(part)
@@ -365,7 +366,7 @@ class Plan(DescribedByTables):
         )
 
     def _notes(self) -> list[str]:
-        """Return sentences about what follows."""
+        """Return the sentences below the tables."""
         notes = []
         idle = self.nbytes.count(0)
         if idle:
@@ -387,7 +388,7 @@ class Plan(DescribedByTables):
         return notes
 
     def _about_vectors(self) -> str:
-        """Say when it pays to send inputs and gradients."""
+        """Return a sentence on when sending inputs and gradients takes fewer bytes than sending sums."""
         text = "Sending inputs and gradients to owners takes fewer bytes than sending sums if there are fewer than "
         text += f"{self.batches_for_sums:.2g} batches of {self.batch:,} for each reduction"
         if self.same_input:
@@ -399,7 +400,7 @@ class Plan(DescribedByTables):
         return text + "."
 
     def _about_memory(self, memory: int) -> str:
-        """Say how many passes there are."""
+        """Return a sentence on the number of passes over the data that the memory allows."""
         subsets = self.subsets
         if subsets is not None:
             return f"With {readable_size(memory)} for each rank: {counted(len(subsets), 'pass')} over the data."
@@ -410,7 +411,7 @@ class Plan(DescribedByTables):
         )
 
     def _about_split(self, whole: Placement) -> str:
-        """Say what splitting changes and buys."""
+        """Return sentences on how splitting changes the approximation and what it saves."""
         names = {part.key for part in self.placement.parts}
         factors = [part for part in whole.parts if part.is_factor]
         gone = [part for part in factors if part.key not in names]
@@ -418,26 +419,26 @@ class Plan(DescribedByTables):
         after = [float(max(self.nbytes)), max(self.work)]
         return (
             f"Factors that are split into diagonal pieces: {len(gone):,} of {len(factors):,}. This changes the "
-            "approximation: entries between pieces count as zero, and KFAC computes no such factors so far. It buys: "
-            f"the most that a rank holds falls from {readable_size(before[0])} to {readable_size(after[0])}, and its "
-            f"operations from {readable_count(before[1])} to {readable_count(after[1])}."
+            "approximation: entries between pieces are zero. KFAC does not compute such factors yet. The largest "
+            f"memory of a rank decreases from {readable_size(before[0])} to {readable_size(after[0])}, and the largest "
+            f"number of operations from {readable_count(before[1])} to {readable_count(after[1])}."
         )
 
     def _largest(self, quantity: Callable[[Part], float]) -> float:
-        """Return the largest part. No rank can do with less than the one that owns it."""
+        """Return the quantity of the largest part, a lower bound on the maximum over ranks."""
         return max(map(quantity, self.placement.parts))
 
     def _vector_bytes(self, part: Part) -> float:
-        """Return what a rank sends in place of sums, for one batch."""
+        """Return the bytes of inputs or gradients that a rank sends instead of sums, for one batch."""
         return self.batch * part.vectors * self.activation
 
     def _to_owners(self, quantity: Callable[[Part], float]) -> float:
-        """Return the most that a rank sends if everything goes to its owner, and nothing to itself."""
+        """Return the largest amount that a rank sends if each part goes to its owner rank, and own parts stay."""
         own = self.placement.total(quantity)
         return sum(own) - min(own)
 
     def _batches_for_sums(self, parts: Iterable[Part]) -> float:
-        """Return how many batches of inputs and gradients take as many bytes as sums of dense factors."""
+        """Return the number of batches of inputs and gradients that take as many bytes as sums of dense factors."""
         dense = [part for part in parts if part.vectors]
         vectors = sum(self._vector_bytes(part) for part in dense)
         return sum(part.sent for part in dense) / vectors if dense else 0.0
@@ -455,30 +456,30 @@ def plan(
     activations: torch.dtype | None = None,
     split: Split = None,
 ) -> Plan:
-    """Say what each of many ranks will own, hold, compute and send, if blocks have owners.
+    """Plan what each rank would own, hold, compute and send, without running any of them.
 
     Args:
-        model: A module, on any device, `meta` included; a dictionary of shapes `(d_B, d_A)` by the name of a block,
-            in which a bias counts as a column; or the name of a language model that need not be here: `"7B"`,
-            `"70B"` (Llama 2), `"405B"` (Llama 3.1) or `"8x7B"` (Mixtral).
-        ranks: How many there are.
+        model: A module on any device, including `meta`; a dictionary of shapes `(d_B, d_A)` by block name, in which a
+            bias counts as a column; or the name of a language model, which need not be installed: `"7B"`, `"70B"`
+            (Llama 2), `"405B"` (Llama 3.1) or `"8x7B"` (Mixtral).
+        ranks: Number of ranks.
         sample: For a module: a batch of inputs, as in `kfs.inspect`.
-        max_dim: As in `kfs.KFAC`. By default, the sides of named models that have the size of the vocabulary are
-            diagonal, and no others.
-        eigen: Whether owners keep eigenvectors and corrected eigenvalues (`kfs.EKFAC`), or inverses.
-        memory: Bytes of a rank for all of this. The plan says how many passes over the data they allow.
-        batch: Number of examples in a batch of one rank; for named models, of tokens. By default 2,048, or those of the
-            sample.
-        activations: Precision of inputs and gradients. By default that of the module, or bfloat16.
-        split: Split dense factors into diagonal pieces, of at most so many rows, or `"share"`: such that none has more
-            bytes than the mean of ranks. It changes the approximation; the plan says what it buys.
+        max_dim: As in `kfs.KFAC`. By default, for named models, only the factors with the size of the vocabulary are
+            diagonal.
+        eigen: Whether owners keep eigenvectors and corrected eigenvalues (`kfs.EKFAC`) instead of inverses.
+        memory: Bytes that are available on a rank. The plan shows how many passes over the data this requires.
+        batch: Number of examples in a batch of one rank, or of tokens for named models. By default 2,048, or the number
+            of examples of the sample.
+        activations: Dtype of inputs and gradients. By default the dtype of the module, or bfloat16.
+        split: Split dense factors into diagonal pieces of at most this many rows. With `"share"`, no piece has more
+            bytes than the mean over ranks. This changes the approximation; the plan shows what it saves.
 
     Returns:
-        A table. Printing it shows bytes and operations of ranks, traffic, and owners.
+        A plan. Printing it shows bytes and operations of ranks, traffic, and owner ranks.
 
     Raises:
-        ModelError: If there is no such model, or an argument is out of range.
-        DtypeError: If the model is something else.
+        ModelError: If the name of the model is unknown, or an argument is out of range.
+        DtypeError: If the model has another type.
 
     Example:
         >>> plan({"fc1": (3, 5), "fc2": (2, 4)}, ranks=2).owners
@@ -490,13 +491,16 @@ def plan(
         KFAC of Llama 2 7B on 64 ranks: 291 blocks, 6,738,415,616 parameters, 69.5 GiB of factors
           max_dim=11008
     """
+    # Validate the arguments.
     numbers = {"max_dim": max_dim, "memory": memory, "batch": batch, "split": None if split == "share" else split}
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             also = ", or 'share'" if name == "split" else ""
             raise ModelError(f"{name} is {value!r}.", f"Use an integer of at least 1{also}.")
     if activations is not None and not isinstance(activations, torch.dtype):
-        raise ModelError(f"activations is {activations!r}.", "Use a type of PyTorch, such as torch.bfloat16.")
+        raise ModelError(f"activations is {activations!r}.", "Use a dtype of PyTorch, such as torch.bfloat16.")
+
+    # Assign the parts, and again in pieces if factors are split.
     source = source_of(model, sample, max_dim, eigen)
     placement = place(source.parts, ranks)
     whole = None
@@ -505,6 +509,7 @@ def plan(
         mean = sum(part.nbytes for part in whole.parts) / ranks
         widths = {part.key: _share(part, mean) if split == "share" else split for part in whole.parts}
         placement = place([piece for part in whole.parts for piece in part.pieces(widths[part.key])], ranks)
+
     dtype = activations or source.activations
     words = [] if source.max_dim is None else [f"max_dim={source.max_dim}"]
     words += [] if split is None else [f"split={split!r}"]
@@ -522,12 +527,12 @@ def plan(
 
 
 def _share(part: Part, mean: float) -> int:
-    """Return how many rows a piece may have, such that it has no more bytes than the mean of ranks."""
+    """Return the largest number of rows of a piece whose bytes do not exceed the mean over ranks."""
     return max(1, isqrt(int(mean * part.size**2 / part.nbytes)))
 
 
 def _divided(name: str, of_ranks: list[float], largest: float, shown: Callable[[float], str]) -> tuple[str, ...]:
-    """Return a row about something that is divided among ranks."""
+    """Return a table row about a quantity that is divided among ranks."""
     total = sum(of_ranks)
     mean = total / len(of_ranks)
     return name, shown(total), shown(mean), shown(max(of_ranks)), f"{max(of_ranks) / mean:.2f}", shown(largest)

@@ -1,6 +1,6 @@
-"""How a runnable file checks itself: state a claim, compare two tensors, print the outcome.
+"""Self-checks of runnable files: state a claim, compare two tensors, print the outcome.
 
-`recording` collects the outcomes for whoever runs many files. Test tolerances and conformance cases do not live here.
+`recording` collects the outcomes of several files. Test tolerances and conformance cases do not live here.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from torch import Tensor, linalg
 
 from kfs.errors import VerificationError
 
-# Float64 rounds at 2.2e-16. The worked examples chain at most some thousand roundings of numbers of size one.
+# The machine precision of float64 is 2.2e-16. The worked examples accumulate at most a few thousand rounding errors of
+# numbers of order one.
 ROUND_OFF = 1e-12
 
 
@@ -22,8 +23,8 @@ class Check:
 
     Attributes:
         claim: What was verified, as a sentence.
-        error: The largest error found; `None` if the claim is not an equality.
-        case: For which of several settings the claim was verified; empty if there is only one.
+        error: The largest error; `None` if the claim is not an equality.
+        case: The setting for which the claim was verified; empty if there is only one setting.
     """
 
     claim: str
@@ -36,7 +37,7 @@ _recorded: ContextVar[list[Check] | None] = ContextVar("recorded", default=None)
 
 @contextmanager
 def recording() -> Iterator[list[Check]]:
-    """Collect every check that is made inside the context.
+    """Collect all checks that are made inside the context.
 
     Example:
         >>> import torch
@@ -55,22 +56,22 @@ def recording() -> Iterator[list[Check]]:
 
 
 def verify(claim: str, actual: Tensor, expected: Tensor, tolerance: float = ROUND_OFF, case: str = "") -> None:
-    """Verify that two tensors agree: entry by entry, relative to the largest entry if that exceeds one.
+    """Verify that two tensors are equal entry by entry, relative to the largest entry if it exceeds one.
 
     Args:
-        claim: What equality of the two means, as a sentence.
+        claim: The claim that the equality verifies, as a sentence.
         actual: The tensor under test.
-        expected: What it should be, obtained in another way; same shape.
-        tolerance: The largest error that the arithmetic explains.
-        case: For which of several settings the claim is made.
+        expected: The expected value, computed in another way; same shape.
+        tolerance: The largest error that rounding explains.
+        case: The setting for which the claim is made, if there are several.
 
     Raises:
-        VerificationError: If shapes differ, or the error exceeds the tolerance or is not a number.
+        VerificationError: If the shapes differ, or if the error exceeds the tolerance or is NaN.
     """
     if actual.shape != expected.shape:
         raise VerificationError(
             f"False: {_sentence(claim, case)}. Shapes differ: {list(actual.shape)} and {list(expected.shape)}.",
-            "Mend the definition, or compare tensors of one shape.",
+            "Fix the definition, or compare tensors of the same shape.",
         )
     actual, expected = actual.detach().double(), expected.detach().double()
     scale = max(1.0, _largest(expected))
@@ -78,37 +79,37 @@ def verify(claim: str, actual: Tensor, expected: Tensor, tolerance: float = ROUN
 
 
 def verify_at_most(claim: str, error: float, tolerance: float, case: str = "") -> None:
-    """Verify that an error which the caller measured stays within its tolerance.
+    """Verify that an error measured by the caller does not exceed a tolerance.
 
     Args:
-        claim: What it means that the error is small, as a sentence.
+        claim: The claim that a small error verifies, as a sentence.
         error: The measured error.
-        tolerance: The largest error that is acceptable; the caller states why beside the number.
-        case: For which of several settings the claim is made.
+        tolerance: The largest acceptable error; the caller states the reason next to the number.
+        case: The setting for which the claim is made, if there are several.
 
     Raises:
-        VerificationError: If the error exceeds the tolerance or is not a number.
+        VerificationError: If the error exceeds the tolerance or is NaN.
     """
     if not error <= tolerance:
         raise VerificationError(
             f"False: {_sentence(claim, case)}. The error is {error:.1e}, allowed is {tolerance:.1e}.",
-            "Mend the definition, or state a tolerance that the arithmetic explains.",
+            "Fix the definition, or state a tolerance that rounding explains.",
         )
     _record(Check(claim, error, case), f"largest error {error:.1e}")
 
 
 def verify_differs(claim: str, one: Tensor, other: Tensor, at_least: float = 1e-3, case: str = "") -> None:
-    """Verify that two tensors of one shape do *not* agree, by more than any round-off.
+    """Verify that two tensors of the same shape differ by more than round-off.
 
     Args:
-        claim: What the inequality means, as a sentence.
-        one: A tensor.
-        other: Another one of the same shape.
-        at_least: How large their largest difference must be.
-        case: For which of several settings the claim is made.
+        claim: The claim that the difference verifies, as a sentence.
+        one: The first tensor.
+        other: The second tensor, of the same shape.
+        at_least: Lower bound on the largest absolute difference.
+        case: The setting for which the claim is made, if there are several.
 
     Raises:
-        VerificationError: If the tensors are closer than that.
+        VerificationError: If the largest difference is smaller than `at_least` or NaN.
     """
     distance = _largest(one.detach() - other.detach())
     if not distance >= at_least:
@@ -120,16 +121,16 @@ def verify_differs(claim: str, one: Tensor, other: Tensor, at_least: float = 1e-
 
 
 def verify_psd(claim: str, matrix: Tensor, tolerance: float = ROUND_OFF, case: str = "") -> None:
-    """Verify that a symmetric matrix has no negative eigenvalue, relative to the largest one if that exceeds one.
+    """Verify that a symmetric matrix has no negative eigenvalue, relative to the largest one if it exceeds one.
 
     Args:
-        claim: What that means, as a sentence.
+        claim: The claim that this verifies, as a sentence.
         matrix: A symmetric matrix.
-        tolerance: By how much an eigenvalue may be negative.
-        case: For which of several settings the claim is made.
+        tolerance: The largest magnitude of a negative eigenvalue that is accepted.
+        case: The setting for which the claim is made, if there are several.
 
     Raises:
-        VerificationError: If an eigenvalue is negative by more than the tolerance, or not a number.
+        VerificationError: If an eigenvalue is negative by more than the tolerance, or is NaN.
     """
     eigenvalues = linalg.eigvalsh(matrix.detach().double())
     scale = max(1.0, _largest(eigenvalues))
@@ -137,33 +138,33 @@ def verify_psd(claim: str, matrix: Tensor, tolerance: float = ROUND_OFF, case: s
 
 
 def verify_that(claim: str, holds: bool, case: str = "") -> None:
-    """Verify a claim that is no equality.
+    """Verify a claim that is not an equality.
 
     Args:
         claim: The claim, as a sentence.
-        holds: Whether it is true.
-        case: For which of several settings the claim is made.
+        holds: Whether the claim is true.
+        case: The setting for which the claim is made, if there are several.
 
     Raises:
-        VerificationError: If it is not.
+        VerificationError: If the claim is false.
     """
     if not holds:
-        raise VerificationError(f"False: {_sentence(claim, case)}.", "Mend the definition, or drop the claim.")
+        raise VerificationError(f"False: {_sentence(claim, case)}.", "Fix the definition, or drop the claim.")
     _record(Check(claim, None, case), "it holds")
 
 
 def _largest(t: Tensor) -> float:
-    """Return the largest magnitude in a tensor, 0 if it is empty."""
+    """Return the largest absolute entry of a tensor; 0 if the tensor is empty."""
     return t.abs().max().item() if t.numel() else 0.0
 
 
 def _sentence(claim: str, case: str) -> str:
-    """Return the claim, followed by the case that it is made for if there are several."""
+    """Return the claim, followed by its case if one is given."""
     return f"{claim} [{case}]" if case else claim
 
 
 def _record(check: Check, detail: str) -> None:
-    """Print a check that held, and hand it to whoever records."""
+    """Print a successful check, and append it to the recording if one is active."""
     print(f"[ok] {_sentence(check.claim, check.case)} ({detail})")
     recorded = _recorded.get()
     if recorded is not None:

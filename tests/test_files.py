@@ -250,5 +250,5 @@ def test_names_that_look_alike(tmp_path: Path) -> None:
 
 def test_a_header_that_is_nested_without_end(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes((400_000).to_bytes(8, "little") + b"[" * 400_000)
-    with pytest.raises(StorageError, match="is not a file that kfs has written"):
+    with pytest.raises(StorageError, match="was not written by kfs"):
         files.read(tmp_path / "file")

@@ -219,7 +219,7 @@ def test_split_only_if_asked_for(eigen: bool) -> None:
     assert max(pieces.work) < max(whole.work)
     text = str(pieces)
     assert "split='share'" in text
-    assert "This changes the approximation: entries between pieces count as zero" in text
+    assert "This changes the approximation: entries between pieces are zero" in text
     by_width = plan("7B", 64, split=8192)
     assert "Factors that are split into diagonal pieces: 96 of 582." in str(by_width)
     assert {part.size for part in by_width.placement.parts if "[" in part.side} == {5504}
@@ -272,7 +272,7 @@ def test_refused() -> None:
                 plan(SHAPES, 2, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"split is 'half'\. Use an integer of at least 1, or 'share'"):
         plan(SHAPES, 2, split="half")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=r"activations is 'half'\. Use a type of PyTorch"):
+    with pytest.raises(ModelError, match=r"activations is 'half'\. Use a dtype of PyTorch"):
         plan(SHAPES, 2, activations="half")  # type: ignore[arg-type]
     with pytest.raises(UnknownAttributeError, match=r"kfs\.distributed has no 'plam'\. Did you mean 'plan'"):
         _ = kfs.distributed.plam

@@ -1,6 +1,6 @@
-"""Charts: numbers drawn into matplotlib's axes. Objects have `plot` methods, which call these functions.
+"""Charts drawn with matplotlib. The `plot` methods of objects call these functions.
 
-Computing the numbers is the business of the objects.
+The computation of the plotted numbers lives with the objects.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,10 @@ _LABEL = 32  # characters
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Make a figure of some inches. Notebooks show it, and `matplotlib.pyplot.show()` does so in a program.
+    """Create a figure of the given size in inches. Notebooks show it; in a program, use `matplotlib.pyplot.show()`.
 
     Raises:
-        ModelError: If matplotlib is missing.
+        ModelError: If matplotlib is not installed.
     """
     try:
         from matplotlib import pyplot  # noqa: PLC0415 (optional, and slow to import)
@@ -37,17 +37,17 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def axes_of(axes: "Axes | None", width: float, height: float) -> "Axes":
-    """Return the axes that were given, or those of a new figure."""
+    """Return the given axes, or the axes of a new figure if `axes` is `None`."""
     return new_figure(width, height).subplots() if axes is None else axes
 
 
 def grid(figure: "Figure", rows: int, columns: int, **options: Any) -> "list[Axes]":
-    """Divide a figure, and return all axes, row by row."""
+    """Divide a figure into a grid, and return all axes row by row."""
     return cast("list[Axes]", list(figure.subplots(rows, columns, squeeze=False, **options).flat))
 
 
 def quiet(axes: "Axes") -> None:
-    """Make labels small, and what is drawn around the data thin and grey."""
+    """Style axes with small labels and thin gray lines."""
     axes.tick_params(which="both", labelsize=6.5, labelcolor=INK, color=LINE, width=0.5, length=2)
     axes.spines[:].set(color=LINE, linewidth=0.6)
     for label in (axes.xaxis.label, axes.yaxis.label):
@@ -55,15 +55,15 @@ def quiet(axes: "Axes") -> None:
 
 
 def open_frame(axes: "Axes") -> None:
-    """Leave out the frame above and to the right."""
+    """Style axes and hide their top and right spines."""
     quiet(axes)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def short(name: str, length: int = _LABEL) -> str:
-    """Shorten the first modules of a long name to their initials, and leave out its middle if it is still too long.
+    """Shorten a long name: abbreviate its first modules to initials, then drop its middle if it is still too long.
 
-    Numbers stay, also at the end of a module's name: they tell layers apart.
+    Numbers are kept, also at the end of a module's name, since they distinguish layers.
 
     Example:
         >>> short("transformer.h.10.attn.c_attn.weight", 25)
@@ -88,11 +88,8 @@ def short(name: str, length: int = _LABEL) -> str:
     return f"{name[:first]}...{name[len(name) - (length - 3 - first) :]}"
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_MOST = 30  # bars; smaller ones are added up
-_SIDE_BY_SIDE = 8  # layers with a group of bars each; more are drawn as lines
+_MOST = 30  # maximum number of bars; the remaining numbers are added up
+_SIDE_BY_SIDE = 8  # maximum number of layers drawn as groups of bars; more layers are drawn as lines
 
 
 def draw_bars(
@@ -100,16 +97,17 @@ def draw_bars(
 ) -> "list[Axes]":
     """Draw horizontal bars into a new figure, one for each name, in panels side by side.
 
-    If there are many names, those with the largest numbers (by their share of the total, in any panel) are shown in
-    order, and all others together as one bar.
+    If there are many names, the names with the largest numbers (by their largest share of the total of a panel) are
+    shown in their original order. The remaining numbers are added up in one bar.
 
     Args:
-        names: What the numbers belong to.
-        panels: Numbers by title, with what writes them.
+        names: Labels of the bars.
+        panels: For each title, one number for each name, and the function that formats a number.
 
     Returns:
         Axes of all panels.
     """
+    # Select the names with the largest shares.
     shares = [0.0] * len(names)
     for numbers, _ in panels.values():
         total = sum(numbers) or 1.0
@@ -119,6 +117,8 @@ def draw_bars(
     rest = by_share[_MOST:]
     labels = [short(names[place]) for place in shown]
     labels += [f"{len(rest)} smaller ones"] if rest else []
+
+    # One panel for each title; the panels share the labels on the left.
     figure = new_figure(2.2 + 2.6 * len(panels), 0.9 + 0.2 * len(labels))
     all_axes = grid(figure, 1, len(panels), sharey=True)
     for axes, (title, (numbers, write)) in zip(all_axes, panels.items(), strict=True):
@@ -140,13 +140,13 @@ def draw_bars(
 def draw_errors(
     layers: Sequence[str], errors: Mapping[str, Sequence[float]], ylabel: str, axes: "Axes | None" = None
 ) -> "Axes":
-    """Draw errors of several structures by layer: a group of bars for each layer, or lines if there are many layers.
+    """Draw errors of several structures by layer, as a group of bars for each layer, or as lines for many layers.
 
     Args:
         layers: Names of layers.
-        errors: By structure, one error for each layer.
-        ylabel: What an error is.
-        axes: Where to draw; by default in a new figure, with a legend.
+        errors: For each structure, one error for each layer.
+        ylabel: Label of the y-axis.
+        axes: Axes to draw into; by default those of a new figure with a legend.
     """
     many = len(layers) > _SIDE_BY_SIDE
     own = axes is None
@@ -170,10 +170,7 @@ def draw_errors(
     return axes
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_MARKERS = 40  # fewer iterations are marked
+_MARKERS = 40  # lines with fewer points have markers
 _NORMS = {
     "residual": r"relative residual, $\|b - A x\| \,/\, \|b\|$",
     "gradient": r"norm of the gradient, as a fraction of that at zero",
@@ -188,15 +185,15 @@ def draw_residuals(
     label: str | None = None,
     axes: "Axes | None" = None,
 ) -> "Axes":
-    """Draw relative residuals on a log axis, iteration by iteration, and the tolerance.
+    """Draw relative residuals over iterations on a log axis, with the tolerance as a horizontal line.
 
     Args:
-        residuals: One for each iteration.
-        tolerance: Drawn as a line, if it is positive.
-        title: What to say about it, in a new figure.
-        measure: What residuals are norms of.
-        label: What the line is called; by default what is measured.
-        axes: Where to draw; by default in a new figure.
+        residuals: One residual for each iteration.
+        tolerance: The tolerance; drawn if it is positive.
+        title: Title, used only in a new figure.
+        measure: Whether the numbers are norms of the residual or of the gradient.
+        label: Label of the line; by default `measure`.
+        axes: Axes to draw into; by default those of a new figure.
     """
     own = axes is None
     axes = axes_of(axes, 5.0, 3.0)
@@ -204,7 +201,7 @@ def draw_residuals(
     marker = "." if len(residuals) < _MARKERS else ""
     axes.plot(iterations, residuals, linewidth=1.2, marker=marker, label=label or measure)
     drawn = [line.get_label() for line in axes.lines]
-    if tolerance > 0 and "tolerance" not in drawn:  # there may be several solutions, with one tolerance
+    if tolerance > 0 and "tolerance" not in drawn:  # several calls may draw into the same axes
         axes.axhline(tolerance, color=LINE, linewidth=0.8, linestyle=":", label="tolerance")
     axes.set_yscale("log")
     axes.locator_params(axis="x", integer=True)
@@ -217,24 +214,21 @@ def draw_residuals(
     return axes
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_PIXELS = 200  # of a heat map, in each direction
-_ACROSS = 3  # pairs of factors beside each other
-_INCHES = 1.6  # of a heat map
-_QUANTILE = 0.98  # of absolute entries, which colors distinguish
+_PIXELS = 200  # maximum size of a heat map in each direction
+_ACROSS = 3  # maximum number of pairs of factors in a row
+_INCHES = 1.6  # size of a heat map
+_QUANTILE = 0.98  # quantile of absolute entries at which the color scale ends
 _COLORS = "red: positive, blue: negative, up to the number in the title"
-_LABELED = 0.03  # least share of an axis for which a label has room
+_LABELED = 0.03  # smallest share of an axis that has room for a label
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Both factors of a block.
+    """The two factors of a block.
 
     Attributes:
         name: The block's name.
-        A: The input-based factor, `[d, d]`, its diagonal `[d]`, or one for each group, `[groups, d, d]`.
+        A: The input-based factor: `[d, d]`, only its diagonal `[d]`, or one factor for each group, `[groups, d, d]`.
         B: The gradient-based factor.
     """
 
@@ -244,17 +238,17 @@ class Panel:
 
 
 def draw_factors(panels: Sequence[Panel], left_out: int = 0) -> "list[Axes]":
-    """Draw the factors of some blocks into a new figure.
+    """Draw the factors of blocks into a new figure.
 
-    Colors of each factor end at a quantile of its absolute entries, which its title says: factors of different layers
-    have different units. A factor of which only the diagonal is known is drawn as one row of stripes.
+    The color scale of each factor ends at a quantile of its absolute entries, given in its title, since factors of
+    different layers have different units. A diagonal factor is drawn as one row of stripes.
 
     Args:
         panels: The blocks.
-        left_out: How many other blocks there are.
+        left_out: Number of blocks that are not drawn.
 
     Returns:
-        Axes of `A` and `B` of all blocks, in turn.
+        Axes of `A` and `B` of each block, in turn.
     """
     across = min(_ACROSS, len(panels))
     rows = -(-len(panels) // across)
@@ -267,19 +261,19 @@ def draw_factors(panels: Sequence[Panel], left_out: int = 0) -> "list[Axes]":
             _draw(target, f"{name}\n{side}: {how}", one)
     for target in axes[2 * len(panels) :]:
         target.remove()
-    more = f"\n{left_out} more blocks: name those to draw" if left_out else ""
+    more = f"\n{left_out} more blocks: pass names to draw them" if left_out else ""
     figure.supxlabel(f"{_COLORS}{more}", fontsize=7, color=INK)
     return axes[: 2 * len(panels)]
 
 
 def draw_matrix(title: str, matrix: Tensor, rows: Mapping[str, int], columns: Mapping[str, int]) -> "Axes":
-    """Draw a matrix into a new figure, with lines between parts.
+    """Draw a matrix as a heat map into a new figure, with lines between its parts.
 
     Args:
-        title: What it is.
-        matrix: All of it.
-        rows: Names of parts and how many rows they have, in their order.
-        columns: The same for columns.
+        title: Title of the heat map.
+        matrix: The whole matrix.
+        rows: Number of rows of each part by name, in order.
+        columns: Number of columns of each part by name, in order.
 
     Returns:
         Axes of the heat map.
@@ -306,9 +300,9 @@ def draw_matrix(title: str, matrix: Tensor, rows: Mapping[str, int], columns: Ma
 def _draw(axes: "Axes", title: str, one: Tensor) -> None:
     entries = one.abs().flatten()
     entries = entries[entries > 0]
-    # `Tensor.quantile` takes no more than 16 million numbers.
+    # `Tensor.quantile` supports at most 16 million numbers.
     limit = float(entries.kthvalue(ceil(_QUANTILE * len(entries))).values) if len(entries) else 1.0
-    # Axes count entries, however many of them share a pixel.
+    # Axis coordinates are matrix indices, even if several entries share a pixel.
     frame = (-0.5, one.shape[1] - 0.5, one.shape[0] - 0.5, -0.5)
     axes.imshow(_pooled(one).numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="none", extent=frame)
     axes.set_aspect("auto")
@@ -320,7 +314,7 @@ def _draw(axes: "Axes", title: str, one: Tensor) -> None:
 
 
 def _matrix(factor: Tensor) -> tuple[Tensor, str]:
-    """Return what is drawn of a factor, and what it is."""
+    """Return the matrix that represents a factor, and its description."""
     factor = factor.detach().cpu().double()
     size = factor.shape[-1]
     if factor.ndim == 1:
@@ -333,7 +327,7 @@ def _matrix(factor: Tensor) -> tuple[Tensor, str]:
 
 
 def _pooled(matrix: Tensor) -> Tensor:
-    """Return a matrix with fewer entries: the largest of its neighborhood, by magnitude, with its sign."""
+    """Downsample a matrix: each new entry is the entry of largest magnitude in its neighborhood, with its sign."""
     strides = [-(-size // _PIXELS) for size in matrix.shape]
     if max(strides) == 1:
         return matrix
@@ -341,30 +335,28 @@ def _pooled(matrix: Tensor) -> Tensor:
     return torch.where(highest >= lowest, highest, -lowest)
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_LEGEND = 10  # more blocks have a color bar instead
-_DECADES = 6.0  # of densities that are shown
+_LEGEND = 10  # maximum number of blocks in a legend; more blocks get a color bar
+_DECADES = 6.0  # range of the density axis
 
 
 def draw_spectra(spectra: Mapping[str, Tensor], damping: Mapping[str, float], axes: "Axes | None" = None) -> "Axes":
-    """Draw the eigenvalues of blocks in descending order, solid, and with damping added, dashed.
+    """Draw the eigenvalues of blocks in descending order as solid lines, and with damping added as dashed lines.
 
-    Eigenvalues that are zero up to round-off, or negative, are drawn at the lower end of the axis.
+    Eigenvalues that are negative or zero up to round-off are drawn at the lower end of the axis.
 
     Args:
         spectra: Eigenvalues of each block, in descending order.
         damping: Damping of each block.
-        axes: Where to draw; by default in a new figure.
+        axes: Axes to draw into; by default those of a new figure.
 
     Returns:
-        The axes. Lines are in the order of blocks, those without damping before the one with it.
+        The axes. Lines are in the order of blocks; the line without damping comes before the line with damping.
     """
     many = len(spectra) > _LEGEND
-    axes = axes_of(axes, 7.0, 3.6)  # says so if matplotlib is missing
+    axes = axes_of(axes, 7.0, 3.6)  # raises an error if matplotlib is not installed
     from matplotlib import colormaps  # noqa: PLC0415 (optional, and slow to import)
 
+    # One or two lines for each block.
     floor = _floor(spectra, damping)
     positions = torch.linspace(0, 0.92, len(spectra)).tolist()
     for position, (name, values) in zip(positions, spectra.items(), strict=True):
@@ -394,7 +386,7 @@ def draw_spectra(spectra: Mapping[str, Tensor], damping: Mapping[str, float], ax
 
 
 def _floor(spectra: Mapping[str, Tensor], damping: Mapping[str, float]) -> float:
-    """Return the lower end of the axis: a tenth of the smallest number that is not round-off."""
+    """Return the lower end of the axis: a tenth of the smallest number that is above round-off."""
     above = [damping[name] for name in spectra if damping[name]]
     for values in spectra.values():
         noise = len(values) * torch.finfo(values.dtype).eps * values.abs().max()
@@ -403,7 +395,7 @@ def _floor(spectra: Mapping[str, Tensor], damping: Mapping[str, float]) -> float
 
 
 def _bar_of_blocks(axes: "Axes", names: list[str]) -> None:
-    """Show which color is which block, for some of them."""
+    """Add a color bar that labels the colors of some blocks."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 (optional, and slow to import)
     from matplotlib.colors import Normalize  # noqa: PLC0415
 
@@ -421,14 +413,14 @@ def _bar_of_blocks(axes: "Axes", names: list[str]) -> None:
 def draw_density(
     grid: Tensor, density: Tensor, nodes: Tensor, axis: str = "eigenvalue", axes: "Axes | None" = None
 ) -> "Axes":
-    """Draw a spectral density on a log axis, and where its point masses are.
+    """Draw a spectral density on a log axis, with ticks at its point masses.
 
     Args:
-        grid: Where it is evaluated.
-        density: Its values there.
-        nodes: Point masses.
-        axis: What it is a density of.
-        axes: Where to draw; by default in a new figure.
+        grid: Points at which the density is evaluated.
+        density: Values of the density on the grid.
+        nodes: Positions of the point masses.
+        axis: Label of the x-axis.
+        axes: Axes to draw into; by default those of a new figure.
     """
     axes = axes_of(axes, 6.0, 3.2)
     top = float(density.max())
@@ -446,21 +438,17 @@ def draw_density(
     return axes
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
 def draw_training(
     steps: Sequence[int], losses: Sequence[float], scales: Sequence[float], title: str, axes: "Axes | None" = None
 ) -> "Axes":
-    """Draw losses over steps, and the scale of steps on an axis of its own.
+    """Draw losses over steps, and the scales of the steps on a second axis.
 
     Args:
-        steps: Steps of which the loss is known.
-        losses: Their losses.
-        scales: How much of each was taken.
-        title: What to say about it, in a new figure.
-        axes: Where to draw; by default in a new figure.
+        steps: Indices of steps with a known loss.
+        losses: Losses at these steps.
+        scales: Factors by which the steps were scaled.
+        title: Title, used only in a new figure.
+        axes: Axes to draw into; by default those of a new figure.
     """
     own = axes is None
     axes = axes_of(axes, 5.0, 3.0)

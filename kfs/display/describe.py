@@ -1,7 +1,7 @@
-"""How objects show themselves: a title, facts and tables, as text in a terminal and as HTML in a notebook.
+"""Descriptions of objects: a title, facts and tables, as text in a terminal and as HTML in a notebook.
 
-What an object says about itself lives with the object. Nothing here asks an accelerator for a number: of tensors that
-are not on a CPU, shape, dtype and device are shown.
+The content of a description lives with the object. Nothing here synchronizes with an accelerator: for tensors that are
+not on a CPU, only shape, dtype and device are shown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WIDTH = 60  # of a cell; longer ones are broken into lines
-_SHOWN = 4  # rows and columns of a large matrix
+_WIDTH = 60  # maximum width of a cell; longer text is wrapped
+_SHOWN = 4  # rows and columns shown of a large matrix
 
 
 @dataclass(frozen=True)
 class Table:
-    """Some columns of text.
+    """A table of text.
 
     Attributes:
-        title: What is shown; may be empty.
+        title: Title of the table; may be empty.
         columns: Names of columns.
         rows: Cells, row by row.
-        numbers: Names of columns that are aligned to the right.
+        numbers: Names of right-aligned columns.
     """
 
     title: str
@@ -34,7 +34,7 @@ class Table:
     numbers: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Return the table as lines. Columns in which all cells are empty are left out."""
+        """Return the table as text. Columns in which all cells are empty are left out."""
         shown = self._shown()
         cells = [[wrap(row[place], _WIDTH) or [""] for place in shown] for row in (self.columns, *self.rows)]
         widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(shown))]
@@ -60,7 +60,7 @@ class Table:
         return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
     def _shown(self) -> list[int]:
-        """Return the places of columns that have something to show; all of them if there are no rows."""
+        """Return the indices of columns with a non-empty cell, or all indices if there are no rows."""
         places = range(len(self.columns))
         return [place for place in places if not self.rows or any(row[place] for row in self.rows)]
 
@@ -74,12 +74,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Description:
-    """What an object says about itself.
+    """The description of an object.
 
     Attributes:
-        title: What it is, and of what.
+        title: First line of the description.
         facts: Further lines.
-        tables: Shown by `str` and in notebooks.
+        tables: Tables, shown by `str` and in notebooks.
         notes: Sentences below the tables.
     """
 
@@ -89,15 +89,15 @@ class Description:
     notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """Return title and facts as text."""
+        """Return the title and the facts as text."""
         return "\n".join([self.title, *(f"  {line}" for fact in self.facts for line in fact.splitlines())])
 
     def text(self) -> str:
-        """Return all of it as text."""
+        """Return the whole description as text."""
         return "\n".join([self.summary(), *(table.text() for table in self.tables), *self.notes])
 
     def html(self) -> str:
-        """Return all of it as HTML."""
+        """Return the whole description as HTML."""
         facts = "\n".join(self.facts)
         parts = [f"<p><b>{escape(self.title)}</b></p>"]
         parts += [f"<pre>{escape(facts)}</pre>"] if facts else []
@@ -107,10 +107,10 @@ class Description:
 
 
 class Described:
-    """Shows an object by its description: in a few lines, with tables if it is printed, and as HTML in a notebook."""
+    """Base class of objects with a description: short in `repr`, with tables in `str`, and as HTML in a notebook."""
 
     def describe(self) -> Description:
-        """Return what the object says about itself. It costs no pass over data, and waits for no accelerator."""
+        """Return the description of the object, without a pass over data and without synchronization."""
         return Description(type(self).__name__)
 
     def __repr__(self) -> str:
@@ -120,24 +120,24 @@ class Described:
         return self.describe().text()
 
     def _repr_html_(self) -> str:
-        """Return all of it as HTML, for a notebook."""
+        """Return the description as HTML for a notebook."""
         return self.describe().html()
 
 
 class DescribedByTables(Described):
-    """Shows the tables also where an object is not printed: they are all that it consists of."""
+    """Base class of objects that consist of tables: `repr` includes the tables."""
 
     def __repr__(self) -> str:
         return self.describe().text()
 
 
 def times(sizes: Iterable[int]) -> str:
-    """Return sizes as `"3 x 4"`; `"scalar"` if there are none."""
+    """Return sizes as text such as `"3 x 4"`, or `"scalar"` if there are none."""
     return " x ".join(f"{size:,}" for size in sizes) or "scalar"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `"1 block"`, or `"1,200 blocks"`."""
+    """Return a number with a noun, such as `"1 block"` or `"1,200 blocks"`."""
     plural = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
@@ -148,12 +148,12 @@ def kind(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def shaped(t: Tensor) -> str:
-    """Describe a tensor without looking at its numbers."""
+    """Describe a tensor by shape, dtype and device, without reading its entries."""
     return f"{times(t.shape)}, {kind(t.dtype, t.device)}"
 
 
 def vector(v: Any, noun: str = "tensor") -> str:
-    """Describe a vector in any of its forms: a tensor, or a dictionary or list of them."""
+    """Describe a vector, given as a tensor, or as a dictionary or list of tensors."""
     if isinstance(v, Tensor):
         return shaped(v)
     tensors = list(v.values() if isinstance(v, Mapping) else v)
@@ -162,20 +162,20 @@ def vector(v: Any, noun: str = "tensor") -> str:
 
 
 def batches_and_data(num_batches: int | None, num_data: int | None) -> str:
-    """Return how many batches and data there are, as far as it is known."""
+    """Describe the numbers of batches and examples, as far as they are known."""
     batches = "batches" if num_batches is None else counted(num_batches, "batch")
     return f"{batches}, {'not counted yet' if num_data is None else f'{num_data:,} examples'}"
 
 
 def number(value: Any) -> str:
-    """Return a number with four digits; a tensor on an accelerator is not read."""
+    """Format a number with four digits. A tensor on an accelerator is not read; its shape is shown instead."""
     if isinstance(value, Tensor):
         return f"{value.item():.4g}" if value.device.type == "cpu" else f"({shaped(value)})"
     return f"{value:.4g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
 
 
 def matrix(name: str, t: Tensor) -> str:
-    """Show a matrix or a vector on a CPU by its first numbers; elsewhere by its shape alone."""
+    """Show the first entries of a matrix or vector on a CPU; show only the shape of other tensors."""
     title = f"{name}: {shaped(t)}"
     if t.device.type != "cpu" or t.ndim not in {1, 2}:
         return title
@@ -191,7 +191,7 @@ def matrix(name: str, t: Tensor) -> str:
 
 
 def readable_size(nbytes: float) -> str:
-    """Return a number of bytes with a unit, such as `"12 KiB"`."""
+    """Format a number of bytes with a unit, such as `"12 KiB"`."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}"
@@ -200,7 +200,7 @@ def readable_size(nbytes: float) -> str:
 
 
 def readable_count(number: float) -> str:
-    """Return a number of operations with a unit, such as `"1.2 M"`."""
+    """Format a number of operations with a unit, such as `"1.2 M"`."""
     for unit in ("", " k", " M", " G"):
         if number < 1000:
             return f"{number:.3g}{unit}"

@@ -1,10 +1,10 @@
-r"""One line of progress for an algorithm, whatever it is made of: iterations, products, batches.
+r"""Shows the progress of an algorithm in one line, for iterations, products or batches.
 
-The outermost algorithm has the line. Loops inside of it, such as the batches of a product, show there as a part of its
-current step. It is written to the standard error stream of a terminal or a notebook, and nowhere else: after two
-seconds by default, at once if asked for. It is removed at the end.
+The outermost algorithm owns the line. Loops inside of it, such as the batches of a product, appear as a part of its
+current step. The line is written to the standard error stream of a terminal or a notebook only. It appears after two
+seconds by default, or at once if requested. It is removed at the end.
 
-Nothing here starts a thread: loaders of data fork processes while a line is shown.
+Nothing here starts a thread, since data loaders fork processes while a line is shown.
 """
 
 import sys
@@ -16,15 +16,15 @@ from time import perf_counter
 from typing import TextIO, TypeVar
 
 Item = TypeVar("Item")
-# `None` shows what takes longer than two seconds, `True` everything, `False` nothing.
+# `None` shows algorithms that take longer than two seconds, `True` shows all of them, `False` shows none.
 Wanted = bool | None
 _PATIENCE = 2.0  # seconds before a line is shown
-_INTERVAL = 0.1  # seconds between two changes
-_BAR = 10  # characters
+_INTERVAL = 0.1  # minimum seconds between two updates
+_BAR = 10  # width of the bar in characters
 
 
 class _Open(threading.local):
-    """The algorithms that run now, in this thread, the outermost one first."""
+    """The progress lines of the algorithms that run in this thread, outermost first."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
@@ -34,21 +34,21 @@ _open = _Open()
 
 
 class Line:
-    """Where an algorithm is.
+    """The progress of an algorithm.
 
     Args:
-        task: What it is called.
+        task: Name of the algorithm.
         total: Number of steps, if it is known.
-        wanted: Whether to show it, as above.
-        unit: What a step is called.
+        wanted: Whether to show the line: `None` after two seconds, `True` always, `False` never.
+        unit: Name of a step.
 
     Attributes:
-        done: Number of steps that are complete.
-        share: How much of the work is done, from 0 to 1, if the number of steps does not say it.
-        at_least: Smallest number of steps that it can take, if that is all that is known.
-        note: Something to say, such as a residual.
-        inner: A loop in the current step.
-        outer: What this is a step of.
+        done: Number of completed steps.
+        share: Completed share of the work, from 0 to 1, if the number of steps does not determine it.
+        at_least: Lower bound on the number of steps, if only a bound is known.
+        note: Additional text, such as a residual.
+        inner: Progress of a loop in the current step.
+        outer: Progress of the algorithm that contains this one.
 
     Example:
         >>> line = Line("conjugate gradients", total=100, unit="iteration")
@@ -56,7 +56,7 @@ class Line:
         >>> line.text(seconds=30)
         'conjugate gradients  [##........]  25%  00:30, about 01:30 left  iteration 25/100  residual 1e-02'
 
-        Nothing is made up where nobody knows when an algorithm will stop:
+        If the number of steps is unknown, only a bound or the time per step is shown:
 
         >>> line = Line("eigenvalues", unit="product")
         >>> line.at_least = 20
@@ -80,18 +80,18 @@ class Line:
         self.inner: Line | None = None
         self.outer: Line | None = None
         self._start = perf_counter()
-        self._shown = -_INTERVAL  # when, in seconds since the start
-        self._width = 0  # of what is on the screen
+        self._shown = -_INTERVAL  # time of the last update, in seconds since the start
+        self._width = 0  # width of the text on the screen
 
     def advance(self, steps: int = 1, *, note: str = "", share: float | None = None) -> None:
-        """Count steps, say something about them, and show where the outermost algorithm is."""
+        """Count steps, set the note and the share, and update the outermost line."""
         self.done += steps
         self.note = note
         self.share = share
         self.show()
 
     def show(self) -> None:
-        """Write the outermost line, if it is time to."""
+        """Write the outermost line if it is wanted and the update interval has passed."""
         if self.outer is not None:
             self.outer.show()
             return
@@ -108,7 +108,7 @@ class Line:
         self._width = len(text)
 
     def clear(self) -> None:
-        """Remove the line."""
+        """Remove the line from the screen."""
         stream = _screen()
         if self._width and stream is not None:
             stream.write("\r" + " " * self._width + "\r")
@@ -116,7 +116,7 @@ class Line:
         self._width = 0
 
     def inside(self, outer: "Line") -> None:
-        """Show this as a part of an algorithm. If that one has no opinion whether it is shown, this one's counts."""
+        """Show this line as a part of `outer`. If the outermost line has `wanted=None`, it takes this line's value."""
         self.outer = outer
         outer.inner = self
         top = outer
@@ -128,7 +128,7 @@ class Line:
             top.clear()
 
     def text(self, seconds: float) -> str:
-        """Return the line, some seconds after the start."""
+        """Return the text of the line, given the seconds since the start."""
         share = self.part_done()
         parts = [self.task]
         if share is not None:
@@ -142,7 +142,7 @@ class Line:
         return "  ".join(parts)
 
     def _left(self, seconds: float, share: float | None) -> str:
-        """Return what is known about the remaining time: an estimate, a bound, or how long a step takes."""
+        """Return an estimate or a lower bound of the remaining time, or else the time per step."""
         if share:
             return f", about {_clock(seconds * (1 - share) / share)} left"
         if share is not None or not self.done:
@@ -153,12 +153,12 @@ class Line:
         return f", {pace:.2g} s per {self.unit or 'step'}"
 
     def steps(self) -> str:
-        """Return how many steps are done."""
+        """Return the number of completed steps as text."""
         number = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
         return f"{self.unit} {number}".lstrip()
 
     def part_done(self) -> float | None:
-        """Return how much is done, from 0 to 1, with the part of the current step that is done. `None` if unknown."""
+        """Return the completed share, from 0 to 1, including the current step; `None` if it is unknown."""
         if self.share is not None:
             return min(max(self.share, 0.0), 1.0)
         if not self.total:
@@ -169,17 +169,17 @@ class Line:
 
 @contextmanager
 def show_progress(task: str, total: int | None = None, wanted: Wanted = None, unit: str = "") -> Iterator[Line]:
-    """Show where an algorithm is while this context lasts.
+    """Show the progress of an algorithm in this context.
 
     Args:
-        task: What it is called.
+        task: Name of the algorithm.
         total: Number of steps, if it is known.
-        wanted: `None` shows what takes longer than two seconds, `True` everything, `False` nothing. A loop inside of an
-            algorithm that has no opinion, such as the batches of a risk, decides for it.
-        unit: What a step is called.
+        wanted: `None` shows the line after two seconds, `True` at once, `False` never. If the outermost algorithm has
+            `None`, a loop inside of it, such as the batches of a risk, decides for it.
+        unit: Name of a step.
 
     Yields:
-        What counts steps.
+        The progress line, which counts steps.
     """
     line = Line(task, total, wanted, unit)
     if _open.lines:
@@ -193,9 +193,10 @@ def show_progress(task: str, total: int | None = None, wanted: Wanted = None, un
 
 
 def tracked(items: Iterable[Item], task: str, total: int | None, wanted: Wanted, unit: str) -> Iterator[Item]:
-    """Iterate, and show how far it is.
+    """Iterate over items and show the progress.
 
-    Nothing is taken for a part of this loop: after an error in its body, a loop may live on, in a traceback.
+    This line never becomes the outer line of another one: after an error in the body of the loop, a traceback may keep
+    the generator alive, and its line would stay open.
     """
     line = Line(task, total, wanted, unit)
     if _open.lines:
@@ -221,10 +222,10 @@ def _clock(seconds: float) -> str:
 
 
 def _screen() -> TextIO | None:
-    """Return where to write: the error stream of a terminal or a notebook. `None` if it is a file, or missing."""
+    """Return the error stream if it is a terminal or a notebook; otherwise `None`."""
     stream = sys.stderr
     if stream is None:
         return None
-    # The streams of a notebook are no terminals, but show a line that is written over.
+    # The streams of a notebook are not terminals, but they support overwriting a line.
     is_notebook = type(stream).__module__.startswith("ipykernel")
     return stream if is_notebook or stream.isatty() else None

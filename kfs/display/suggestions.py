@@ -1,4 +1,4 @@
-"""Names that are not known: which known ones are near, so that a message need not list all of them."""
+"""Suggests similar known names for an unknown name, so that a message need not list all names."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -7,15 +7,15 @@ from typing import TypeVar
 from kfs.errors import UnknownNameError
 
 Value = TypeVar("Value")
-_FEW = 6  # so many names are listed
+_FEW = 6  # maximum number of names that are listed
 
 
 class ByName(dict[str, Value]):
-    """A dictionary whose error for an unknown name says which names are near.
+    """A dictionary that suggests similar names in the error for an unknown name.
 
     Args:
-        values: Its items.
-        noun: What the names are of.
+        values: The items.
+        noun: Noun for an item, such as `"block"`.
 
     Example:
         >>> blocks = ByName({"conv": 1, "head": 2}, "block")
@@ -33,7 +33,7 @@ class ByName(dict[str, Value]):
         self.noun = noun
 
     def __repr__(self) -> str:
-        """Return a line for each item: the first line of what it says about itself."""
+        """Return one line for each item, with the first line of its `repr`."""
         lines = [f"  {name!r}: {repr(value).splitlines()[0]}" for name, value in self.items()]
         return "\n".join([f"{len(self)} {self.noun}{'' if len(self) == 1 else 's'} by name", *lines])
 
@@ -42,11 +42,11 @@ class ByName(dict[str, Value]):
 
 
 def suggest(unknown: Iterable[object], known: Iterable[str]) -> str:
-    """Return the way out of wrong names: those that are near, or some of those that exist.
+    """Return advice for unknown names: similar known names, or else a list of known names.
 
     Args:
         unknown: Names that do not exist.
-        known: Names that do.
+        known: Names that exist.
 
     Example:
         >>> suggest(["encoder.weigth"], [f"layer{i}" for i in range(40)] + ["encoder.weight"])
@@ -62,7 +62,7 @@ def suggest(unknown: Iterable[object], known: Iterable[str]) -> str:
 
 
 def guess(unknown: Iterable[object], known: Iterable[str]) -> str:
-    """Return a question for what was probably meant by wrong names. Empty if no name is near.
+    """Return a question such as `"Did you mean 'KFAC'?"`; an empty string if no known name is similar.
 
     Example:
         >>> guess(["0.wieght", "5"], ["0.weight", "0.bias"])
@@ -77,7 +77,7 @@ def guess(unknown: Iterable[object], known: Iterable[str]) -> str:
 
 
 def _close(name: str, names: Sequence[str]) -> list[str]:
-    """Return names that differ by case alone; if there are none, those that are close, whatever their case."""
+    """Return the names that differ only in case, or else similar names, ignoring case if necessary."""
     by_case = [known for known in names if known.lower() == name.lower()]
     if by_case:
         return by_case
@@ -87,7 +87,7 @@ def _close(name: str, names: Sequence[str]) -> list[str]:
 
 
 def few(names: Collection[object]) -> str:
-    """Return all names if they are few, and some of them with their number otherwise.
+    """List all names if there are few; otherwise, give their number and the first ones.
 
     Example:
         >>> few(["W", "b"]), few(range(100))

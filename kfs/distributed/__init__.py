@@ -1,6 +1,6 @@
-"""Many processes on `torch.distributed`: ranks that agree before tensors travel, sharded data, sums over ranks.
+"""Multi-process tools on `torch.distributed`: agreement between ranks, sharded data, sums over ranks.
 
-Nothing here knows about KFAC, so that everything else may be built on it.
+Nothing here depends on KFAC, so that all other packages can use it.
 """
 
 from importlib import import_module
@@ -42,7 +42,7 @@ __all__ = [
     "plan",
     "shard",
 ]
-# They are imported when they are used first, since what they need imports this package.
+# These names are imported on first use, since their modules import this package.
 _LATER = {
     "Plan": "kfs.planning",
     "plan": "kfs.planning",
@@ -52,7 +52,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of a higher layer when it is used first."""
+    """Import a name of a higher layer on first use."""
     if name in _LATER:
         globals()[name] = value = getattr(import_module(_LATER[name]), name)
         return value

@@ -1,16 +1,16 @@
-"""Which rank owns which block: longest processing time first, with a limit on bytes.
+"""Assigns blocks to owner ranks: longest processing time first, with a limit on bytes.
 
-What has an owner is a *part*: a factor of a block, or its eigenvalues. A factor is never divided. The parts of a block
-have one owner where that is possible, so that a product with the block needs one rank. A block that fits nowhere is
-divided into its parts, which may then have different owners.
+The unit with an owner rank is a *part*: a factor of a block, or its eigenvalues. A factor is never divided. All parts
+of a block have the same owner if possible, so that a product with the block needs one rank. A block that fits on no
+rank is divided into its parts, which may then have different owners.
 
-`place` goes from the largest block to the smallest one. Each goes to the rank that then has the smallest load, among
-those with room. The load of a rank is its share of all bytes or of all work, whichever is larger. There is room as long
-as a rank holds at most `limit` times the mean of all ranks. If a part fits nowhere, blocks go to the first rank with
-room instead, which packs more tightly and balances less. If that fails, too, as it must if one part has more bytes than
-that, the limit rises until one of both ways works.
+`place` assigns blocks from the largest to the smallest. Each block goes to the rank with the smallest resulting load,
+among the ranks with room. The load of a rank is its share of all bytes or of all work, whichever is larger. A rank has
+room if it holds at most `limit` times the mean over all ranks. If a part fits on no rank, blocks are assigned again, to
+the first rank with room, which packs more tightly but balances less. If this fails, too (for example, because a single
+part exceeds the limit), the limit is increased until one of the two methods succeeds.
 
-All of it depends on names, bytes and work alone. So all ranks compute the same owners, and need not talk about them.
+The result depends only on names, bytes and work. All ranks therefore compute the same owners without communication.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,29 +25,29 @@ from kfs.display.describe import readable_size
 from kfs.errors import ModelError
 
 LIMIT = 1.05
-EIGENVALUES = "eigenvalues"  # the side of a part that is no factor
-# An inverse takes d^3 operations: a third of them each for the Cholesky factor, for its inverse, and for the product of
-# that with its transpose. All eigenvalues and eigenvectors take about so many times as much (Golub and Van Loan, Matrix
+EIGENVALUES = "eigenvalues"  # side of a part that is not a factor
+# An inverse takes d^3 operations: one third each for the Cholesky factor, its inverse, and the product of the inverse
+# with its transpose. An eigendecomposition takes about this many times as much (Golub and Van Loan, Matrix
 # Computations, section 8.3).
 DECOMPOSITION = 9
-_BISECTIONS = 12  # the smallest limit that works is found to a thousandth or so
+_BISECTIONS = 12  # the smallest limit that works is found with a precision of about one thousandth
 _Side = Literal["A", "B"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that has an owner: a factor, or the eigenvalues of a block.
+    """A unit with an owner rank: a factor, or the eigenvalues of a block.
 
     Attributes:
         block: The block's name.
         side: `"A"`, `"B"` or `"eigenvalues"`; pieces of a factor add their half-open range of rows, as in `"A[0:8]"`.
-        size: Rows of the factor, or how many eigenvalues there are.
-        groups: How many factors of this size there are, one for each group of channels.
-        diagonal: For each sum that it consists of, whether that is only a diagonal. A weight with two roles has two
-            sums on each side.
+        size: Number of rows of the factor, or number of eigenvalues.
+        groups: Number of factors of this size, one for each group of channels.
+        diagonal: For each sum of the factor, whether only its diagonal is stored. A weight that is used in two roles
+            has two sums on each side.
         itemsize: Bytes of a number.
-        positions: Vectors that each example adds to each sum.
-        eigen: Whether the owner of a factor keeps its eigenvectors, or its inverse.
+        positions: Number of vectors that each example adds to each sum.
+        eigen: Whether the owner of a factor keeps its eigenvectors instead of its inverse.
 
     Example:
         >>> dense = Part("fc", "A", 4)
@@ -68,30 +68,30 @@ class Part:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Identifies it among all parts."""
+        """Block and side, which identify the part."""
         return self.block, self.side
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is stored as matrices."""
+        """Whether at least one sum of the part is a dense matrix."""
         return not all(self.diagonal)
 
     @property
     def is_factor(self) -> bool:
-        """Whether it is a factor, or a piece of one."""
+        """Whether the part is a factor or a piece of a factor."""
         return self.side != EIGENVALUES
 
     @property
     def computed(self) -> int:
-        """Bytes of what is computed from it: an inverse, or eigenvectors."""
+        """Bytes of the inverse or the eigenvectors."""
         if self.is_dense:
             return self.itemsize * self.groups * self.size**2
-        # The eigenvectors of a diagonal are unit vectors, which nobody stores.
+        # The eigenvectors of a diagonal matrix are unit vectors, which are not stored.
         return 0 if self.eigen else self.itemsize * self.groups * self.size
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that the owner holds in the end: sums, and what is computed from them."""
+        """Bytes that the owner holds in the end: sums, and inverses or eigenvectors."""
         return self.summed + self.computed
 
     @cached_property
@@ -101,23 +101,23 @@ class Part:
 
     @property
     def summed(self) -> int:
-        """Bytes of its sums, which every rank has while it goes through its data."""
+        """Bytes of the sums, which every rank holds during a pass over its data."""
         numbers = (self.size if one else self.size**2 for one in self.diagonal)
         return self.itemsize * self.groups * sum(numbers)
 
     @property
     def sent(self) -> int:
-        """Bytes of its sums that have to be sent. Dense ones are symmetric, so one triangle is enough."""
+        """Bytes of the sums that must be sent. Dense sums are symmetric, so one triangle suffices."""
         numbers = (self.size if one else self.size * (self.size + 1) // 2 for one in self.diagonal)
         return self.itemsize * self.groups * sum(numbers)
 
     @property
     def vectors(self) -> float:
-        """Numbers for each example that could be sent in place of dense sums: inputs, or gradients of one column."""
+        """Numbers per example that could be sent instead of dense sums: inputs or output gradients."""
         return self.positions * self.groups * self.size * self.diagonal.count(False)
 
     def pieces(self, width: int) -> "list[Part]":
-        """Divide a dense factor into diagonal pieces of about one size, which have at most `width` rows."""
+        """Divide a dense factor into diagonal pieces of about equal size with at most `width` rows."""
         if not self.is_dense or self.size <= width:
             return [self]
         number = -(-self.size // width)
@@ -126,7 +126,7 @@ class Part:
 
 
 class _Total(Protocol):
-    """The numbers of a sum."""
+    """The tensor of a sum."""
 
     def element_size(self) -> int: ...
 
@@ -144,7 +144,7 @@ class _Sum(Protocol):
 
 
 class _Layout(Protocol):
-    """How parameters become matrices."""
+    """The layout of a block's parameters as matrices."""
 
     @property
     def name(self) -> str: ...
@@ -154,27 +154,27 @@ class _Layout(Protocol):
 
 
 class Summed(Protocol):
-    """The sums of a block: `kfs.factors.accumulate.block_sums.BlockSums`, with or without numbers."""
+    """Interface of the sums of a block, such as `kfs.factors.accumulate.block_sums.BlockSums`."""
 
     @property
     def layout(self) -> _Layout:
-        """How its parameters become matrices."""
+        """The layout of the block's parameters as matrices."""
 
     @property
     def terms(self) -> float:
-        """Over how many positions gradients were summed."""
+        """Number of positions over which gradients were summed."""
 
     def on_side(self, side: _Side, /) -> Sequence[_Sum]:
-        """Return the sums on one side."""
+        """Return the sums of the factor `A` or `B`."""
 
 
 def parts_of(block: Summed, num_data: int = 1, eigen: bool = False) -> list[Part]:
-    """Describe the parts of a block by its sums, which may be on the meta device.
+    """Return the parts of a block, given its sums, which may be on the meta device.
 
     Args:
-        block: Its sums.
-        num_data: How many examples they were taken over.
-        eigen: Whether owners keep eigenvectors and corrected eigenvalues, or inverses.
+        block: The sums of the block.
+        num_data: Number of examples that the sums are over.
+        eigen: Whether owners keep eigenvectors and corrected eigenvalues instead of inverses.
     """
     groups, rows, columns = block.layout.matrix_shape
     name = block.layout.name
@@ -190,18 +190,18 @@ def parts_of(block: Summed, num_data: int = 1, eigen: bool = False) -> list[Part
 
 
 def eigenvalues(block: str, count: int, itemsize: int = 4) -> Part:
-    """Describe the corrected eigenvalues of a block."""
+    """Return the part for the corrected eigenvalues of a block."""
     return Part(block, EIGENVALUES, count, diagonal=(True,), itemsize=itemsize, eigen=True)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Owners of all parts.
+    """Owner ranks of all parts.
 
     Attributes:
-        ranks: How many ranks there are.
-        parts: All parts, in the order of their names.
-        owners: The rank that owns a part, by block and side.
+        ranks: Number of ranks.
+        parts: All parts, sorted by name.
+        owners: Owner rank of each part, by block and side.
     """
 
     ranks: int
@@ -209,7 +209,7 @@ class Placement:
     owners: Mapping[tuple[str, str], int]
 
     def total(self, quantity: Callable[[Part], float]) -> list[float]:
-        """Return, for each rank, the sum over its parts."""
+        """Return the sum of a quantity over the parts of each rank."""
         totals = [0.0] * self.ranks
         for part in self.parts:
             totals[self.owners[part.key]] += quantity(part)
@@ -217,7 +217,7 @@ class Placement:
 
     @property
     def divided(self) -> list[str]:
-        """Blocks whose parts have different owners."""
+        """Names of blocks with parts on several ranks."""
         owners: dict[str, set[int]] = {}
         for (block, _), rank in self.owners.items():
             owners.setdefault(block, set()).add(rank)
@@ -225,23 +225,27 @@ class Placement:
 
     @property
     def imbalance(self) -> float:
-        """The most bytes that a rank holds, in units of the mean over ranks."""
+        """Largest number of bytes on a rank, divided by the mean over ranks."""
         held = self.total(lambda part: part.nbytes)
         return max(held) * self.ranks / sum(held)
 
 
 def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT, divide: bool = True) -> Placement:
-    """Choose owners.
+    """Choose owner ranks of all parts.
 
     Args:
         parts: Parts of all blocks, in any order.
-        ranks: How many ranks there are.
-        limit: How many bytes a rank may hold, in units of the mean over ranks. It is exceeded only if no way to
-            keep it was found.
-        divide: Whether the parts of a block that fits nowhere may have different owners. `kfs.KFAC` does not do that.
+        ranks: Number of ranks.
+        limit: Maximum number of bytes on a rank, in units of the mean over ranks. It is exceeded only if no assignment
+            within it was found.
+        divide: Whether the parts of a block that fits on no rank may have different owners. `kfs.KFAC` does not do
+            that.
+
+    Returns:
+        The owner ranks.
 
     Raises:
-        ModelError: If there is no rank or no part, or a part comes twice.
+        ModelError: If there is no rank or no part, or if a part is given twice.
 
     Example:
         >>> placement = place([Part("1", "A", 4), Part("1", "B", 3), Part("2", "A", 5)], ranks=2)
@@ -250,22 +254,24 @@ def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT, divide: bool 
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ModelError(f"ranks is {ranks!r}.", "Use an integer of at least 1.")
-    # The order of names, and not that of the caller: it decides between parts of one size.
+    # Sort by name, since the order decides between parts of equal size.
     ordered = sorted(parts, key=lambda part: part.key)
     if not ordered:
         raise ModelError("There is no block to place.", "kfs.inspect says which parameters are covered.")
     if len({part.key for part in ordered}) < len(ordered):
-        raise ModelError("A part comes twice.", "Give blocks names of their own.")
-    together: dict[str, int] = {}  # bytes of what has one owner
+        raise ModelError("A part is given twice.", "Give each block a unique name.")
+
+    # Lower bound on the limit: the largest unit that must have a single owner.
+    together: dict[str, int] = {}  # bytes by unit
     for part in ordered:
         name = f"{part.block} {part.side}" if divide else part.block
         together[name] = together.get(name, 0) + part.nbytes
-    # No limit below the largest of them can be kept.
     largest = ranks * max(together.values()) / sum(together.values())
     low = max(limit, largest)
     found = _within(ordered, ranks, low, divide)
     if found is None:
-        # Some rank is at the mean or below, and has room for any of them.
+        # Bisect between the lower bound and a limit that always works: some rank holds at most the mean, so it has room
+        # for any unit.
         high = 1 + largest
         found = _within(ordered, ranks, high, divide)
         for _ in range(_BISECTIONS):
@@ -276,12 +282,12 @@ def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT, divide: bool 
             else:
                 found = better
                 high = middle
-    assert found is not None  # noqa: S101 (see above)
+    assert found is not None  # noqa: S101 (the first value of `high` always works)
     return Placement(ranks, tuple(ordered), {part.key: found[part.key] for part in ordered})
 
 
 def _within(parts: Sequence[Part], ranks: int, limit: float, divide: bool) -> dict[tuple[str, str], int] | None:
-    """Choose owners such that a limit holds, in one of two ways; `None` if both fail."""
+    """Choose owners within a limit, using the smallest load first and then first fit; `None` if both fail."""
     for first_fit in (False, True):
         found = _Room(parts, ranks, limit, first_fit).owners(parts, divide)
         if found is not None:
@@ -290,13 +296,13 @@ def _within(parts: Sequence[Part], ranks: int, limit: float, divide: bool) -> di
 
 
 class _Room:
-    """What ranks hold so far, in units of the mean that they will hold in the end.
+    """Bytes and work assigned to each rank so far, in units of the final mean over ranks.
 
     Args:
         parts: All parts.
-        ranks: How many ranks there are.
-        limit: How many bytes a rank may hold, in these units.
-        first_fit: Whether blocks go to the first rank with room, or to that with the smallest load.
+        ranks: Number of ranks.
+        limit: Maximum number of bytes on a rank, in these units.
+        first_fit: Whether blocks go to the first rank with room instead of the rank with the smallest load.
     """
 
     def __init__(self, parts: Iterable[Part], ranks: int, limit: float, first_fit: bool) -> None:
@@ -309,7 +315,7 @@ class _Room:
         self.share_of_work = ranks / sum(part.work for part in parts)
 
     def owners(self, parts: Iterable[Part], divide: bool) -> dict[tuple[str, str], int] | None:
-        """Place all parts; `None` if one of them, or a block that may not be divided, fits nowhere."""
+        """Assign all parts; return `None` if a part, or a block that may not be divided, fits on no rank."""
         blocks: dict[str, list[Part]] = {}
         for part in parts:
             blocks.setdefault(part.block, []).append(part)
@@ -327,25 +333,25 @@ class _Room:
         return owners
 
     def _shares(self, parts: Iterable[Part]) -> tuple[float, float]:
-        """Return bytes and work of some parts."""
+        """Return bytes and work of parts, in units of the mean over ranks."""
         parts = list(parts)
         nbytes = self.share_of_bytes * sum(part.nbytes for part in parts)
         return nbytes, self.share_of_work * sum(part.work for part in parts)
 
     def _size(self, parts: Iterable[Part]) -> float:
-        """Return what blocks are sorted by. What fits is a matter of bytes; who is busiest, of bytes and work."""
+        """Return the sort key of blocks: bytes for first fit, else bytes or work, whichever is larger."""
         nbytes, work = self._shares(parts)
         return nbytes if self.first_fit else max(nbytes, work)
 
     def _add(self, parts: Iterable[Part]) -> int | None:
-        """Give parts to one rank, and return which; `None` if they fit nowhere."""
+        """Assign parts to one rank, and return the rank; `None` if they fit on no rank."""
         nbytes, work = self._shares(parts)
         held = self.held + nbytes
         has_room = held <= self.limit
         if not has_room.any():
             return None
         load = np.maximum(held, self.work + work)
-        # Both functions return the first of several ranks that are equally good.
+        # `argmax` and `argmin` return the first of several equally good ranks.
         rank = int(has_room.argmax() if self.first_fit else np.where(has_room, load, np.inf).argmin())
         self.held[rank] += nbytes
         self.work[rank] += work
@@ -353,14 +359,14 @@ class _Room:
 
 
 def passes(sizes: Mapping[str, int], memory: float) -> list[list[str]]:
-    """Divide blocks into subsets that fit into memory, one subset at a time. There is one pass over the data for each.
+    """Divide blocks into subsets that fit into memory, one pass over the data for each subset.
 
     Args:
         sizes: Bytes that a block needs in its pass, by name.
-        memory: Bytes that a pass may use.
+        memory: Bytes that are available for a pass.
 
     Returns:
-        Names of blocks, subset by subset.
+        Names of the blocks of each subset.
 
     Raises:
         ModelError: If one block does not fit.
@@ -375,7 +381,7 @@ def passes(sizes: Mapping[str, int], memory: float) -> list[list[str]]:
         if sizes[name] > memory:
             needs = f"Block {name!r} needs {readable_size(sizes[name])}"
             raise ModelError(
-                f"{needs}, and a pass may use {readable_size(max(0, memory))}.",
+                f"{needs}, but only {readable_size(max(0, memory))} are available for a pass.",
                 "Allow more memory, or use a smaller max_dim.",
             )
         subset = next((number for number, free in enumerate(room) if sizes[name] <= free), len(room))

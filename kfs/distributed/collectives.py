@@ -1,6 +1,6 @@
-"""Collective operations: sums over ranks in place, sums at an owner, copies from an owner, states that are gathered.
+"""Collective operations: sums over ranks in place, sums at an owner rank, copies from an owner rank, gathered states.
 
-Agreement between ranks before tensors travel lives in `kfs.distributed.ranks`.
+Agreement between ranks before tensors are sent lives in `kfs.distributed.ranks`.
 """
 
 import hashlib
@@ -21,21 +21,23 @@ from kfs.errors import DistributedError
 from kfs.files import Elsewhere, in_file_order, with_tensors, write
 from kfs.runtime import sync
 
-# Large enough that starting an exchange does not count, and small enough that copies of a few buckets do not either.
+# Large enough to make the latency of a collective negligible, and small enough to make the memory of a few buckets
+# negligible.
 BUCKET_BYTES = 2**25
-# A triangle travels as so many panels of rows. They have 1/64 of the square below the diagonal.
+# Number of panels of rows in which a triangle is sent. Together, they contain 1/64 of the square below the diagonal.
 _PANELS = 32
-# Numbers of so many bytes are read as such integers. Larger ones are read as several of them: see `_checksum`.
+# Integer dtypes by size in bytes, for reading the bits of numbers. Larger numbers are read as several integers: see
+# `_checksum`.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # The constants of splitmix64, as signed integers.
 _SCRAMBLE = tuple(number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_ROW = 2**14  # For a checksum, integers are arranged in rows of so many.
-_ROWS_AT_ONCE = 2**9  # so that products take 64 MiB at most
-_multipliers: dict[torch.device, Tensor] = {}  # one for each place of a row; 128 KiB for each device
+_ROW = 2**14  # length of the rows in which a checksum arranges integers
+_ROWS_AT_ONCE = 2**9  # limits the memory of products to 64 MiB
+_multipliers: dict[torch.device, Tensor] = {}  # a multiplier for each column; 128 KiB for each device
 
 
 class _Bucket(NamedTuple):
-    """Parts that travel together."""
+    """Tensors that are summed in one collective operation, and its handle."""
 
     parts: list[Tensor]
     flat: Tensor
@@ -46,13 +48,13 @@ def add_up(ranks: Ranks, where: str, parts: Iterable[Tensor]) -> None:
     """Replace tensors by their sums over all ranks, in place.
 
     Args:
-        ranks: Who takes part. One process alone has nothing to do.
-        where: What is added up, in words.
-        parts: Tensors, or views of them; of the same shapes and dtypes on all ranks, in the same order.
+        ranks: The participating ranks. A single process does nothing.
+        where: Description of the tensors, for messages.
+        parts: Tensors or views, with the same shapes and dtypes on all ranks, in the same order.
 
     Raises:
         DistributedError: If shapes or dtypes differ between ranks.
-        Exception: The error that another rank has met instead of getting here.
+        Exception: The error of another rank that failed before this call.
 
     Example:
         >>> total = torch.ones(2, 3)
@@ -60,22 +62,25 @@ def add_up(ranks: Ranks, where: str, parts: Iterable[Tensor]) -> None:
     """
     if not ranks.are_several:
         return
+    # Compare shapes and dtypes first: a collective operation on different shapes would hang or fail.
     found = list(parts)
     shapes = [f"{list(part.shape)} {part.dtype}" for part in found]
     digest = hashlib.blake2b(" ".join(shapes).encode(), digest_size=16).hexdigest()
     summary = {"tensors": len(found), "numbers": sum(part.numel() for part in found), "shapes": digest}
     ranks.same(f"The tensors of {where}", summary, "Use the same model, parameters and settings in all processes.")
+
+    # Pipeline: fill a bucket while earlier ones are being summed.
     under_way: deque[_Bucket] = deque()
     for some in buckets(found):
         under_way.append(_start(ranks, some))
-        if len(under_way) > 2:  # while one is exchanged, the next one is filled
+        if len(under_way) > 2:
             _finish(under_way.popleft())
     while under_way:
         _finish(under_way.popleft())
 
 
 def added_up(ranks: Ranks, where: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return sums over all ranks by name; what is given is not changed, and may share memory.
+    """Return sums over all ranks by name, without changing the given tensors, which may share memory.
 
     Example:
         >>> added_up(Ranks(None), "ones", {"weight": torch.ones(2)})
@@ -89,10 +94,10 @@ def added_up(ranks: Ranks, where: str, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
-    """Return whether a flag, or each of several, is true on all ranks: a tensor on its device, which nobody waits for.
+    """Return, for each flag, whether it is true on all ranks. The result stays on the device, without synchronization.
 
-    All ranks must be at the same place of the program. For an accelerator, nothing is exchanged before; others hear of
-    errors here.
+    All ranks must be at the same place of the program. On a CPU, the error of another rank is raised here. On an
+    accelerator, no messages are exchanged, so errors are not reported.
 
     Example:
         >>> all_true(Ranks(None), torch.tensor(True))
@@ -109,11 +114,11 @@ def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
 
 
 class Same(NamedTuple):
-    """Something that must be the same on all ranks.
+    """Values that must be the same on all ranks.
 
     Attributes:
-        values: Tensors, or small values with a `repr` that says what they are, by name.
-        way_out: What to do if they differ.
+        values: Tensors, or small values with a meaningful `repr`, by name.
+        way_out: How to fix it if they differ.
     """
 
     values: Mapping[str, Any]
@@ -121,15 +126,15 @@ class Same(NamedTuple):
 
 
 def check_same(ranks: Ranks, where: str, facts: Mapping[str, Same]) -> None:
-    """Refuse what differs between ranks, on all of them. A small message travels, and another one if something differs.
+    """Raise an error on all ranks if values differ between ranks. Only digests are sent, and details if they differ.
 
     Args:
-        ranks: Who takes part. One process alone has nothing to do.
-        where: What is about to be computed, in words.
-        facts: What must be the same, by what it is called at the start of a sentence, such as `"Parameters"`.
+        ranks: The participating ranks. A single process does nothing.
+        where: Description of the computation, for messages.
+        facts: Values that must be the same, by their name at the start of a sentence, such as `"Parameters"`.
 
     Raises:
-        DistributedError: If something differs. It names the tensors, or the values.
+        DistributedError: If values differ. The message names the tensors or the values.
 
     Example:
         >>> check_same(Ranks(None), "sums", {"Settings": Same({"seed": 0}, "Pass the same seed in all processes.")})
@@ -139,7 +144,7 @@ def check_same(ranks: Ranks, where: str, facts: Mapping[str, Same]) -> None:
 
 
 def digest_of(facts: Mapping[str, Same]) -> bytes:
-    """Return what tells facts from others, for a message. An accelerator is asked once.
+    """Return a digest of facts, with a single synchronization.
 
     Example:
         >>> digest_of({"Settings": Same({"seed": 0}, "")}) == digest_of({"Settings": Same({"seed": 1}, "")})
@@ -151,10 +156,10 @@ def digest_of(facts: Mapping[str, Same]) -> bytes:
 
 
 def refuse_different(ranks: Ranks, facts: Mapping[str, Same], every: Sequence[bytes]) -> None:
-    """Refuse facts that differ, given the digests of all ranks.
+    """Raise an error on all ranks if facts differ, given the digests of all ranks.
 
     Raises:
-        DistributedError: If something differs. It names the tensors, or the values.
+        DistributedError: If facts differ. The message names the tensors or the values.
 
     Example:
         >>> refuse_different(Ranks(None), {}, [digest_of({})])
@@ -168,7 +173,7 @@ def refuse_different(ranks: Ranks, facts: Mapping[str, Same], every: Sequence[by
 
 
 def _details(values: Mapping[str, Any], sums: Iterable[int] = ()) -> dict[str, Any]:
-    """Return values by name; in place of tensors, shapes and dtypes, with their checksums if these are given."""
+    """Return values by name, with each tensor replaced by its shape, dtype and, if given, checksum."""
     numbers = iter(sums)
     return {
         name: (list(value.shape), value.dtype, *islice(numbers, 1)) if isinstance(value, Tensor) else value
@@ -177,7 +182,7 @@ def _details(values: Mapping[str, Any], sums: Iterable[int] = ()) -> dict[str, A
 
 
 def _difference(ranks: Ranks, what: str, fact: Same) -> DistributedError:
-    """Return the error for something that differs. All ranks tell each other all details of it."""
+    """Return the error for values that differ, after exchanging their details between all ranks."""
     each = [[value] for value in fact.values.values() if isinstance(value, Tensor)]
     every = ranks.gather(f"differences of {what}", _details(fact.values, checksums(each)))
     missing = object()
@@ -188,7 +193,7 @@ def _difference(ranks: Ranks, what: str, fact: Same) -> DistributedError:
             continue
         tensors = [name for name in found if isinstance(fact.values.get(name), Tensor)]
         if tensors:
-            text = f"{few(tensors)} of rank {rank} {'is' if len(tensors) == 1 else 'are'} not as on rank 0"
+            text = f"{few(tensors)} of rank {rank} {'differs' if len(tensors) == 1 else 'differ'} from rank 0"
         else:
             mine, theirs = (
                 ", ".join(f"{name}={shown(pair[side])}" for name, pair in found.items() if pair[side] is not missing)
@@ -196,11 +201,11 @@ def _difference(ranks: Ranks, what: str, fact: Same) -> DistributedError:
             )
             text = f"rank 0 has {mine or 'nothing'}, and rank {rank} has {theirs or 'nothing'}"
         return DistributedError(f"{what} differ between processes: {text}.", fact.way_out)
-    return DistributedError(f"{what} differ between processes: they have another order.", fact.way_out)
+    return DistributedError(f"{what} differ between processes: their order is different.", fact.way_out)
 
 
 def checksum(t: Tensor) -> int:
-    """Return a number that tells a tensor from others of its shape, and is the same for the same bits.
+    """Return a checksum of the bits of a tensor, which distinguishes it from other tensors of the same shape.
 
     Example:
         >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 1.0]))
@@ -210,11 +215,12 @@ def checksum(t: Tensor) -> int:
 
 
 def checksums(lists: Iterable[Sequence[Tensor]]) -> list[int]:
-    """Return a checksum for each list of tensors. An accelerator is asked once for all of them.
+    """Return a checksum for each list of tensors, with a single synchronization.
 
-    Numbers are read as integers of 32 bits or fewer, each is multiplied by a 64-bit constant that depends on its place,
-    and all products are added up, modulo 2^64: a sum of integers does not depend on the order in which a device takes
-    it. A number in float32 takes 28 bytes of traffic: it is copied into a bucket, and its product is written and read.
+    Numbers are read as integers of 32 bits or fewer. Each integer is multiplied by a 64-bit constant that depends on
+    its position, and all products are added up modulo 2^64. A sum of integers does not depend on the order of summation
+    on a device. A float32 number takes 28 bytes of memory traffic: it is copied into a bucket, and its product is
+    written and read.
 
     Example:
         >>> one, other = checksums([[torch.ones(2), torch.zeros(2)], [torch.zeros(2), torch.ones(2)]])
@@ -230,30 +236,32 @@ def checksums(lists: Iterable[Sequence[Tensor]]) -> list[int]:
 
 
 def _has_plain_bits(t: Tensor) -> bool:
-    """Whether a tensor is an array in memory. Of others, such as sparse or quantized ones, shapes are compared."""
+    """Return whether a tensor is a plain dense array; the values of other tensors are not part of a checksum."""
     return type(t) in {Tensor, Parameter} and t.layout is torch.strided and not (t.is_meta or t.is_quantized)
 
 
 def _checksum(place: int, parts: Sequence[Tensor]) -> Tensor:
-    """Return the checksum of a bucket, which depends on its place among others."""
+    """Return the checksum of a bucket, given its position in the list of buckets."""
     flat = torch.cat([part.detach().resolve_conj().resolve_neg().reshape(-1) for part in parts])
     if not flat.numel():
         return torch.zeros((), dtype=torch.int64, device=flat.device)
-    # A product with a 64-bit number of 32 bits keeps all of them. Of 64 bits, it would keep the sign of a number in its
-    # highest bit alone, where the signs of two numbers cancel each other.
+    # Read 32-bit integers: the product with a 64-bit constant keeps all their bits. The product of a 64-bit integer
+    # would keep its sign only in the highest bit, where the signs of two numbers cancel each other.
     integers = flat.view(_INTEGERS[min(flat.element_size(), 4)])
     if flat.device not in _multipliers:
         _multipliers[flat.device] = _scrambled(torch.arange(_ROW, device=flat.device))
+
+    # Weight the integers within each row by their column.
     columns = _multipliers[flat.device]
     whole = len(integers) // _ROW * _ROW
     pieces = [*integers[:whole].reshape(-1, _ROW).split(_ROWS_AT_ONCE), integers[whole:].unsqueeze(0)]
     rows = torch.cat([(piece * columns[: piece.shape[1]]).sum(1) for piece in pieces])
-    # Rows have constants of their own. Those of columns start at zero, and those of buckets are far from each other.
+    # Weight the rows by other constants: column constants start at counter zero, row constants of each bucket far away.
     return (rows * _scrambled(torch.arange(len(rows), device=rows.device) + (place + 1) * 2**40)).sum()
 
 
 def _scrambled(z: Tensor) -> Tensor:
-    """Return a random odd number for each integer: the outputs of splitmix64, where integers are modulo 2^64."""
+    """Return a pseudo-random odd number for each integer: the output of splitmix64 with its last bit set."""
     z = z * _SCRAMBLE[0]
     for shift, factor in zip((30, 27), _SCRAMBLE[1:], strict=True):
         z = (z ^ _shifted(z, shift)) * factor
@@ -261,12 +269,12 @@ def _scrambled(z: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Shift to the right, as if integers had no sign."""
+    """Shift integers to the right as if they were unsigned."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def upper_triangle(matrices: Tensor) -> Iterator[Tensor]:
-    """Yield views of matrices `[..., D, D]` that together have everything on and above the diagonal.
+    """Yield views of matrices `[..., D, D]` that together cover the diagonal and all entries above it.
 
     Example:
         >>> [list(panel.shape) for panel in upper_triangle(torch.eye(3))]
@@ -277,65 +285,65 @@ def upper_triangle(matrices: Tensor) -> Iterator[Tensor]:
 
 
 def fill_lower_triangle(matrices: Tensor) -> None:
-    """Copy what `upper_triangle` has above the diagonal of matrices `[..., D, D]` to below it, in place."""
+    """Mirror the panels of `upper_triangle` of matrices `[..., D, D]` to below the diagonal, in place."""
     for start, stop in _panels(matrices.shape[-1]):
         matrices[..., stop:, start:stop] = matrices[..., start:stop, stop:].mT
 
 
 def _panels(size: int) -> Iterator[tuple[int, int]]:
-    """Return half-open ranges of rows."""
+    """Yield half-open ranges of rows that divide a matrix into panels."""
     height = max(1, -(-size // _PANELS))
     for start in range(0, size, height):
         yield start, min(start + height, size)
 
 
 def buckets(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Put tensors of one kind and device together, up to some size."""
-    sync: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    """Group tensors by dtype and device into buckets; a bucket is full when it has at least `BUCKET_BYTES`."""
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for part in parts:
-        bucket = sync.setdefault((part.dtype, part.device), [])
+        bucket = filling.setdefault((part.dtype, part.device), [])
         bucket.append(part)
         if sum(one.numel() * one.element_size() for one in bucket) >= BUCKET_BYTES:
             yield bucket
-            sync[part.dtype, part.device] = []
-    yield from filter(None, sync.values())
+            filling[part.dtype, part.device] = []
+    yield from filter(None, filling.values())
 
 
 def flattened(ranks: Ranks, parts: list[Tensor]) -> Tensor:
-    """Return a copy of the numbers of all parts, on a device from which they can travel."""
+    """Return all tensors concatenated into one vector, on a device from which the backend can send it."""
     flat = torch.cat([part.detach().reshape(-1) for part in parts])
     return flat.to(ranks.device_for(flat.device))
 
 
 def copy_back(flat: Tensor, parts: list[Tensor]) -> None:
-    """Undo `flattened`, in place."""
+    """Copy a vector from `flattened` back into the tensors, in place."""
     for part, numbers in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
         part.detach().copy_(numbers.view(part.shape))
 
 
 def _start(ranks: Ranks, parts: list[Tensor]) -> _Bucket:
-    """Copy tensors into a bucket, and let it be added up."""
+    """Copy tensors into a bucket, and start its sum over all ranks."""
     flat = flattened(ranks, parts)
     with connected("sums"):
         return _Bucket(parts, flat, dist.all_reduce(flat, group=ranks.group, async_op=True))
 
 
 def _finish(bucket: _Bucket) -> None:
-    """Wait for a bucket, and copy it back."""
+    """Wait for the sum of a bucket, and copy it back into the tensors."""
     with connected("sums"):
         bucket.work.wait()
     copy_back(bucket.flat, bucket.parts)
 
 
 def add_up_at(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
-    """Add tensors up over all ranks, in place: the owner gets the sums, and others get zeros.
+    """Sum tensors over all ranks in place: the owner rank gets the sums, and all other ranks get zeros.
 
-    So the sum over ranks stays what it was.
+    The sum over all ranks does not change.
 
     Args:
-        ranks: Who takes part. One process alone has nothing to do.
+        ranks: The participating ranks. A single process does nothing.
         owner: The rank that gets the sums.
-        parts: Tensors, or views of them; of the same shapes and dtypes on all ranks, in the same order.
+        parts: Tensors or views, with the same shapes and dtypes on all ranks, in the same order.
 
     Example:
         >>> total = torch.ones(2, 3)
@@ -354,12 +362,12 @@ def add_up_at(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
 
 
 def copy_from(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
-    """Write the tensors of one rank over those of all others.
+    """Broadcast tensors from an owner rank to all ranks, in place.
 
     Args:
-        ranks: Who takes part. One process alone has nothing to do.
-        owner: The rank that has the numbers.
-        parts: Tensors, or views of them; of the same shapes and dtypes on all ranks, in the same order.
+        ranks: The participating ranks. A single process does nothing.
+        owner: The rank that has the values.
+        parts: Tensors or views, with the same shapes and dtypes on all ranks, in the same order.
 
     Example:
         >>> inverse = torch.ones(2, 3)
@@ -376,17 +384,17 @@ def copy_from(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
 
 
 def joined(ranks: Ranks, state: Mapping[str, Any], lists: Iterable[str], root: int | None = None) -> dict[str, Any]:
-    """Return the state of all ranks together, without any tensor of it. All ranks call it.
+    """Gather the state of all ranks without its tensors, which are fetched later. All ranks must call it.
 
     Args:
-        ranks: Who takes part. One process alone gets its state back.
-        state: That of this rank.
-        lists: Names of items that are lists, of which each rank has a part. Other items are those of rank 0.
-        root: The rank that gets tensors when they are fetched. By default all of them do.
+        ranks: The participating ranks. A single process gets a copy of its state, with its tensors.
+        state: The state of this rank.
+        lists: Names of items that are lists and are concatenated over ranks. All other items are taken from rank 0.
+        root: The rank that receives tensors when they are fetched. By default, all ranks receive them.
 
     Returns:
-        A state with an `Elsewhere` for every tensor. All ranks must fetch all of them, in the order in which
-        `kfs.files.write` and `fetched` do.
+        The joint state with an `Elsewhere` for each tensor. All ranks must fetch all tensors, in the order of
+        `kfs.files.write` and `fetched`.
 
     Example:
         >>> joined(Ranks(None), {"blocks": [1, 2]}, ["blocks"])
@@ -394,6 +402,7 @@ def joined(ranks: Ranks, state: Mapping[str, Any], lists: Iterable[str], root: i
     """
     if not ranks.are_several:
         return dict(state)
+    # Replace each tensor by a description of its place, and gather the descriptions.
     mine: list[Tensor] = []
 
     def numbered(t: Tensor) -> "_Place":
@@ -406,7 +415,7 @@ def joined(ranks: Ranks, state: Mapping[str, Any], lists: Iterable[str], root: i
 
     def elsewhere(place: "_Place") -> Elsewhere:
         def fetch() -> Tensor:
-            # Whoever failed to write the tensor before says so here.
+            # If a rank failed to write the previous tensor, all ranks raise its error here.
             ranks.gather("tensors", None)
             return _transferred(ranks, place, mine[place.number] if place.rank == ranks.rank else None, root)
 
@@ -417,7 +426,7 @@ def joined(ranks: Ranks, state: Mapping[str, Any], lists: Iterable[str], root: i
 
 
 class _Place:
-    """Where a tensor is: the rank, its number there, and what it looks like."""
+    """Place of a tensor: its rank and index there, with its shape, dtype and device type."""
 
     def __init__(self, rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
         self.rank = rank
@@ -428,27 +437,27 @@ class _Place:
 
 
 def _transferred(ranks: Ranks, place: _Place, t: Tensor | None, root: int | None) -> Tensor:
-    """Send a tensor from the rank that has it to the root, or to all, and return it there; elsewhere, an empty one."""
+    """Send a tensor to the root or to all ranks, and return it there; return an empty tensor on other ranks."""
     device = ranks.device_for(torch.device(place.kind))
     if t is not None:
-        travelling = t.detach().contiguous().to(device)
+        buffer = t.detach().contiguous().to(device)
     elif root in {None, ranks.rank}:
-        travelling = torch.empty(place.shape, dtype=place.dtype, device=device)
+        buffer = torch.empty(place.shape, dtype=place.dtype, device=device)
     else:
         return torch.empty(0)
     with connected("tensors"):
         if root is None:
-            dist.broadcast(travelling, group=ranks.group, group_src=place.rank)
+            dist.broadcast(buffer, group=ranks.group, group_src=place.rank)
         elif place.rank != root:
             if t is None:
-                dist.recv(travelling, group=ranks.group, group_src=place.rank)
+                dist.recv(buffer, group=ranks.group, group_src=place.rank)
             else:
-                dist.send(travelling, group=ranks.group, group_dst=root)
-    return travelling.to(place.kind)
+                dist.send(buffer, group=ranks.group, group_dst=root)
+    return buffer.to(place.kind)
 
 
 def fetched(state: Any) -> Any:
-    """Return a state with all tensors that were elsewhere, in the order in which a file has them.
+    """Return a state in which each `Elsewhere` is replaced by its tensor, fetched in the order of a file.
 
     Example:
         >>> fetched({"weight": Elsewhere((2,), torch.float32, lambda: torch.ones(2))})
@@ -459,17 +468,17 @@ def fetched(state: Any) -> Any:
 
 
 def write_joined(ranks: Ranks, path: str | Path, about: Mapping[str, Any], state: Any, root: int = 0) -> None:
-    """Let one rank write a file with a state that was `joined` for it. All ranks call it.
+    """Write a state from `joined` into a file on one rank. All ranks must call it.
 
     Args:
-        ranks: Who takes part.
-        path: Where.
-        about: What people want to see in the header, by name.
-        state: From `joined`, on all ranks, or something that has it.
+        ranks: The participating ranks.
+        path: Path of the file.
+        about: Information for readers of the header, by name.
+        state: A state from `joined`, or a container that includes one, on all ranks.
         root: The rank that writes.
 
     Raises:
-        StorageError: If the file cannot be written. Call it where ranks agree on errors.
+        StorageError: If the file cannot be written. Call this function inside of `Ranks.agreed`.
     """
     if ranks.rank == root:
         write(path, about, state)

@@ -1,9 +1,10 @@
-"""The processes that share a computation, and how they agree before any tensor travels.
+"""The processes that share a computation, and their agreement before tensors are sent.
 
-Every exchange starts with a small message from each rank: where it is in the program, or the error that it has met. So
-an error of one rank is an error of all, with the same type and text, and not after a time-out. Ranks at different
-places of a program notice that, too. A rank that is busy with its data hears of an error by the group's store, which it
-asks once in a second. How tensors are added up and compared lives in `summing`, how data are split in `sharding`.
+Every exchange starts with a small message from each rank: its place in the program, or its error. An error of one rank
+is therefore raised on all ranks, with the same type and text and without a time-out. Ranks at different places of the
+program raise an error, too. A rank that is processing its data learns of an error through the group's store, which it
+queries at most once per second. Sums and comparisons of tensors live in `kfs.distributed.collectives`, the split of
+data in `kfs.problem.data_shards`.
 """
 
 import pickle
@@ -24,31 +25,31 @@ from kfs.errors import DistributedError, LostRankError
 
 Group = dist.ProcessGroup | DeviceMesh
 T = TypeVar("T")
-_SECONDS_TO_ASK = 1.0  # Whoever is busy asks the store for errors of others so often.
-# Whoever was interrupted tries so long to tell others, who may be in an exchange of tensors, where nobody hears it.
+_SECONDS_TO_ASK = 1.0  # interval in which a busy rank queries the store for errors of other ranks
+# Time-out after which an interrupted rank stops sending its error. Other ranks may be in a collective operation on
+# tensors, where they do not receive it.
 _SECONDS_TO_TELL = 10.0
-# By group: how many messages were exchanged. All of its processes have counted as many.
+# Number of exchanged messages by group. It is the same in all processes of the group.
 _exchanged: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class _Message(NamedTuple):
-    """What every rank tells all others."""
+    """A message that every rank sends to all ranks."""
 
-    where: str  # the place in the program
+    where: str  # place in the program
     value: Any = None
     error: bytes | None = None  # a pickled exception
 
 
 class _RemoteError(Exception):
-    """Another rank has an error, and waits for this one to hear it."""
+    """Another rank has an error and waits for this rank to receive it."""
 
 
 class Ranks:
-    """The processes of a group, or this one alone.
+    """The processes of a group, or this process alone.
 
     Args:
-        group: A process group, a device mesh with one axis, or `None` for this process alone: then nothing is
-            exchanged.
+        group: A process group, a device mesh with one axis, or `None` for this process alone, without communication.
 
     Attributes:
         group: The process group; `None` for this process alone.
@@ -68,51 +69,50 @@ class Ranks:
         self.group = _process_group(group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
-        self._contexts = 0  # how many contexts of `agreed` are open
-        self._asked = 0.0  # when the store was asked last
+        self._contexts = 0  # number of open contexts of `agreed`
+        self._asked = 0.0  # time of the last query of the store
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
-        """Return the same ones: processes are not copied."""
-        return self
+        return self  # processes are not copied
 
     def __reduce__(self) -> Any:
-        """Refuse to be pickled: another program has other processes."""
         if self.group is None:
             return type(self), ()
         raise DistributedError(
-            f"What {self.size} processes have computed together cannot be pickled: another program has others.",
+            f"A result of {self.size} processes cannot be pickled, because the process group exists only in this "
+            "program.",
             "Use save(path) of operators or state_dict() of optimizers, in all processes. "
-            "What K.gathered() returns can be pickled.",
+            "The result of K.gathered() can be pickled.",
         )
 
     @property
     def are_several(self) -> bool:
-        """Whether a group was given, even one with a single process."""
+        """Whether a group was given, even a group with a single process."""
         return self.group is not None
 
     def gather(self, where: str, value: T) -> list[T]:
-        """Return the values of all ranks, in the order of ranks.
+        """Gather the values of all ranks, in the order of ranks.
 
         Args:
-            where: What is exchanged, in words. It must be the same on all ranks.
-            value: Anything that can be pickled, and is small.
+            where: Description of the exchange. It must be the same on all ranks.
+            value: A small object that can be pickled.
 
         Raises:
-            DistributedError: If another rank exchanges something else.
-            Exception: The error that another rank has met instead of getting here.
+            DistributedError: If another rank is at a different exchange.
+            Exception: The error of another rank that failed before this call.
         """
         if self.group is None:
             return [value]
         return cast("list[T]", [message.value for message in self._exchange(_Message(where, value))])
 
     def gather_tensors(self, where: str, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return some tensors of all ranks, by name; on the CPU, if there are several processes.
+        """Gather tensors by name from all ranks; with several processes, the results are on the CPU.
 
-        Names, shapes and dtypes may differ between ranks. For sums, see `summing`.
+        Names, shapes and dtypes may differ between ranks. For sums, see `kfs.distributed.add_up`.
 
         Args:
-            where: What is exchanged, in words.
-            tensors: Those of this rank. Others get copies.
+            where: Description of the exchange.
+            tensors: The tensors of this rank. All other ranks get copies.
         """
         if self.group is None:
             return [dict(tensors)]
@@ -120,7 +120,7 @@ class Ranks:
         return self.gather(where, on_host)
 
     def device_for(self, device: torch.device) -> torch.device:
-        """Return where tensors of a device must be to travel: there, if the group's backend can send them."""
+        """Return the device from which tensors of `device` are sent: `device` itself if the backend supports it."""
         kinds = [part.partition(":")[0] for part in dist.get_backend_config(self.group).split(",")]
         if device.type in kinds:
             return device
@@ -128,18 +128,18 @@ class Ranks:
 
     @contextmanager
     def agreed(self, where: str, is_short: bool = False) -> Iterator[None]:
-        """Leave this context in the same way on all ranks: with the error of the first rank that has one, or without.
+        """Context that ends in the same way on all ranks: without an error, or with the error of the first failed rank.
 
-        Contexts may be nested, and values may be exchanged inside. Nothing may raise on one rank alone outside of them.
-        Interrupts are told, too: one rank that is interrupted from the keyboard ends all of them.
+        Contexts may be nested, and ranks may exchange values inside. Code outside of these contexts must not fail on
+        one rank only. A keyboard interrupt of one rank ends all ranks.
 
         Args:
-            where: What is done in here, in words.
-            is_short: Whether all ranks exchange something right afterwards. Then only errors are told, and others hear
-                them there.
+            where: Description of the computation in this context.
+            is_short: Whether all ranks exchange a message right after the context. Then the context itself ends
+                without an exchange unless this rank failed, and the other ranks receive its error in that exchange.
 
         Raises:
-            Exception: The error of the first rank that has one. A note says which rank that was.
+            Exception: The error of the first failed rank, with a note that names the rank.
 
         Example:
             >>> with Ranks(None).agreed("nothing"):
@@ -151,13 +151,13 @@ class Ranks:
         self._contexts += 1
         try:
             yield
-        except (LostRankError, GeneratorExit):  # nobody can be told, or nothing has failed
+        except (LostRankError, GeneratorExit):  # other ranks cannot be reached, or there is no error
             raise
         except _RemoteError:
             self._exchange(_Message(where))  # raises the other rank's error
             raise
         except BaseException as error:
-            if getattr(error, "_kfs_agreed_in", None) is not self.group:  # otherwise all ranks know it
+            if getattr(error, "_kfs_agreed_in", None) is not self.group:  # otherwise all ranks have raised it already
                 self._tell(where, error)
             raise
         finally:
@@ -166,9 +166,10 @@ class Ranks:
             self._exchange(_Message(where))
 
     def listen(self) -> None:
-        """Ask, at most once in a second, whether another rank has an error; then leave the context of `agreed`.
+        """Query the store, at most once per second, for errors of other ranks, and leave `agreed` if there is one.
 
-        Call it between batches: what follows may take long, and an error ends it. Outside of `agreed`, nothing happens.
+        Call it between batches, so that an error of another rank ends a long computation. It does nothing outside of
+        `agreed`.
 
         Example:
             >>> Ranks(None).listen()
@@ -178,20 +179,20 @@ class Ranks:
         self._asked = time.monotonic()
         try:
             is_told = self.group.get_group_store().check([self._key])
-        except RuntimeError:  # The process that has the store has ended. The next exchange says so.
+        except RuntimeError:  # the process that hosts the store has ended; the next exchange raises an error
             return
         if is_told:
             raise _RemoteError
 
     @property
     def _key(self) -> str:
-        """What the store has if a rank has an error instead of the next message."""
+        """Key that a rank sets in the store if it has an error instead of the next message."""
         return f"kfs error {_exchanged.get(cast('dist.ProcessGroup', self.group), 0)}"
 
     def _tell(self, where: str, error: BaseException) -> None:
-        """Send an error to all ranks, and raise that of the first rank that has one.
+        """Send an error to all ranks, and raise the error of the first failed rank.
 
-        After an interrupt, from the keyboard for example, nobody waits long for others who may never come.
+        After an interrupt, such as from the keyboard, this rank waits for a limited time and returns.
         """
         group = cast("dist.ProcessGroup", self.group)
         mine = _Message(where, error=_pickled(error))
@@ -200,7 +201,7 @@ class Ranks:
         if isinstance(error, Exception):
             self._exchange(mine)
             return
-        # Nothing but its end ends an exchange. So another thread waits for it, on the same device.
+        # A collective operation cannot be canceled, so another thread runs it, on the same device.
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def exchange() -> None:
@@ -216,15 +217,15 @@ class Ranks:
         vars(error)["_kfs_agreed_in"] = group
 
     def same(self, where: str, value: object, way_out: str) -> None:
-        """Refuse values that differ between ranks, on all of them.
+        """Raise an error on all ranks if a value differs between ranks.
 
         Args:
-            where: What must be the same, as the start of a sentence: `"The settings"`.
-            value: Anything small with a `repr` that shows what differs.
-            way_out: What to do about it.
+            where: Name of the value at the start of a sentence, such as `"The settings"`.
+            value: A small value with a `repr` that shows differences.
+            way_out: How to fix a difference.
 
         Raises:
-            DistributedError: If they differ.
+            DistributedError: If values differ.
         """
         values = self.gather(where, value)
         for rank, other in enumerate(values):
@@ -236,16 +237,20 @@ class Ranks:
                 )
 
     def _exchange(self, mine: _Message) -> list[_Message]:
-        """Send a message to all ranks, and return theirs if none of them has an error."""
+        """Exchange messages with all ranks, and raise an error if a rank failed or is at a different place."""
         messages: list[_Message] = [mine] * self.size
         group = cast("dist.ProcessGroup", self.group)
         with connected(mine.where):
             dist.all_gather_object(messages, mine, group=group)
             _exchanged[group] = _exchanged.get(group, 0) + 1
+
+        # Raise the error of the first failed rank.
         failed = [(rank, message.error) for rank, message in enumerate(messages) if message.error is not None]
         if failed:
             rank, found = failed[0]
             raise self._marked(found, rank)
+
+        # All ranks must be at the same place of the program.
         places = {message.where: rank for rank, message in reversed(list(enumerate(messages)))}
         if len(places) > 1:
             listed = ", ".join(f"rank {rank} at {where!r}" for where, rank in sorted(places.items(), key=_rank_of))
@@ -254,14 +259,14 @@ class Ranks:
                 "Call the same functions and methods with the same arguments, in the same order, in all processes of "
                 "the group.",
             )
-            # All ranks raise this here. They may be in different contexts, and some in none.
+            # All ranks raise this error here. They may be in different contexts of `agreed`, or in none.
             vars(error)["_kfs_agreed_in"] = self.group
             raise error
         return messages
 
     def _marked(self, found: bytes, rank: int) -> BaseException:
-        """Return the error of a rank, with a note, such that outer contexts know that all ranks have it."""
-        # A new object also where it comes from: somebody may raise the old one again, and that must be told to others.
+        """Return the error of a rank with a note, marked so that outer contexts know that all ranks raise it."""
+        # Unpickle a new object on the failed rank, too: if the user raises the original one again, it must be sent.
         error = cast("BaseException", pickle.loads(found))
         error.add_note(f"Rank {rank} of {self.size} has raised this.")
         vars(error)["_kfs_agreed_in"] = self.group
@@ -270,12 +275,12 @@ class Ranks:
 
 @contextmanager
 def connected(where: str) -> Iterator[None]:
-    """Exchange something in here, and say so if a process has ended. It holds nothing but calls of `torch.distributed`.
+    """Context for calls of `torch.distributed` only: turns a lost connection into a `LostRankError`.
 
-    An interrupt from the keyboard waits until the end: half of an exchange would leave others with the other half.
+    A keyboard interrupt is deferred to the end of the context, since all ranks must complete a collective operation.
 
     Args:
-        where: What is exchanged, in words.
+        where: Description of the exchange.
 
     Raises:
         LostRankError: If the connection to another process is lost.
@@ -290,14 +295,14 @@ def connected(where: str) -> Iterator[None]:
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise LostRankError(
-            f"A process of the group has ended, or does not answer, at {where!r} ({first_line}).",
-            "Look at what it has written last, and start all processes again.",
+            f"A process of the group has ended, or does not respond, at {where!r} ({first_line}).",
+            "Check the last output of that process, and restart all processes.",
         ) from error
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let an interrupt from the keyboard wait until the end of this context. Other threads never get one."""
+    """Defer a keyboard interrupt to the end of this context. Only the main thread receives interrupts."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -313,13 +318,13 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _process_group(group: Group | None) -> dist.ProcessGroup | None:
-    """Return the process group of what the user has given."""
+    """Return the process group of a group or device mesh given by the user; `None` for a single process."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise DistributedError(
                 f"The device mesh has {group.ndim} axes {group.mesh_dim_names or ''}.",
-                "Choose the one along which data differ, such as mesh['data']. If they differ along all of them, as "
-                "with replicas of sharded models, pass torch.distributed.group.WORLD.",
+                "Choose the axis along which data differ, such as mesh['data']. If data differ along all axes, as with "
+                "replicas of sharded models, pass torch.distributed.group.WORLD.",
             )
         group = group.get_group()
     if group is None or isinstance(group, dist.ProcessGroup):
@@ -335,7 +340,7 @@ def _process_group(group: Group | None) -> dist.ProcessGroup | None:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Return an error such that other processes can raise it: itself, or another one with its type in the text."""
+    """Pickle an error. If it cannot be pickled, pickle a `RuntimeError` with its type and text instead."""
     try:
         data = pickle.dumps(error)
         copy = pickle.loads(data)
@@ -351,7 +356,7 @@ def _rank_of(item: tuple[str, int]) -> int:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message, shortened in the middle.
+    """Return the `repr` of a value for a message, shortened in the middle if it is long.
 
     Example:
         >>> shown(7)

@@ -1,4 +1,4 @@
-"""Losses: criterion, reduction factor, derivatives and draws, vectorised over a batch, one file per family."""
+"""Losses: criterion, reduction factor, derivatives and draws, vectorized over a batch, one file per family."""
 
 from kfs.losses.cross_entropy import TokenCrossEntropy
 from kfs.losses.custom import Custom

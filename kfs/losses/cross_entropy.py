@@ -1,12 +1,12 @@
 r"""Softmax cross-entropy: `torch.nn.CrossEntropyLoss`, and a version for language models.
 
-A target puts a mass $p_k$ on class $k$, which counts $w_k$: a one at the label, or probabilities, smoothed if asked
-for, and zero if the label is ignored. With $\sigma = \mathrm{softmax}(f)$ and $m = \sum_k w_k p_k$ a position's
-criterion is $-\sum_k w_k p_k \log \sigma_k$, with gradient $m \sigma - w p$ and Hessian
+A target assigns the mass $p_k$ to class $k$, which has weight $w_k$. The mass is one at the label, or a probability. It
+may be smoothed, and is zero if the label is ignored. With $\sigma = \mathrm{softmax}(f)$ and $m = \sum_k w_k p_k$, the
+criterion of a position is $-\sum_k w_k p_k \log \sigma_k$, with gradient $m \sigma - w p$ and Hessian
 $m\, (\mathrm{diag}(\sigma) - \sigma \sigma^\top)$.
 
-The likelihood is categorical, raised to the power $m$ where a position counts more or less than one. So the Fisher
-equals the Hessian for every setting, and a draw is $\sqrt{m}\, (\sigma - \mathrm{onehot}(\tilde{y}))$ with
+The likelihood is categorical, raised to the power $m$ if a position has another weight than one. The Fisher therefore
+equals the Hessian for all settings, and a sampled gradient is $\sqrt{m}\, (\sigma - \mathrm{onehot}(\tilde{y}))$ with
 $\tilde{y} \sim \sigma$.
 """
 
@@ -20,7 +20,7 @@ from kfs.losses.interface import Loss, any_per_datum, per_datum, placed
 from kfs.losses.interface import root as root_of
 from kfs.runtime import sync
 
-# Probabilities that differ from one by less than this many units of round-off are as good as certain.
+# Probabilities that differ from one by less than this many units of round-off are considered certain.
 _CERTAIN = 1e3
 
 
@@ -33,25 +33,25 @@ class CrossEntropy(Loss):
         self.label_smoothing = module.label_smoothing
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Refuse logits without class axis, and targets that are neither labels nor probabilities for them."""
+        """Raise an error if logits have no class axis, or if targets are not labels or probabilities for them."""
         if f.ndim < 2:
             raise ShapeError(
                 f"CrossEntropyLoss: predictions have shape {list(f.shape)}, which has no class axis.",
-                "Let the model return logits [N, C, ...]; for classes along the last axis see TokenCrossEntropy.",
+                "The model must return logits [N, C, ...]; for classes along the last axis, see TokenCrossEntropy.",
             )
         labels = not y.is_floating_point()
         expected = f.shape[:1] + f.shape[2:] if labels else f.shape
         if y.shape != expected:
             raise ShapeError(
-                f"CrossEntropyLoss: predictions have shape {list(f.shape)}, so targets have shape {list(expected)}, "
-                f"but they have shape {list(y.shape)} (dtype {y.dtype}).",
+                f"CrossEntropyLoss: predictions have shape {list(f.shape)}, so targets must have shape "
+                f"{list(expected)}, but they have shape {list(y.shape)} (dtype {y.dtype}).",
                 "Pass labels as int64 and probabilities shaped like the logits. If classes are along the last axis, "
                 "use kfs.losses.TokenCrossEntropy.",
             )
         if self.weight is not None and self.weight.shape != f.shape[1:2]:
             raise ShapeError(
                 f"CrossEntropyLoss: weight has shape {list(self.weight.shape)}, but there are {f.shape[1]} classes.",
-                "Give one weight per class.",
+                "Pass one weight per class.",
             )
         if labels:
             self._check_labels(y, f.shape[1])
@@ -62,16 +62,16 @@ class CrossEntropy(Loss):
             )
 
     def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """Return which data have a label that is no class and not ignored."""
+        """Return which examples have a label that is neither a class nor ignored."""
         return None if y.is_floating_point() else any_per_datum(self._wrong_labels(y, f.shape[1]))
 
     def count(self, y: Tensor) -> float | Tensor:
-        """Return the number of labels, weighted if they are, without the ignored ones."""
+        """Return the number of labels that are not ignored, or the sum of their weights."""
         if y.is_floating_point():
             if y.ndim < 2:
                 raise LossError(
-                    f"Targets are {y.dtype} of shape {list(y.shape)}. Floating-point numbers are probabilities, with "
-                    "an axis of classes.",
+                    f"Targets are {y.dtype} of shape {list(y.shape)}. Floating-point targets are probabilities and "
+                    "need a class axis.",
                     "Convert labels to integers: y.long().",
                 )
             return y.numel() / max(y.shape[1], 1)
@@ -84,18 +84,15 @@ class CrossEntropy(Loss):
 
     @property
     def class_axis(self) -> int:
-        """Classes are along the second axis."""
+        """The class axis, 1."""
         return 1
 
     def counted(self, y: Tensor) -> Tensor:
-        """Return where labels are neither ignored nor of a class without weight, and where probabilities are not zero.
-
-        `[N, 1, ...]`.
-        """
+        """Return booleans `[N, 1, ...]`: which positions have a non-zero weighted mass."""
         if y.is_floating_point():
             weights = 1.0 if self.weight is None else placed(self.weight, y.device).reshape(-1, *[1] * (y.ndim - 2))
             return (weights * y != 0).any(1, keepdim=True)
-        # Label smoothing gives classes some mass that have a weight.
+        # Label smoothing assigns mass to all classes, so a label of a class with weight zero counts, too.
         if self.weight is None or self.label_smoothing:
             return self._counts(y).unsqueeze(1)
         return (self._weights(self.weight, y, self.weight.dtype) != 0).unsqueeze(1)
@@ -114,7 +111,7 @@ class CrossEntropy(Loss):
         )
 
     def deviance(self, f: Tensor, y: Tensor) -> Tensor:
-        """Compare with the probabilities that the targets state; labels state one class, without any doubt."""
+        """Subtract the smallest criterion for the targets, their entropy; it is zero for labels without smoothing."""
         if not (y.is_floating_point() or self.label_smoothing):
             return self.criterion(f, y)
         target = self._target(f, y)
@@ -129,30 +126,31 @@ class CrossEntropy(Loss):
         return target.sum(1, keepdim=True) * softmax(f) - target
 
     def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return one at the label minus the softmax, at positions that count."""
+        """Return the one-hot label minus the softmax, at positions that count."""
         return self._labels_only(f, y) * (self._at_label(f, y) - softmax(f))
 
     def margin_gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return one at the label minus the softmax over all other classes, at positions that count."""
+        """Return the one-hot label minus the softmax over all other classes, at positions that count."""
         counts = self._labels_only(f, y)
         if f.shape[1] < 2:
             raise LossError(
-                f"{self.name}: there is one class, and no other one for a margin.", "Use at least two classes."
+                f"{self.name}: there is only one class, so the margin is not defined.", "Use at least two classes."
             )
         at_label = self._at_label(f, y)
         others = softmax(f.masked_fill(at_label > 0, -torch.inf))
         return counts * (at_label - others)
 
     def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Multiply with a diagonal minus rank one matrix per position."""
+        """Multiply every position with the mass times `diag(sigma) - sigma sigma^T`."""
         return covariance_product(softmax(f), v, 1 - f.ndim).mul_(self.mass(f, y))
 
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return one column per class and position: `sqrt(mass) (sqrt(sigma_k) e_k - sigma sqrt(sigma_k))` there."""
+        """Return one column per class and position, `sqrt(mass) (sqrt(sigma_k) e_k - sigma sqrt(sigma_k))`."""
         num_data, classes = f.shape[:2]
         sigma = f.softmax(1).reshape(num_data, classes, -1)
         root_of_mass = self._root_of_mass(f, y).reshape(num_data, 1, -1)
         index = torch.arange(classes * sigma.shape[2], device=f.device)[start:stop]
+        # Class `k` and position `p` of each column.
         columns, k, p = torch.arange(len(index), device=f.device), index // sigma.shape[2], index % sigma.shape[2]
         root = sigma[:, k, p].sqrt()  # [N, columns]
         values = -sigma[:, :, p] * root.unsqueeze(1)  # [N, C, columns]
@@ -164,13 +162,13 @@ class CrossEntropy(Loss):
 
     @property
     def weighs_targets(self) -> bool:
-        """Classes may have weights."""
+        """Whether classes have weights."""
         return self.weight is not None
 
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return the labels: the gradient is negative there alone, and zero at positions that do not count.
+        """Return the labels: the gradient is negative only at the label, and zero at positions that do not count.
 
-        It is also zero where a prediction is certain and right, because all other classes have no probability left.
+        The gradient is also zero if a prediction is certain and correct, since all other probabilities are zero.
         """
         certain = (softmax(f.detach()) > 0).sum(1) == 1
         zero = (g == 0).all(1)
@@ -178,9 +176,9 @@ class CrossEntropy(Loss):
         return torch.where(zero & ~certain, self.ignore_index, label)
 
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return the length of the gradient's sums over classes: probabilities sum to one.
+        """Return the norm of the gradient's sums over classes, relative to the gradient: correct sums are zero.
 
-        Where a prediction is as good as certain, the gradient for the right label is round-off, and is not looked at.
+        If a prediction is nearly certain, the gradient for the correct label is round-off. Such positions are ignored.
         """
         precision = torch.finfo(g.dtype)
         doubt = 1 - softmax(f.detach()).amax(1, keepdim=True)
@@ -189,28 +187,28 @@ class CrossEntropy(Loss):
         return sums
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Draw a label per position."""
+        """Draw a label for every position and return its gradient, scaled by the square root of the mass."""
         return self.sampled_gradient_(softmax(f.detach()), y, draws)
 
     def in_place(self, f: Tensor, y: Tensor) -> bool:
-        """Whether `gradient_` computes the gradient: targets are plain labels, and nobody differentiates it."""
+        """Return whether `gradient_` can be used: targets are plain labels, and `f` does not require gradients."""
         return self.weight is None and not (y.is_floating_point() or self.label_smoothing or f.requires_grad)
 
     def gradient_(self, sigma: Tensor, y: Tensor) -> Tensor:
-        """Turn probabilities into the gradient for plain labels, in place."""
+        """Convert probabilities into the gradient for plain labels, in place."""
         labels = self._classes(y, sigma.shape[1]).unsqueeze(1)
         return subtract_one_(sigma, labels).mul_(self._counts(y).unsqueeze(1))
 
     def sampled_gradient_(self, sigma: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Turn probabilities into the gradient for labels that are drawn from them, in place."""
+        """Convert probabilities into the gradient for labels that are drawn from them, in place."""
         u = draws.uniform(len(sigma), (1, *sigma.shape[2:]), sigma.device)
         return subtract_draws_(sigma, u).mul_(self._root_of_mass(sigma, y))
 
     def mass(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return how much every position counts, `[N, 1, ...]`; booleans if that is either once or not at all."""
+        """Return the mass of every position, `[N, 1, ...]`; it has dtype bool if all masses are zero or one."""
         if y.is_floating_point() or (self.weight is not None and self.label_smoothing):
             return self._target(f, y).sum(1, keepdim=True)
-        # Label smoothing alone moves mass between classes.
+        # Without weights, label smoothing only moves mass between classes.
         return (self._counts(y) if self.weight is None else self._weights(self.weight, y, f.dtype)).unsqueeze(1)
 
     def _root_of_mass(self, f: Tensor, y: Tensor) -> Tensor:
@@ -222,21 +220,21 @@ class CrossEntropy(Loss):
         return y != self.ignore_index
 
     def _classes(self, y: Tensor, classes: int) -> Tensor:
-        """Return labels that can serve as indices: any class where they are ignored or wrong."""
+        """Return labels that are valid indices; ignored or invalid labels are clamped to some class."""
         return y.clamp(0, classes - 1)
 
     def _weights(self, weight: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weights of the labels, zero where they are ignored, shaped like `y`."""
+        """Return the weights of the labels, shaped like `y`; zero for ignored labels."""
         classes = self._classes(y, len(weight))
         weights = placed(weight, y.device).to(dtype).index_select(0, classes.flatten()).reshape(y.shape)
         return weights * self._counts(y)
 
     def _wrong_labels(self, y: Tensor, classes: int) -> Tensor:
-        """Return which labels are no class and not ignored, shaped like `y`."""
+        """Return which labels are neither a class nor ignored, shaped like `y`."""
         return self._counts(y) & ((y < 0) | (y >= classes))
 
     def _check_labels(self, y: Tensor, classes: int) -> None:
-        """Refuse labels of another dtype and, unless that means to wait, wrong ones."""
+        """Raise an error for labels of the wrong dtype and, if it needs no synchronization, for invalid labels."""
         if y.dtype != torch.int64:
             raise DtypeError(f"Class labels have dtype {y.dtype}, expected torch.int64.", "Convert them: y.long().")
         if not sync.is_asynchronous(y.device) and self._wrong_labels(y, classes).any():
@@ -247,20 +245,20 @@ class CrossEntropy(Loss):
             )
 
     def _labels_only(self, f: Tensor, y: Tensor) -> Tensor:
-        """Refuse targets that are not labels, and return which positions count, `[N, 1, ...]`."""
+        """Return which positions count, `[N, 1, ...]`; raise an error if targets are not labels."""
         if y.is_floating_point():
             raise LossError(
-                f"{self.name}: targets are probabilities, and none of the classes is the label.",
+                f"{self.name}: targets are probabilities instead of labels.",
                 "Pass labels, or use another quantity: the loss, or a function of a prediction and a target.",
             )
         return self._counts(y).unsqueeze(1).to(f.dtype)
 
     def _at_label(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return one at the label of each position, zero elsewhere, shaped like `f`."""
+        """Return one-hot labels, shaped like `f`."""
         return torch.zeros_like(f).scatter(1, self._classes(y, f.shape[1]).unsqueeze(1), 1.0)
 
     def _target(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the weighted mass that the targets put on the classes, shaped like `f`."""
+        """Return the weighted mass that the targets assign to each class, shaped like `f`."""
         p = y.to(f.dtype) if y.is_floating_point() else self._at_label(f, y)
         if self.label_smoothing:
             p = (1 - self.label_smoothing) * p + self.label_smoothing / f.shape[1]
@@ -296,7 +294,7 @@ class TokenCrossEntropy(Loss):
         weight: Tensor | None = None,
         reduction: str = "mean",
     ) -> None:
-        """Build the loss with the class axis in PyTorch's place."""
+        # `base` is the same loss with the class axis along axis 1.
         super().__init__("TokenCrossEntropy", reduction)
         module = nn.CrossEntropyLoss(
             weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
@@ -304,7 +302,7 @@ class TokenCrossEntropy(Loss):
         self.base, self.shift = CrossEntropy(module), shift
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Refuse logits that are not `[N, S, C]`, and labels that are not `[N, S]`."""
+        """Raise an error unless logits are `[N, S, C]` and labels are `[N, S]`."""
         if f.ndim != 3 or y.shape != f.shape[:2]:
             raise ShapeError(
                 f"TokenCrossEntropy: predictions have shape {list(f.shape)} and labels {list(y.shape)}.",
@@ -313,16 +311,16 @@ class TokenCrossEntropy(Loss):
         self.base.check(self._logits(f), self._labels(y))
 
     def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """Return which data have a label, among those that are predicted, that is no class and not ignored."""
+        """Return which examples have a predicted label that is neither a class nor ignored."""
         return self.base.wrong(self._logits(f), self._labels(y))
 
     def count(self, y: Tensor) -> float | Tensor:
-        """Return the number of labels that count."""
+        """Return the number of predicted labels that are not ignored, or the sum of their weights."""
         return self.base.count(self._labels(y))
 
     @property
     def class_axis(self) -> int:
-        """Classes are along the last axis."""
+        """The class axis, 2."""
         return 2
 
     def counted(self, y: Tensor) -> Tensor:
@@ -335,11 +333,11 @@ class TokenCrossEntropy(Loss):
         return self.base.criterion(self._logits(f), self._labels(y))
 
     def deviance(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return that of `CrossEntropyLoss`."""
+        """Return the deviance of `CrossEntropyLoss`."""
         return self.base.deviance(self._logits(f), self._labels(y))
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient, zero where a position predicts nothing."""
+        """Return the gradient; it is zero at positions that predict no label."""
         if not self.base.in_place(f, y):
             return self._back(self.base.gradient(self._logits(f), self._labels(y)))
         g = f.softmax(-1)
@@ -347,26 +345,26 @@ class TokenCrossEntropy(Loss):
         return self._without_last(g)
 
     def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return that of `CrossEntropyLoss`, zero where a position predicts nothing."""
+        """Return the gradient of `CrossEntropyLoss`; it is zero at positions that predict no label."""
         return self._back(self.base.log_probability_gradient(self._logits(f), self._labels(y)))
 
     def margin_gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return that of `CrossEntropyLoss`, zero where a position predicts nothing."""
+        """Return the gradient of `CrossEntropyLoss`; it is zero at positions that predict no label."""
         return self._back(self.base.margin_gradient(self._logits(f), self._labels(y)))
 
     def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Multiply position by position."""
+        """Multiply every position with its Hessian."""
         product = covariance_product(f.softmax(-1), v, -1)
         self._logits(product).mul_(self.base.mass(self._logits(f), self._labels(y)))
         return self._without_last(product)
 
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return one column per class and predicting position."""
+        """Return one column per class and position that predicts a label."""
         return self._back(self.base.hessian_factor(self._logits(f), self._labels(y), start, stop))
 
     @property
     def weighs_targets(self) -> bool:
-        """Classes may have weights."""
+        """Whether classes have weights."""
         return self.base.weighs_targets
 
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
@@ -375,29 +373,29 @@ class TokenCrossEntropy(Loss):
         return nn.functional.pad(labels, (1, 0), value=self.base.ignore_index) if self.shift else labels
 
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return that of `CrossEntropyLoss`."""
+        """Return the departure of `CrossEntropyLoss`."""
         return self.base.departure(self._logits(f), self._logits(g))
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Draw a label per predicting position."""
+        """Draw a label for every position that predicts one, and return its gradient."""
         g = f.detach().softmax(-1)
         self.base.sampled_gradient_(self._logits(g), self._labels(y), draws)
         return self._without_last(g)
 
     def _logits(self, f: Tensor) -> Tensor:
-        """Return `[..., N, C, S]`, without the last position if it predicts nothing."""
+        """Return logits as `[..., N, C, S]`, without the last position if it predicts no label."""
         return (f[..., :-1, :] if self.shift else f).transpose(-1, -2)
 
     def _labels(self, y: Tensor) -> Tensor:
         return y[:, 1:] if self.shift else y
 
     def _back(self, g: Tensor) -> Tensor:
-        """Undo `_logits` for derivatives: `[..., N, S, C]`."""
+        """Return derivatives as `[..., N, S, C]`, the inverse of `_logits`."""
         g = g.transpose(-1, -2)
         return nn.functional.pad(g, (0, 0, 0, 1)) if self.shift else g
 
     def _without_last(self, g: Tensor) -> Tensor:
-        """Set derivatives to zero where a position predicts nothing, in place: that costs no copy."""
+        """Set derivatives at positions that predict no label to zero, in place to avoid a copy."""
         if self.shift:
             g[..., -1:, :] = 0
         return g

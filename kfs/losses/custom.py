@@ -1,14 +1,15 @@
-r"""Any other loss: a function of one example's prediction and target that returns a scalar.
+r"""Custom losses: a function of one example's prediction and target that returns a scalar.
 
-Gradient and Hessian come from automatic differentiation in prediction space, all data at once. The symmetric factor
-comes from the Hessian's eigendecomposition, $S = Q \sqrt{\Lambda}$. A criterion that is not convex has negative
-eigenvalues and no such factor; that is an error unless clipping them was asked for.
+Gradient and Hessian are computed using automatic differentiation in prediction space, for all examples at once. The
+symmetric factor comes from the eigendecomposition of the Hessian, $S = Q \sqrt{\Lambda}$. A criterion that is not
+convex may have negative eigenvalues and no such factor. This raises an error unless clipping is requested.
 
-Without a likelihood there is nothing to draw from. Give one as a function from a prediction to a distribution of
-`torch.distributions`; its negative log-density then serves for draws and for the Fisher.
+Without a likelihood, targets cannot be drawn. Pass it as a function from a prediction to a distribution of
+`torch.distributions`. Its negative log-density is then used for draws and for the Fisher matrix.
 
-Distributions are asked for labels on the CPU, and check their arguments. So `fisher_factor`, `fisher_product` and
-`sampled_gradient` wait for an accelerator, and cannot be replayed. So does `hessian_factor`, for its eigensolver.
+Distributions draw labels on the CPU and check their arguments. `fisher_factor`, `fisher_product` and `sampled_gradient`
+therefore synchronize with an accelerator, and cannot be part of a CUDA graph. The same holds for `hessian_factor`
+because of its eigensolver.
 """
 
 from collections.abc import Callable
@@ -26,14 +27,14 @@ from kfs.runtime import sync
 
 
 class Custom(Loss):
-    """A loss that the user writes as a function of one example.
+    """A loss that is defined by a function of one example.
 
     Args:
         function: `(f, y) -> scalar` for one example, in torch operations that `torch.func.vmap` supports.
         reduction: `"mean"` over data, or `"sum"`.
         likelihood: `f -> torch.distributions.Distribution` for one example's prediction, from which targets are drawn.
-        negative: What to do about negative eigenvalues of a Hessian when its symmetric factor is asked for:
-            `"refuse"` them, or `"clip"` them to zero.
+        negative: How to treat negative eigenvalues of a Hessian in its symmetric factor: `"refuse"` raises an error,
+            `"clip"` sets them to zero.
 
     Example:
         >>> loss = Custom(lambda f, y: torch.cosh(f - y).log().sum())
@@ -60,7 +61,7 @@ class Custom(Loss):
         self.function, self.likelihood, self.negative = function, likelihood, negative
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Refuse functions that do not return one number per example."""
+        """Raise an error if the function does not return a scalar tensor for one example."""
         if not len(f):
             return
         value = self.function(f[0].detach(), y[0])
@@ -93,26 +94,28 @@ class Custom(Loss):
         return product.reshape(v.shape)
 
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the eigenvectors, scaled by the roots of their eigenvalues. The eigensolver waits for its device."""
+        """Return the eigenvectors, scaled by the square roots of their eigenvalues. The eigensolver synchronizes."""
         return self._factor(vmap(hessian(self.function))(f, y), f)[start:stop]
 
     def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Multiply with the expected outer product of the log-density's gradient; waits as `fisher_factor` does."""
+        """Multiply with the expected outer product of the log-density's gradient, using `fisher_factor`."""
         S = self.fisher_factor(f, y)
         S, columns = S.reshape(*S.shape[:2], -1), v.reshape(-1, len(f), f[0].numel())
         return torch.einsum("kni,knj,cnj->cni", S, S, columns).reshape(v.shape)
 
     def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Average outer products over all labels, which must be finitely many.
+        """Return one column for each possible label: its log-density gradient, scaled by the root of its probability.
 
-        Distributions wait for the device when they check their arguments, so this cannot be replayed.
+        The distribution must have finitely many labels. Distributions synchronize with the device when they check their
+        arguments, so this method cannot be part of a CUDA graph.
         """
         likelihood = self._distribution()
+        # Enumerate the labels of each example's distribution.
         distributions = [likelihood(f_n) for f_n in f.detach()]
         if not all(d.has_enumerate_support for d in distributions):
             raise LossError(
                 f"The expectation over {type(distributions[0]).__name__} has no closed form here.",
-                "Use the Monte Carlo Fisher ('mc'), which draws from it.",
+                "Use the Monte Carlo Fisher ('mc'), which draws labels from it.",
             )
         labels = torch.stack([d.enumerate_support() for d in distributions], 1)  # [K, N, ...]
         if labels.ndim != 2:
@@ -120,6 +123,7 @@ class Custom(Loss):
                 f"The likelihood has {list(labels.shape[2:])} independent labels per example; they are not enumerated.",
                 "Use the Monte Carlo Fisher ('mc').",
             )
+        # Scale the gradient of each label by the square root of its probability.
         roots = torch.stack([d.log_prob(labels[:, n]).exp().sqrt() for n, d in enumerate(distributions)], 1)[start:stop]
         gradients = (
             torch.stack([self._log_gradient(f, label) for label in labels[start:stop]])
@@ -130,18 +134,18 @@ class Custom(Loss):
 
     @property
     def hessian_needs_targets(self) -> bool:
-        """A function may have any Hessian."""
+        """True, since the Hessian of a function may depend on targets."""
         return True
 
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return anything: the Fisher matrix is that of the likelihood."""
+        """Return the predictions: the Fisher matrix of the likelihood does not depend on targets."""
         self._distribution()
         return f
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Draw a target per example on the CPU, by a generator that is seeded for this example and sample alone.
+        """Draw a target per example on the CPU, using a generator that is seeded for each example and sample.
 
-        This waits for the predictions and cannot be replayed.
+        This synchronizes with the device and cannot be part of a CUDA graph.
         """
         likelihood = self._distribution()
         seeds = (draws.uniform(len(f), (), f.device) * 2.0**52).long().tolist()
@@ -166,17 +170,17 @@ class Custom(Loss):
 
     def _distribution(self) -> Callable[[Tensor], Distribution]:
         if self.likelihood is None:
-            raise self.no_likelihood("a function alone does not say which targets are likely")
+            raise self.no_likelihood("a function alone does not define a likelihood of targets")
         return self.likelihood
 
     def _factor(self, H: Tensor, f: Tensor) -> Tensor:
         """Return columns `[K, *f.shape]` from Hessians of shape `[N, ..., ...]`.
 
-        A negative eigenvalue is an error or, on an accelerator, makes a column of NaN; unless it is to be clipped.
+        Unless negative eigenvalues are clipped, they raise an error or, on an accelerator, become columns of NaN.
         """
         size = f[0].numel()
         eigenvalues, Q = torch.linalg.eigh(H.reshape(len(f), size, size))
-        # Round-off of a symmetric eigensolver is some eps times the largest eigenvalue and the size.
+        # The round-off of a symmetric eigensolver is a few eps times the largest eigenvalue times the size.
         floor = -10 * size * torch.finfo(f.dtype).eps * eigenvalues.abs().max()
         negative = eigenvalues < floor
         if self.negative == "refuse" and sync.is_asynchronous(f.device):

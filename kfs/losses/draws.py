@@ -1,10 +1,10 @@
-r"""Random numbers that depend on what they are for, not on when they are drawn.
+r"""Counter-based random numbers: each number depends on its index, not on the order of draws.
 
 Entry $e$ of draw $m$ for example $n$ is a pure function of $(\mathrm{seed}, n, m, e)$. It is the same for every batch
 size, order, device and number of processes. The function is Threefry-2x32 with 20 rounds (Salmon et al., 2011), a keyed
-bijection of 64-bit counters, in integer operations: by NumPy for a CPU, by tensor operations elsewhere, and by one
-kernel in computations that are recorded on a GPU. Words and uniform numbers are equal to the last bit everywhere;
-normal numbers up to how a device rounds logarithm and cosine in float64.
+bijection of 64-bit counters in integer arithmetic. It is implemented with NumPy for a CPU, with tensor operations for
+other devices, and as a single kernel for computations that are recorded on a GPU. Words and uniform numbers are
+bitwise equal everywhere; normal numbers are equal up to the rounding of logarithm and cosine in float64 on a device.
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,18 @@ _PARITY = 0x1BD11BDA
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 
 
-# Words are computed for so many numbers at a time.
+# Number of counters for which words are computed at a time.
 _BLOCK = 2**13
 Words = TypeVar("Words", int, Tensor)
 
 
 def threefry(key: tuple[int, int], x0: Words, x1: Words) -> tuple[Words, Words]:
-    """Scramble pairs of 32-bit words under a key, one independent pair of words per counter.
+    """Return a pseudo-random pair of 32-bit words for each counter under a key.
 
     Args:
         key: Two words, each from 0 to 2**32 - 1.
         x0: First words of the counters: an integer or an int64 tensor with values from 0 to 2**32 - 1.
-        x1: Second words, likewise.
+        x1: Second words of the counters, in the same form.
 
     Returns:
         Two integers or int64 tensors with values from 0 to 2**32 - 1.
@@ -57,7 +57,7 @@ def threefry(key: tuple[int, int], x0: Words, x1: Words) -> tuple[Words, Words]:
 
 
 def threefry_in_place(key: tuple[int, int], x0: npt.NDArray[np.uint32], x1: npt.NDArray[np.uint32]) -> None:
-    """Scramble pairs of words like `threefry`, in place; NumPy takes less time to start an operation."""
+    """Compute `threefry` in place on NumPy arrays, which have less overhead per operation than tensors."""
     keys = [np.uint32(word) for word in _schedule(key)]
     x0 += keys[0]
     x1 += keys[1]
@@ -77,7 +77,7 @@ def _schedule(key: tuple[int, int]) -> tuple[int, int, int]:
     return *key, key[0] ^ key[1] ^ _PARITY
 
 
-# Both words of one counter. Arithmetic of unsigned integers in C++ is modulo 2**32.
+# Computes both words of one counter. Arithmetic of 32-bit unsigned integers in C++ is modulo 2**32.
 _KERNEL = """
 template <typename T>
 void threefry(T counter0, T counter1, T key0, T key1, T& word0, T& word1) {
@@ -105,17 +105,17 @@ void threefry(T counter0, T counter1, T key0, T key1, T& word0, T& word1) {
 
 @cache
 def _gpu_kernel() -> Any:  # pragma: no cover (tested on a GPU)
-    """Compile the function for a GPU, which takes a second; PyTorch keeps the result in its cache of kernels."""
+    """Compile `threefry` for a GPU, which takes a second; PyTorch caches the kernel."""
     code = _KERNEL.replace("PARITY", str(_PARITY)).replace("ROTATIONS", ", ".join(map(str, _ROTATIONS)))
     return torch.cuda.jiterator._create_multi_output_jit_fn(code, num_outputs=2, key0=0, key1=0)
 
 
 def _scrambled(key: tuple[int, int], x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
-    """Scramble pairs of words, broadcast against each other, in one kernel on a GPU."""
+    """Broadcast counters and compute `threefry`, using a single kernel on a GPU."""
     x0, x1 = torch.broadcast_tensors(x0, x1)
     if x0.is_cuda:  # pragma: no cover (tested on a GPU)
         try:
-            # Contiguous, since every other arrangement in memory is another kernel.
+            # Contiguous tensors, since each memory layout needs its own kernel.
             w0, w1 = _gpu_kernel()(x0.contiguous(), x1.contiguous(), key0=key[0], key1=key[1])
         except RuntimeError as error:
             if "nvrtc" not in str(error).lower():
@@ -126,7 +126,7 @@ def _scrambled(key: tuple[int, int], x0: Tensor, x1: Tensor) -> tuple[Tensor, Te
 
 
 def _scrambled_by_operations(key: tuple[int, int], x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
-    """Scramble pairs of words, broadcast against each other, by tensor operations."""
+    """Broadcast counters and compute `threefry`, using tensor operations."""
     return threefry(key, *torch.broadcast_tensors(x0, x1))
 
 
@@ -138,7 +138,7 @@ def _key_of(seed: int, sample: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=32)
 def _block_of_words(key: tuple[int, int], block: int, num_data: int, entries: int) -> npt.NDArray[np.int64]:
-    """Return the words of a block of consecutive data, `[2, num_data, entries]`."""
+    """Return the words of a block of consecutive examples, `[2, num_data, entries]`."""
     words = np.empty((2, num_data, entries), dtype=np.uint32)
     words[0] = np.arange(block * num_data, (block + 1) * num_data)[:, None]
     words[1] = np.arange(entries)
@@ -148,12 +148,12 @@ def _block_of_words(key: tuple[int, int], block: int, num_data: int, entries: in
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for consecutive data of a data set.
+    """Random numbers for consecutive examples of a data set.
 
     Attributes:
-        seed: Equal seeds give equal numbers; from 0 to 2**64 - 1.
-        first: Index of the first example within the data set: a number, or a tensor without axes on the device for
-            which numbers are drawn, so that a recorded computation draws other numbers if it changes.
+        seed: Seed from 0 to 2**64 - 1. Equal seeds give equal numbers.
+        first: Index of the first example within the data set: an integer, or a zero-dimensional tensor on the device of
+            the draws, so that replays of a CUDA graph can change it and draw different numbers.
         sample: Index of the Monte Carlo sample.
     """
 
@@ -162,7 +162,7 @@ class Draws:
     sample: int
 
     def uniform(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Draw numbers strictly between 0 and 1, float64, shape `[num_data, *shape]`."""
+        """Draw uniform numbers strictly between 0 and 1, float64, shape `[num_data, *shape]`."""
         w0, w1 = self._words(num_data, shape, device)
         return (((w0 << 20) + (w1 >> 12)).double() + 0.5) * 2.0**-52
 
@@ -175,13 +175,14 @@ class Draws:
     def _words(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words.
 
-        These are some hundred operations on integers. On a CPU, they are done for many examples at a time, and small
-        batches find theirs done.
+        This takes about a hundred integer operations. On a CPU, they run for blocks of many examples, and blocks are
+        cached for small batches.
         """
         key, entries = _key_of(self.seed, self.sample), prod(shape)
         at_a_time = _BLOCK // max(entries, 1)
         first = self.first
         few = bool(at_a_time and num_data)
+        # On a CPU, slice cached blocks of words.
         if few and isinstance(first, int) and first + num_data <= _MASK and not sync.is_asynchronous(device):
             start, stop = first // at_a_time, first + num_data
             blocks = [_block_of_words(key, block, at_a_time, entries) for block in range(start, -(-stop // at_a_time))]
@@ -190,9 +191,9 @@ class Draws:
             mine = words[:, offset : offset + num_data]
             w0, w1 = (torch.from_numpy(word).to(device) for word in mine)
         else:
-            datum = (sync.counting(num_data, device) + first).unsqueeze(1)
+            example = (sync.counting(num_data, device) + first).unsqueeze(1)
             entry = sync.counting(entries, device).unsqueeze(0)
-            # A kernel is worth compiling for a computation that is recorded, and repeated many times.
+            # Compiling a kernel pays off only for a recorded computation, which is replayed many times.
             scramble = _scrambled if isinstance(first, Tensor) else _scrambled_by_operations
-            w0, w1 = scramble(key, datum, entry)
+            w0, w1 = scramble(key, example, entry)
         return w0.reshape(num_data, *shape), w1.reshape(num_data, *shape)

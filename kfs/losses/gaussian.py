@@ -1,8 +1,8 @@
-r"""Heteroscedastic regression, `torch.nn.GaussianNLLLoss`: the network predicts mean and variance.
+r"""Heteroscedastic regression, `torch.nn.GaussianNLLLoss`: the model predicts mean and variance.
 
-PyTorch's module takes three tensors. A network has one output, so the prediction is $[N, 2, \dots]$: mean $\mu$
-first, then variance $v$ (clamped from below at `eps`, as in PyTorch). With residual $r = \mu - y$ an entry's
-criterion is $\tfrac12 (\log v + r^2 / v)$, with
+PyTorch's module takes three tensors. The model has one output, so the prediction is $[N, 2, \dots]$: first the mean
+$\mu$, then the variance $v$ (clamped from below at `eps`, as in PyTorch). With the residual $r = \mu - y$, the
+criterion of an entry is $\tfrac12 (\log v + r^2 / v)$, with
 
 $$
 \mathrm{H} = \begin{pmatrix} 1 / v & -r / v^2 \\ -r / v^2 & r^2 / v^3 - 1 / (2 v^2) \end{pmatrix},
@@ -10,7 +10,7 @@ $$
 \mathrm{F} = \begin{pmatrix} 1 / v & 0 \\ 0 & 1 / (2 v^2) \end{pmatrix}.
 $$
 
-The Hessian is indefinite wherever $r^2 < v$, that is, mostly. The GGN inherits this. The Fisher is what one wants here.
+The Hessian is indefinite where $r^2 < v$, which is the typical case, and so is the GGN. Use the Fisher instead.
 """
 
 from math import log, pi
@@ -31,21 +31,21 @@ class Gaussian(Loss):
         self.full, self.eps = module.full, module.eps
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Refuse anything but `[N, 2, ...]` for targets `[N, ...]`, and negative variances."""
+        """Raise an error unless predictions are `[N, 2, ...]` for targets `[N, ...]`, with non-negative variances."""
         check_floating("The targets", y)
         if f.ndim < 2 or f.shape[1] != 2 or f.shape[:1] + f.shape[2:] != y.shape:
             raise ShapeError(
                 f"GaussianNLLLoss: predictions have shape {list(f.shape)} and targets {list(y.shape)}.",
-                "Let the model return mean and variance stacked along axis 1: [N, 2, ...] for targets [N, ...].",
+                "The model must return mean and variance stacked along axis 1: [N, 2, ...] for targets [N, ...].",
             )
         if not sync.is_asynchronous(f.device) and self.wrong(f, y).any():
             raise LossError(
                 "GaussianNLLLoss was given a negative variance.",
-                "Let the model return a positive second output, e.g. through softplus.",
+                "Make the second output of the model positive, e.g. using softplus.",
             )
 
     def wrong(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return which data have a negative variance."""
+        """Return which examples have a negative variance."""
         return any_per_datum(f.select(1, 1) < 0)
 
     def count(self, y: Tensor) -> float:
@@ -58,11 +58,11 @@ class Gaussian(Loss):
 
     @property
     def hessian_needs_targets(self) -> bool:
-        """The Hessian has residuals in it."""
+        """True, since the Hessian depends on residuals."""
         return True
 
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return the mean: the Fisher matrix does not depend on targets."""
+        """Return the mean, since the Fisher matrix does not depend on targets."""
         mean = f.select(1, 0) if f.ndim > 1 else f
         self.check(f, mean)
         return mean
@@ -70,7 +70,7 @@ class Gaussian(Loss):
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the sum over entries.
 
-        PyTorch's function asks the device whether a variance is negative. Otherwise these are its operations.
+        These are the operations of PyTorch's function, without its check for negative variances, which synchronizes.
         """
         mean, variance = f.unbind(1)
         variance = variance.clone()
@@ -80,7 +80,7 @@ class Gaussian(Loss):
         return per_datum(entries + 0.5 * log(2 * pi) if self.full else entries)
 
     def deviance(self, f: Tensor, y: Tensor) -> Tensor:
-        """Compare with the right mean and the same variance: the smaller a variance, the smaller the criterion."""
+        """Subtract the criterion at the true mean and the same variance; it has no minimum over variances."""
         r, v = self._parts(f, y)
         return per_datum(0.5 * r**2 / v)
 
@@ -90,7 +90,7 @@ class Gaussian(Loss):
         return stack([r / v, 0.5 * (1 / v - (r / v) ** 2)], 1)
 
     def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Multiply with the Hessian above, per entry."""
+        """Multiply every entry with the Hessian above."""
         r, var = self._parts(f, y)
         axis = v.ndim - f.ndim + 1
         v0, v1 = v.unbind(axis)
@@ -98,22 +98,22 @@ class Gaussian(Loss):
         return stack([v0 / var + off * v1, off * v0 + last * v1], axis)
 
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Refuse: an indefinite matrix has no such factor."""
+        """Raise an error: an indefinite matrix has no symmetric factor."""
         raise LossError(
             "The Hessian of GaussianNLLLoss with respect to the variance is indefinite and has no symmetric factor.",
             "Use the Fisher (type-1, type-2), which is positive semi-definite.",
         )
 
     def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Multiply with the Fisher above, per entry."""
+        """Multiply every entry with the Fisher matrix above."""
         return self._fisher_diagonal(f, y) * v
 
     def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the square root of the Fisher above."""
+        """Return the square root of the Fisher matrix above."""
         return diagonal_factor(self._fisher_diagonal(f, y).sqrt(), start, stop)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Draw a target from the predicted distribution."""
+        """Draw a target from the predicted distribution and return its gradient."""
         _, v = self._parts(f, y)
         noise = draws.normal(len(f), tuple(y.shape[1:]), f.device).to(f.dtype)
         return self.gradient(f, f.select(1, 0) + v.sqrt() * noise)
@@ -123,6 +123,6 @@ class Gaussian(Loss):
         return stack([1 / v, 0.5 / v**2], 1)
 
     def _parts(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return residual and variance. PyTorch clamps the latter without tracking: derivatives ignore the clamp."""
+        """Return residual and clamped variance. As in PyTorch, derivatives ignore the clamp."""
         mean, variance = f.unbind(1)
         return mean - y, variance.clamp(min=self.eps)

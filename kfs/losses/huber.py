@@ -1,7 +1,7 @@
-"""The losses that are quadratic near zero and linear far away: `torch.nn.HuberLoss` and `torch.nn.SmoothL1Loss`.
+"""Losses that are quadratic near zero and linear elsewhere: `torch.nn.HuberLoss` and `torch.nn.SmoothL1Loss`.
 
-Their curvature is constant near zero and vanishes far away. At the two kinks in between it does not exist, and we take
-that of the linear side. A zero `beta` makes `SmoothL1Loss` the absolute value, which has no curvature to use.
+Their second derivative is one near zero and zero elsewhere. At the two transition points, it does not exist and is set
+to zero. With `beta=0`, `SmoothL1Loss` is the absolute value, which has no curvature and raises an error.
 """
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from kfs.losses.interface import Elementwise, per_datum
 
 
 class Huber(Elementwise):
-    """`HuberLoss` and `SmoothL1Loss`: they differ by a factor `delta`, which goes into the reduction factor."""
+    """`HuberLoss` and `SmoothL1Loss`. They differ by a factor `delta`, which is part of the reduction factor."""
 
     def __init__(self, module: nn.HuberLoss | nn.SmoothL1Loss) -> None:
         name = type(module).__name__
@@ -33,27 +33,27 @@ class Huber(Elementwise):
         return per_datum(nn.functional.huber_loss(f, y.to(f.dtype), reduction="none", delta=self.delta))
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the residual, clipped."""
+        """Return the clipped residual."""
         return (f - y).clamp(-self.delta, self.delta)
 
     def second_derivative(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return one where the residual is small, zero elsewhere."""
+        """Return 1 where the absolute residual is less than `delta`, 0 elsewhere."""
         return ((f - y).abs() < self.delta).to(f.dtype)
 
     def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Refuse: see `sampled_gradient`."""
+        """Raise an error: see `sampled_gradient`."""
         raise self._refusal()
 
     def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Refuse: see `sampled_gradient`."""
+        """Raise an error: see `sampled_gradient`."""
         raise self._refusal()
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Refuse: nobody means the density that would belong to this loss."""
+        """Raise an error: the loss is not used as the negative logarithm of a density."""
         raise self._refusal()
 
     def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Refuse: see `sampled_gradient`."""
+        """Raise an error: see `sampled_gradient`."""
         raise self._refusal()
 
     def _refusal(self) -> LossError:

@@ -1,4 +1,4 @@
-"""From what the user calls a loss to its description."""
+"""Converts loss modules and functions of the user into descriptions (`Loss`)."""
 
 from collections.abc import Callable
 from inspect import isfunction
@@ -24,7 +24,7 @@ DESCRIPTIONS: dict[type[nn.Module], Callable[..., Loss]] = {
     nn.HuberLoss: Huber,
     nn.SmoothL1Loss: Huber,
 }
-# PyTorch's functions of a batch. With their default arguments, they are these modules.
+# Functions of PyTorch, and the modules that are equal to them with default arguments.
 _MODULES: dict[object, type[nn.Module]] = {
     nn.functional.mse_loss: nn.MSELoss,
     nn.functional.cross_entropy: nn.CrossEntropyLoss,
@@ -39,15 +39,15 @@ def describe(loss: object) -> Loss:
     """Return the description of a loss.
 
     Args:
-        loss: A supported loss module of `torch.nn` (not a subclass, which may compute anything), the function of
-            `torch.nn.functional` for it, a `Loss`, or a function `(f, y) -> scalar` of one example, which is averaged
-            over the data.
+        loss: A supported loss module of `torch.nn` (not a subclass, which could change the loss), its function in
+            `torch.nn.functional`, a `Loss`, or a function `(f, y) -> scalar` of one example, which is averaged over the
+            data.
 
     Returns:
         The description.
 
     Raises:
-        LossError: If it is none of these.
+        LossError: If the loss is not supported.
 
     Example:
         >>> describe(nn.MSELoss()).reduction_factor(10)

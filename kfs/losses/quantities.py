@@ -1,6 +1,7 @@
-"""Quantities of an example: its loss, the log-probability of its label, its margin, or a function.
+"""Quantities of an example: its loss, the log-probability of its label, its margin, or a user-defined function.
 
-All are functions of a prediction and a target. What is needed of them is their gradient with respect to the prediction.
+All quantities are functions of a prediction and a target. Only their gradients with respect to the prediction are
+needed.
 """
 
 from collections.abc import Callable
@@ -21,21 +22,21 @@ NAMES: tuple[str, ...] = get_args(Name)
 
 
 def gradient_of(quantity: Quantity, loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what computes the gradient of a quantity with respect to predictions.
+    """Return a function that computes the gradient of a quantity with respect to predictions.
 
     Args:
-        quantity: `"loss"` is the example's own term of the loss, `c(f, y)`, without the reduction factor.
-            `"log-probability"` is that of the target, without class weights and label smoothing. `"margin"` is
-            `log p / (1 - p)`, where `p` is the probability of the label: its logit minus the logarithm of the summed
-            exponentials of all others. Where an example has several labels, both are summed over them. A function takes
-            one example's prediction and target.
-        loss: Says what predictions mean.
+        quantity: `"loss"` is the criterion `c(f, y)` of the example, without the reduction factor. `"log-probability"`
+            is the log-probability of the target, without class weights and label smoothing. `"margin"` is
+            `log p / (1 - p)`, where `p` is the probability of the label: its logit minus the log-sum-exp of all other
+            logits. For an example with several labels, log-probability and margin are summed over the labels. A
+            function takes one example's prediction and target.
+        loss: The loss that defines the likelihood of predictions.
 
     Returns:
-        A function of predictions and targets `[N, ...]`, whose result is shaped like predictions.
+        A function of predictions and targets `[N, ...]` that returns a tensor with the shape of predictions.
 
     Raises:
-        LossError: If there is no such quantity.
+        LossError: If the name of the quantity is unknown.
 
     Example:
         >>> from kfs.losses import describe
@@ -56,12 +57,12 @@ def gradient_of(quantity: Quantity, loss: Loss) -> Callable[[Tensor, Tensor], Te
 
 
 def sign_of(quantity: Quantity) -> int:
-    """Return 1 if less of a quantity is better, as of the loss and by convention of a function; otherwise -1."""
+    """Return 1 if smaller values of a quantity are better (the loss and, by convention, a function); otherwise -1."""
     return -1 if quantity in {"log-probability", "margin"} else 1
 
 
 class _Function:
-    """Differentiates a function of one example: for all data together if `vmap` can do that, otherwise one by one."""
+    """Differentiates a function of one example: for all examples at once if `vmap` supports it, else one by one."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.function = function
@@ -73,25 +74,25 @@ class _Function:
                 try:
                     gradients: Tensor = vmap(grad(self._value))(f, y)
                 except (RuntimeError, NotImplementedError):
-                    self.together = False  # if it is the function's own error, it comes again below
+                    self.together = False  # an error of the function itself is raised again below
                 else:
                     return gradients
             return torch.stack([self._one(f_n, y_n) for f_n, y_n in zip(f.detach(), y, strict=True)])
 
     def _value(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the function's value, and refuse what is not one number."""
+        """Return the value of the function; raise an error if it is not a single number."""
         value = self.function(f, y)
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             name = getattr(self.function, "__name__", type(self.function).__name__)
             raise LossError(
                 f"The function {name} returned {found} for one example, expected a number in a tensor.",
-                "Let it take the prediction and the target of a single example, and sum over their entries.",
+                "The function must take the prediction and the target of a single example, and sum over their entries.",
             )
         return value.reshape(())
 
     def _one(self, f: Tensor, y: Tensor) -> Tensor:
-        """Differentiate for one example. A function that does not depend on the prediction has no gradient."""
+        """Return the gradient for one example; zero if the function does not depend on the prediction."""
         leaf = f.requires_grad_()
         value = self._value(leaf, y)
         if not value.requires_grad:

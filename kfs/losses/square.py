@@ -1,4 +1,4 @@
-"""The square loss: half the squared distance, a normal likelihood of unit variance. `MSELoss` is twice that."""
+"""The square loss: half the squared distance, with a normal likelihood of unit variance. `MSELoss` has factor two."""
 
 from torch import Tensor, nn, ones, ones_like, zeros  # noqa: F401 (ones and zeros are for the example)
 
@@ -7,7 +7,7 @@ from kfs.losses.interface import Elementwise, Loss, per_datum
 
 
 class Square(Elementwise):
-    """`MSELoss`. Its criterion is half the squared distance; the two is in the reduction factor."""
+    """`MSELoss`. Its criterion is half the squared distance; its reduction factor includes a factor of two."""
 
     def __init__(self, module: nn.MSELoss) -> None:
         super().__init__("MSELoss", module.reduction, scale=2.0)
@@ -21,7 +21,7 @@ class Square(Elementwise):
         return f - y
 
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return the predictions: the Fisher matrix does not depend on targets."""
+        """Return the predictions, since the Fisher matrix does not depend on targets."""
         return f
 
     def second_derivative(self, f: Tensor, y: Tensor) -> Tensor:
@@ -29,15 +29,15 @@ class Square(Elementwise):
         return ones_like(f)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Return the negative noise of a target drawn around the prediction."""
+        """Draw a target from a normal distribution around the prediction and return its gradient."""
         return -draws.normal(len(f), tuple(f.shape[1:]), f.device).to(f.dtype)
 
 
 class HalfSquaredError(Square):
-    """Half the squared distance of each example, summed over its entries and averaged over data (not over entries).
+    """Half the squared distance of each example, summed over its entries and averaged over examples (not entries).
 
     Args:
-        reduction: `"mean"` over data, or `"sum"`.
+        reduction: `"mean"` over examples, or `"sum"`.
 
     Example:
         >>> loss = HalfSquaredError()

@@ -1,6 +1,6 @@
-"""Data as users have them: pairs, loaders, mappings. How they are iterated, taken apart and moved.
+"""Iterates, unpacks and moves the data of users: pairs, loaders and mappings.
 
-What a batch means to a model and a loss lives in `kfs.problem.risk`.
+The evaluation of a model and a loss on a batch lives in `kfs.problem.risk`.
 """
 
 import hashlib
@@ -19,25 +19,26 @@ from kfs.errors import DataError
 from kfs.runtime import sync
 from kfs.runtime.nested import is_named_tuple, mapped, tensors_in, with_values
 
-# How many numbers of each tensor a fingerprint looks at. A prime, so that they are not all in one column of a table.
+# Number of entries of each tensor that a fingerprint includes. A prime number, so that the entries of a matrix are not
+# all in one column.
 _SAMPLE = 1021
 
 
-# What finds the mask of a batch: a key, or a function of the inputs.
+# Specifies the mask of a batch: a key, or a function of the inputs.
 Mask = str | Callable[[Any], Tensor] | None
 _DEFAULT_MASK = "attention_mask"
 
 
 class Batch(NamedTuple):
-    """Some consecutive data.
+    """Consecutive examples of a data set.
 
     Attributes:
-        x: What the model takes: a tensor, a tuple of arguments or a mapping; see `arguments`.
+        x: Input of the model: a tensor, a tuple of arguments or a mapping; see `arguments`.
         y: Targets, `[N, ...]`.
         first: Index of the first example within the data set.
-        counted: What a mean over the targets divides by; a tensor without axes if only their device knows it.
-        recorded: For a batch that belongs to a recorded computation: the index of the first example, as a tensor
-            without axes, since it changes.
+        counted: Divisor of a mean over the targets; a zero-dimensional tensor if it was computed on an accelerator.
+        recorded: For a batch of a CUDA graph: the index of the first example as a zero-dimensional tensor, since it
+            changes between replays. Otherwise `None`.
     """
 
     x: Any
@@ -48,7 +49,7 @@ class Batch(NamedTuple):
 
     @property
     def start(self) -> int | Tensor:
-        """The index of the first example, whoever runs the computation."""
+        """Index of the first example: `recorded` if it is given, else `first`."""
         return self.first if self.recorded is None else self.recorded
 
 
@@ -65,18 +66,18 @@ def as_batches(data: object) -> Iterable[Any]:
     if isinstance(data, Iterator):
         raise DataError(
             f"data is a {type(data).__name__}, which can be iterated only once, but curvature needs several passes.",
-            "Pass list(data), or an object that starts anew at every iteration, such as a DataLoader.",
+            "Pass list(data), or an object that restarts at every iteration, such as a DataLoader.",
         )
     return data
 
 
 def default_unpack(batch: Any) -> tuple[Any, Tensor]:
-    """Split a pair, or a mapping at its labels."""
+    """Split a pair, or a mapping at its key `"labels"`, into inputs and targets."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise DataError(
                 f"A batch is a mapping with the keys {list(batch)}, none of which is 'labels'.",
-                "Say how to split it: unpack=lambda batch: (x, y).",
+                "Specify how to split it: unpack=lambda batch: (x, y).",
             )
         rest = {key: value for key, value in batch.items() if key != "labels"}
         return with_values(batch, rest), batch["labels"]
@@ -84,23 +85,23 @@ def default_unpack(batch: Any) -> tuple[Any, Tensor]:
         return batch[0], batch[1]
     raise DataError(
         f"A batch is a {type(batch).__name__}, expected a pair (x, y) or a mapping.",
-        "Say how to split it: unpack=lambda batch: (x, y).",
+        "Specify how to split it: unpack=lambda batch: (x, y).",
     )
 
 
 def unpacked(unpack: Callable[[Any], Any], batch: Any) -> tuple[Any, Tensor]:
-    """Split a batch with the user's function, and refuse what is not a pair of inputs and targets."""
+    """Split a batch with the user's function, and raise an error if the result is not a pair of inputs and targets."""
     pair = unpack(batch)
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise DataError(
             f"unpack= returned a {type(pair).__name__}, expected a pair (x, y).",
-            "Let it return both: unpack=lambda batch: (x, y).",
+            "Return both: unpack=lambda batch: (x, y).",
         )
     x, y = pair
     if not isinstance(y, Tensor) or y.ndim == 0:
         raise DataError(
             f"The targets of a batch are {y!r:.80}, expected a tensor [N, ...].",
-            "Pass batches (x, y), or say how they are split with unpack=.",
+            "Pass batches (x, y), or specify how to split a batch with unpack=.",
         )
     return x, y
 
@@ -108,15 +109,15 @@ def unpacked(unpack: Callable[[Any], Any], batch: Any) -> tuple[Any, Tensor]:
 def arguments(x: Any, model: Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments of a module for a batch's input.
 
-    A tuple or a list has the arguments. A mapping has keyword arguments if `forward` takes them; otherwise it is the
-    only argument. Everything else, named tuples included, is one argument.
+    A tuple or a list contains the positional arguments. A mapping contains the keyword arguments if `forward` accepts
+    them; otherwise it is the only argument. Any other input, including a named tuple, is one argument.
 
     Args:
         x: The input.
-        model: Its `forward` says what it takes.
+        model: The module; the signature of its `forward` decides how a mapping is passed.
 
     Raises:
-        DataError: If `forward` takes a mapping in neither way.
+        DataError: If `forward` accepts a mapping in neither way.
     """
     if not isinstance(x, Mapping):
         return (tuple(x), {}) if type(x) in {tuple, list} else ((x,), {})
@@ -126,13 +127,13 @@ def arguments(x: Any, model: Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     try:
         forward.bind(**x)
     except TypeError as error:
-        # Keys that are names of further arguments show that keyword arguments were meant.
+        # If a key is the name of an argument after the first one, the user meant keyword arguments.
         further = list(forward.parameters)[1:]
         if any(key in further for key in x) or not _takes_one_argument(forward):
             raise DataError(
                 f"A batch is a mapping with the keys {list(x)}, but the model has forward{forward}: it takes neither "
                 f"these as keyword arguments ({error}), nor the mapping as its only argument.",
-                "Name the keys like the arguments of forward, or let unpack= return a tuple of arguments: "
+                "Rename the keys to the arguments of forward, or let unpack= return a tuple of arguments: "
                 "unpack=lambda batch: ((a, b), y).",
             ) from error
         return (x,), {}
@@ -140,7 +141,7 @@ def arguments(x: Any, model: Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def cut(x: Any, num_data: int, chosen: Sequence[int], batch_axis: int | None = None) -> Any:
-    """Return the inputs of some data, in this order: tensors that have a batch axis are indexed there."""
+    """Return the inputs of the chosen examples, in the given order, by indexing tensors along their batch axis."""
 
     def some(t: Tensor) -> Tensor:
         axis = axis_to_cut(t.shape, num_data, batch_axis)
@@ -150,23 +151,23 @@ def cut(x: Any, num_data: int, chosen: Sequence[int], batch_axis: int | None = N
 
 
 def can_be_cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> bool:
-    """Whether one may try to take the first few examples of a batch apart.
+    """Return whether it is safe to take the first `few` examples out of a batch.
 
-    Some tensor has an axis for data. And no other one may have indices of data, such as the graph that each node of a
-    batch belongs to: an accelerator does not survive an index that points beyond the first few.
+    At least one tensor must have a batch axis. No other tensor may contain indices of examples, such as the graph that
+    each node of a batch belongs to: on an accelerator, an index beyond the first few examples aborts the process.
     """
     found = [t for t in tensors_in(x) if t.layout is torch.strided]
     if all(axis_to_cut(t.shape, num_data, batch_axis) is None for t in found):
         return False
     integers = [t for t in found if t.dtype != torch.bool and not (t.is_floating_point() or t.is_complex())]
-    # Tokens `[N, T]` may be as small as indices of data. On a CPU, a wrong index is an error like any other one.
+    # Token ids `[N, T]` may be as small as indices of examples. On a CPU, a wrong index only raises an exception.
     integers = [t for t in integers if t.ndim < 2 or not t.is_cpu or axis_to_cut(t.shape, num_data, batch_axis) is None]
     largest = [int(t.max()) for t in integers if t.numel() and len(found) > 1]
     return not any(few <= number < num_data for number in largest)
 
 
 def axis_to_cut(shape: Sequence[int], num_data: int, batch_axis: int | None) -> int | None:
-    """Return which axis of an input is the batch axis, by its length; whether that is right shows in the audit."""
+    """Return the batch axis of an input by its length, `None` if it is ambiguous; the audit verifies this guess."""
     axes = [axis for axis, length in enumerate(shape) if length == num_data]
     preferred = [axis for axis in (batch_axis, 0) if axis in axes]
     if not preferred and len(axes) != 1:
@@ -176,17 +177,17 @@ def axis_to_cut(shape: Sequence[int], num_data: int, batch_axis: int | None) -> 
 
 @lru_cache(maxsize=32)
 def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
-    """Return places in a large tensor, all over it, as one index for each axis."""
+    """Return evenly spaced positions in a large tensor, as one index tensor for each axis."""
     flat = torch.arange(_SAMPLE, device=device) * shape.numel() // _SAMPLE
     return torch.unravel_index(flat, shape)
 
 
 class Fingerprint(NamedTuple):
-    """What tells a batch from others, without a copy of it.
+    """Identifies a batch without a copy of it.
 
     Attributes:
         tensors: Dtype and shape of each tensor.
-        digest: Digest of some numbers of each tensor, or of all. NaN equals NaN.
+        digest: Digest of some or all entries of each tensor. NaN equals NaN.
     """
 
     tensors: tuple[str, ...]
@@ -194,15 +195,15 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(x: Any, y: Tensor, *, complete: bool = False) -> Fingerprint:
-    """Return what tells a batch from others. It is cheap, and looks at tensors alone.
+    """Return the fingerprint of a batch. It is cheap and depends on tensors only.
 
-    Values of sparse, nested and quantized tensors are not looked at, and there are none on `meta`. An accelerator that
-    has data is asked once.
+    Values of sparse, nested and quantized tensors and of tensors on `meta` are not included. Each device that holds
+    data is synchronized once.
 
     Args:
-        x: What the model takes.
+        x: Input of the model.
         y: Targets.
-        complete: Whether to look at all numbers, and not at some of each tensor.
+        complete: Whether to include all entries instead of a sample of each tensor.
     """
     found = [t.detach() for t in (*tensors_in(x), y) if not t.is_nested]
     samples: dict[torch.device, list[Tensor]] = {}
@@ -218,7 +219,7 @@ def fingerprint(x: Any, y: Tensor, *, complete: bool = False) -> Fingerprint:
 
 
 def values_digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of values of parameters, rounded to float32; empty for special tensors."""
+    """Return a digest of parameter values, rounded to float32; an empty string if a tensor is special or on `meta`."""
     found = list(tensors)
     if any(type(t) not in {Tensor, Parameter} or t.is_meta for t in found):
         return ""
@@ -226,17 +227,17 @@ def values_digest(tensors: Iterable[Tensor]) -> str:
 
 
 def _some_numbers(t: Tensor) -> Tensor:
-    """Return all numbers of a small tensor, or some of a large one."""
+    """Return all entries of a small tensor, or a sample of the entries of a large one."""
     return t[_places(t.shape, t.device)] if t.numel() > _SAMPLE else t
 
 
 def _as_bytes(t: Tensor) -> Tensor:
-    """Return the numbers of a tensor as bytes."""
+    """Return the entries of a tensor as bytes."""
     return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def repeatably(data: Iterable[Any]) -> Iterator[Any]:
-    """Iterate such that random numbers used for it (shuffling, augmentation) are the same every time, and no others."""
+    """Iterate with reproducible random numbers for shuffling and augmentation; random state outside is unaffected."""
     generators = [torch.default_generator, *_own_generators(data)]
     iterator, position = None, 0
     while True:
@@ -251,7 +252,7 @@ def repeatably(data: Iterable[Any]) -> Iterator[Any]:
 
 
 def _own_generators(loader: object) -> list[torch.Generator]:
-    """Return the random generators that a loader and its samplers were given."""
+    """Return the random generators of a loader and its samplers."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
@@ -260,7 +261,7 @@ def _own_generators(loader: object) -> list[torch.Generator]:
 
 @contextmanager
 def _seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
-    """Seed generators in this context, and leave them as before."""
+    """Seed generators in this context, and restore their states afterwards."""
     states = [generator.get_state() for generator in generators]
     try:
         for generator in generators:
@@ -272,14 +273,14 @@ def _seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
 
 
 def _signature(model: Module) -> inspect.Signature | None:
-    """Return what a module's `forward` takes; `None` if nobody knows, as for traced modules."""
+    """Return the signature of a module's `forward`; `None` if it is unknown, as for traced modules."""
     try:
         signature = inspect.signature(model.forward)
     except ValueError:
         return None
     anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     if all(parameter.kind in anything for parameter in signature.parameters.values()):
-        for name in ("_orig_mod", "module"):  # compiled, or run in parallel: what is inside decides
+        for name in ("_orig_mod", "module"):  # a wrapper for compilation or data parallelism: use the inner module
             inside = getattr(model, name, None)
             if isinstance(inside, Module):
                 return _signature(inside)
@@ -287,7 +288,7 @@ def _signature(model: Module) -> inspect.Signature | None:
 
 
 def _takes_one_argument(forward: inspect.Signature) -> bool:
-    """Whether one positional argument is enough."""
+    """Return whether `forward` accepts a single positional argument."""
     try:
         forward.bind(None)
     except TypeError:
@@ -297,25 +298,25 @@ def _takes_one_argument(forward: inspect.Signature) -> bool:
 
 @dataclass(frozen=True)
 class MaskSource:
-    """Where a batch has its mask, which says which positions of its inputs are there, and which ones are padding.
+    """Finds the padding mask of a batch, which tells real positions of the inputs from padding.
 
     Attributes:
-        mask: A key of a batch that is a mapping, or a function of the inputs. `None` for `attention_mask`, if there is
-            a tensor `[N, S]` of booleans or integers of that name.
+        mask: A key of a batch that is a mapping, or a function of the inputs. If `None`, the key `attention_mask` is
+            used, provided that it is a tensor `[N, S]` of booleans or integers.
     """
 
     mask: Mask = None
 
     @property
     def name(self) -> str:
-        """The name of the mask, for messages."""
+        """The name of the mask for error messages."""
         return self.mask if isinstance(self.mask, str) else _DEFAULT_MASK if self.mask is None else "mask="
 
     def find(self, x: Any, num_data: int) -> Tensor | None:
         """Return the mask of a batch's inputs, booleans `[N, S]`; `None` if there is none.
 
         Raises:
-            DataError: If the mask that was asked for is not there, or has another shape.
+            DataError: If the requested mask is missing or has the wrong shape.
         """
         given = self.mask(x) if callable(self.mask) else _named(x, self.name)
         if self.mask is None:
@@ -326,8 +327,8 @@ class MaskSource:
             found = f"has shape {list(given.shape)}" if isinstance(given, Tensor) else f"is {given!r}"
             raise DataError(
                 f"The mask of a batch of {num_data} examples ({self.name!r}) {found}.",
-                "Let mask= be the name of a tensor [N, S] in the batch, or a function that returns one: 1 or True at "
-                "positions that are there, 0 or False at padding.",
+                "Set mask= to the name of a tensor [N, S] in the batch, or to a function that returns one, with 1 or "
+                "True at real positions and 0 or False at padding.",
             )
         return given != 0
 
@@ -336,12 +337,12 @@ class MaskSource:
         return "" if self.find(x, num_data) is None else self.name
 
     def replaced(self, x: Any, mask: Tensor) -> Any:
-        """Return the inputs with another mask; `None` if it is not a tensor among them."""
+        """Return the inputs with their mask replaced; `None` if the mask is not a tensor in the inputs."""
         return None if callable(self.mask) else _replaced(x, self.name, mask)
 
 
 def _named(x: Any, name: str) -> Tensor | None:
-    """Return the tensor with a name in a mapping, or in a mapping among some arguments."""
+    """Return the tensor with the given name in a mapping or in nested arguments; `None` if there is none."""
     if isinstance(x, Mapping):
         found = x.get(name)
         return found if isinstance(found, Tensor) else None
@@ -352,7 +353,7 @@ def _named(x: Any, name: str) -> Tensor | None:
 
 
 def _replaced(x: Any, name: str, value: Tensor) -> Any:
-    """Return inputs with another tensor in place of the one with a name; `None` if there is none."""
+    """Return inputs in which the tensor with the given name is replaced; `None` if there is none."""
     if isinstance(x, Mapping):
         found = x.get(name)
         return with_values(x, {**x, name: value.to(found.dtype)}) if isinstance(found, Tensor) else None
@@ -371,7 +372,7 @@ def to_device(x: Any, device: torch.device) -> Any:
     if type(x) in {tuple, list}:
         return type(x)(to_device(value, device) for value in x)
     if isinstance(x, Tensor):
-        # A copy to a GPU need not be waited for; see `copies_end`. One from there must be complete before it is read.
+        # A copy to a GPU may be asynchronous; see `copies_end`. A copy from a GPU must be complete before it is read.
         return x.to(device, non_blocking=x.is_cpu and device.type == "cuda")
     if hasattr(x, "to"):  # packed sequences
         return x.to(device)
@@ -381,17 +382,17 @@ def to_device(x: Any, device: torch.device) -> Any:
 def batch_to_device(
     x: Any, y: Tensor, first: int, device: torch.device, count: Callable[[Tensor], float | Tensor]
 ) -> Batch:
-    """Return a batch on a device.
+    """Move inputs and targets to a device and return them as a batch.
 
     Args:
         x: Inputs.
         y: Targets.
         first: Index of the first example.
-        device: Where to.
-        count: Counts what a mean over the targets divides by.
+        device: Target device.
+        count: Returns the divisor of a mean over the targets.
 
     Raises:
-        DataError: If they have no values.
+        DataError: If the data are on the meta device and have no values.
     """
     try:
         y = to_device(y, device)
@@ -406,9 +407,9 @@ def batch_to_device(
 
 
 def copies_end(x: Any, y: Tensor, device: torch.device) -> Callable[[], None]:
-    """Return what waits until a batch that was just moved to a device may be overwritten where it was.
+    """Return a function that waits until the asynchronous copies of a batch to a device are complete.
 
-    Copies from pinned memory are made while the host goes on. A loader may use this memory for its next batch.
+    Copies from pinned memory are asynchronous, and a loader may reuse the pinned memory for its next batch.
     """
     if device.type == "cuda" and any(t.is_pinned() for t in (*tensors_in(x), y)):  # pragma: no cover (tested on a GPU)
         event = torch.cuda.Event()

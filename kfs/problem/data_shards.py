@@ -1,4 +1,4 @@
-"""Data split over ranks: consecutive, without padding, and with the index that each example has among all data."""
+"""Splits data over ranks: consecutive examples, without padding; each example keeps its index among all data."""
 
 import hashlib
 import os
@@ -24,14 +24,14 @@ _SAME_DATA = (
 
 
 class Shard:
-    """The data of this process, among those of all. Made by `shard`; pass it to `EmpiricalRisk`.
+    """The data of this process as a part of all data. Returned by `shard`; pass it to `EmpiricalRisk`.
 
     Attributes:
-        batches: The batches of this process, which may be none.
+        batches: The batches of this process; may be empty.
         ranks: The processes that share the data.
         start: Index of the first example among all data.
-        stop: End of the half-open range of data, `start` to `stop`.
-        num_data: Number of all data.
+        stop: End of the half-open range of examples, `start` to `stop`.
+        num_data: Total number of examples.
     """
 
     def __init__(self, batches: Iterable[Any], ranks: Ranks, start: int, stop: int, num_data: int) -> None:
@@ -50,21 +50,21 @@ class Shard:
 
 
 def shard(data: object, group: Group | None, unpack: Unpack | None = None) -> Shard:
-    """Split data over the processes of a group: consecutive data for each rank, and every example once.
+    """Split data over the processes of a group: each rank gets consecutive examples, and each example has one rank.
 
-    One batch, `(X, y)` or a mapping, is cut along its batch axis, without copies. So are the indices that a
-    `DataLoader` would load: each process loads its own data only, in batches of the same size, in the order in which
-    the loader would give them to a single process. Other iterables of batches are split between batches, as evenly as
-    these allow, and each process iterates over all of them to find its own.
+    A single batch, `(X, y)` or a mapping, is sliced along its batch axis, without copies. For a `DataLoader`, the
+    indices that it would load are split: each process loads only its own examples, in batches of the same size, in the
+    order in which the loader would give them to a single process. Other iterables are split between batches, as evenly
+    as the batch sizes allow, and each process iterates over all batches to find its own.
 
     Args:
         data: All data, the same in all processes, as for `EmpiricalRisk`.
-        group: A process group such as `torch.distributed.group.WORLD`, or a device mesh with one axis. `None` for this
-            process alone, which keeps all data.
+        group: A process group such as `torch.distributed.group.WORLD`, or a device mesh with one axis. If `None`, this
+            process keeps all data.
         unpack: As for `EmpiricalRisk`.
 
     Returns:
-        The data of this process. `EmpiricalRisk(model, loss, shard)` knows the group by it.
+        The data of this process. It stores the group, so `EmpiricalRisk(model, loss, shard)` needs no `group=`.
 
     Raises:
         DataError: If the data cannot be split, or were split by a `DistributedSampler`.
@@ -78,10 +78,10 @@ def shard(data: object, group: Group | None, unpack: Unpack | None = None) -> Sh
     if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DistributedError(
             f"There are {os.environ['WORLD_SIZE']} processes, but torch.distributed was not initialized.",
-            "Call torch.distributed.init_process_group() first; torch.distributed.group.WORLD is None before.",
+            "Call torch.distributed.init_process_group() first; before, torch.distributed.group.WORLD is None.",
         )
     if isinstance(data, Shard):
-        raise DataError("The data are a shard already.", "Pass all data to kfs.shard.")
+        raise DataError("The data are already a shard.", "Pass all data to kfs.shard.")
     ranks = Ranks(group)
     with ranks.agreed("kfs.shard"):
         refuse_distributed_sampler(data)
@@ -94,21 +94,21 @@ def shard(data: object, group: Group | None, unpack: Unpack | None = None) -> Sh
 
 
 def part_of(data: object, group: Group | None) -> tuple[Ranks, object, int | None]:
-    """Return who shares data, the part of this process, and where it starts among all data; `None` if nobody knows.
+    """Return the ranks, the data of this process, and the index of its first example (`None` if unknown).
 
     Args:
         data: A shard, or the data of this process.
-        group: The group that was given with them; a shard knows its own.
+        group: The group that was passed with the data. A shard stores its own group.
 
     Raises:
-        DistributedError: If these are different groups.
-        DataError: If a `DistributedSampler` has split the data.
+        DistributedError: If `group` differs from the group of the shard.
+        DataError: If the data were split by a `DistributedSampler`.
     """
     ranks = Ranks(group)
     if isinstance(data, Shard):
         if group is not None and ranks.group is not data.ranks.group:
             raise DistributedError(
-                "The data are a shard for other processes than those of the group.",
+                "The data are a shard for a different group of processes.",
                 "Leave group= out, or pass the group of kfs.shard(data, group).",
             )
         return data.ranks, data.batches, data.start
@@ -120,33 +120,33 @@ def part_of(data: object, group: Group | None) -> tuple[Ranks, object, int | Non
 
 
 def refuse_distributed_sampler(data: object) -> None:
-    """Refuse a loader that takes every so-manieth example, and some of them twice.
+    """Raise an error if a loader has a `DistributedSampler`, which interleaves examples and repeats some of them.
 
     Raises:
-        DataError: If its sampler is a `DistributedSampler`.
+        DataError: If the sampler is a `DistributedSampler`.
     """
     owners = (data, getattr(data, "batch_sampler", None))
     if any(isinstance(getattr(owner, "sampler", None), DistributedSampler) for owner in owners):
         raise DataError(
-            "The loader has a DistributedSampler, which repeats data until all processes have as many, and does not "
-            "keep their order.",
+            "The loader has a DistributedSampler, which repeats data until all processes have the same number of "
+            "examples, and does not keep their order.",
             "Leave the sampler out, and pass the loader of all data to kfs.shard(loader, group).",
         )
 
 
 def _loads_by_index(loader: "DataLoader[Any]") -> bool:
-    """Whether batches are those that the loader's batch sampler asks the data set for."""
+    """Return whether the loader's batches are exactly those that its batch sampler selects from the data set."""
     as_usual = type(loader).__iter__ is DataLoader.__iter__ and not isinstance(loader.dataset, IterableDataset)
     return as_usual and loader.batch_sampler is not None
 
 
 def _bounds(ranks: Ranks, num_data: int) -> tuple[int, int]:
-    """Return the half-open range of data of this rank; ranges differ by at most one example."""
+    """Return the half-open range of examples of this rank; lengths differ by at most one."""
     return ranks.rank * num_data // ranks.size, (ranks.rank + 1) * num_data // ranks.size
 
 
 def _of_one_batch(batch: Any, ranks: Ranks, unpack: Unpack) -> Shard:
-    """Cut a batch along its batch axis."""
+    """Slice a single batch along its batch axis."""
     x, y = unpacked(unpack, batch)
     ranks.same("The data", fingerprint(x, y), _SAME_DATA)
     start, stop = _bounds(ranks, len(y))
@@ -164,12 +164,16 @@ def _of_one_batch(batch: Any, ranks: Ranks, unpack: Unpack) -> Shard:
 
 
 def _of_loader(loader: "DataLoader[Any]", ranks: Ranks) -> Shard:
-    """Cut the indices that a loader would load."""
+    """Split the indices that a loader would load."""
     of_indices = DataLoader(_Indices(), batch_sampler=loader.batch_sampler, collate_fn=list, generator=loader.generator)
     order = list(repeatably(of_indices))
+
+    # All ranks must draw the same order.
     digest = hashlib.blake2b(repr(order).encode(), digest_size=16).hexdigest()
     num_data = sum(map(len, order))
     ranks.same("The data", {"data": num_data, "order": digest}, _SAME_DATA)
+
+    # Intersect each batch of indices with the range of this rank.
     start, stop = _bounds(ranks, num_data)
     mine = []
     ends = list(accumulate(map(len, order)))
@@ -193,7 +197,7 @@ def _of_loader(loader: "DataLoader[Any]", ranks: Ranks) -> Shard:
 
 
 def _of_batches(batches: Iterable[Any], ranks: Ranks, unpack: Unpack) -> Shard:
-    """Split an iterable between batches."""
+    """Split an iterable of batches between batches."""
     sizes = []
     first = None
     for batch in repeatably(batches):
@@ -208,7 +212,7 @@ def _of_batches(batches: Iterable[Any], ranks: Ranks, unpack: Unpack) -> Shard:
 
 
 def _nearest(edges: Sequence[int], bound: int) -> int:
-    """Return the place of the edge that is nearest to a bound. The ends have edges of their own."""
+    """Return the index of the edge nearest to a bound; the last bound maps to the last edge."""
     place = bisect_left(edges, bound)
     if bound - edges[max(place - 1, 0)] < edges[place] - bound:
         place -= 1
@@ -216,7 +220,7 @@ def _nearest(edges: Sequence[int], bound: int) -> int:
 
 
 class _Some:
-    """Some consecutive batches of an iterable, which is iterated anew every time."""
+    """Consecutive batches of an iterable; each iteration starts a new pass over the iterable."""
 
     def __init__(self, batches: Iterable[Any], start: int, stop: int) -> None:
         self._batches = batches
@@ -231,7 +235,7 @@ class _Some:
 
 
 class _Indices(Dataset[Any]):
-    """A data set that has its indices as data."""
+    """A data set whose examples are their own indices."""
 
     def __getitem__(self, index: Any) -> Any:
         return index

@@ -1,6 +1,6 @@
-"""The user's state: random generators and a model's buffers are as before after any call, whatever happens.
+"""Restores the user's state, random generators and buffers of the model, after every call, also after an error.
 
-A model that needs them changed is not a function of its input, and is refused.
+A model that changes its buffers or uses random numbers is not a function of its input, and raises an error.
 """
 
 import random
@@ -22,13 +22,14 @@ from kfs.errors import GraphError, ModelError
 
 
 def check_module(model: Module) -> None:
-    """Refuse a module whose prediction for one example depends on chance, on other data or on the past.
+    """Raise an error if a prediction for one example would be random or depend on other examples.
 
     Args:
         model: The module.
 
     Raises:
-        ModelError: If it is in a training mode that matters, normalizes over batches, or caches its parametrizations.
+        ModelError: If dropout or BatchNorm is in training mode, if BatchNorm has no running statistics, or if
+            parametrizations are cached.
     """
     for name, module in model.named_modules():
         random = isinstance(module, _DropoutNd) and module.p > 0
@@ -48,41 +49,42 @@ def check_module(model: Module) -> None:
             raise ModelError(
                 f"Module {name!r} ({type(module).__name__}) is parametrized and parametrize.cached() is active, so "
                 "its weight would not depend on the parameters.",
-                "Leave parametrize.cached() first.",
+                "Exit the context parametrize.cached() first.",
             )
 
 
 @contextmanager
 def unchanged(inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Refuse a model that changes its input in this context.
+    """Raise an error if the model changes its input in this context.
 
     Args:
-        inputs: All tensors that it is given.
+        inputs: All input tensors of the model.
 
     Raises:
-        ModelError: If one of them was changed in place.
+        ModelError: If a tensor was changed in place.
     """
-    tracked = [t for t in inputs if not t.is_inference()]  # the others do not count their changes
+    tracked = [t for t in inputs if not t.is_inference()]  # inference tensors have no version counter
     before = [t._version for t in tracked]
     yield
     if [t._version for t in tracked] != before:
         raise ModelError(
-            "The model changed its input in place in the forward pass, so the data are not what they were.",
-            "Write it without (x = x - 1 instead of x -= 1, inplace=False), or let it clone its input first.",
+            "The model changed its input in place in the forward pass, which modifies the data.",
+            "Avoid in-place operations (x = x - 1 instead of x -= 1, inplace=False), or let the model clone its input "
+            "first.",
         )
 
 
 @contextmanager
 def restored(model: object, device: torch.device, refuse: bool = True) -> Iterator[None]:
-    """Restore random state and a model's buffers afterwards, and refuse a model that changed a buffer.
+    """Restore random state and the model's buffers after this context, and raise an error if a buffer was changed.
 
     Args:
-        model: A module, or anything else (which has no buffers).
-        device: Where it runs; the generators of the CPU and of this device are restored, and those of Python and NumPy.
+        model: A module, or any other object (which has no buffers).
+        device: Device of the model. The random states of the CPU, this device, Python and NumPy are restored.
         refuse: Whether a changed buffer is an error. In training, it is not.
 
     Raises:
-        ModelError: If a buffer was changed.
+        ModelError: If a buffer was changed and `refuse` is true.
     """
     named = model.named_buffers() if isinstance(model, Module) else ()
     buffers = {name: (b, b._version, b.clone()) for name, b in named}
@@ -93,32 +95,32 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
         changed = [name for name, (b, version, _) in buffers.items() if b._version != version]
         with torch.no_grad():
             for name in changed if refuse else buffers:
-                # Batch normalization does not count its changes. And a graph that somebody needs may hold the buffer:
-                # writing to its data does not count either.
+                # If changes are allowed, copy all buffers: BatchNorm does not increase the version counter. Write to
+                # `.data`, since an increased counter would invalidate an autograd graph that saved the buffer.
                 buffers[name][0].data.copy_(buffers[name][2])
         for name, (b, _, _) in buffers.items():
             path, _, leaf = name.rpartition(".")
             owner = cast("Module", model).get_submodule(path)
-            if owner._buffers[leaf] is not b:  # assigned anew instead of changed
+            if owner._buffers[leaf] is not b:  # replaced by another tensor instead of changed in place
                 owner._buffers[leaf] = b
                 changed.append(name)
     if changed and refuse:
         raise ModelError(
-            f"The model changed its buffers {changed} in the forward pass, so its prediction depends on its past.",
+            f"The model changed its buffers {changed} in the forward pass, so its prediction depends on earlier calls.",
             "Call model.eval() first.",
         )
 
 
 @contextmanager
 def same_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random state of PyTorch, on the CPU and on a device, of Python and of NumPy afterwards."""
+    """Restore the random states of PyTorch (CPU and device), Python and NumPy after this context."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _other_generators():
         yield
 
 
 @contextmanager
 def _other_generators() -> Iterator[None]:
-    """Restore the random state of Python, and of NumPy if somebody has imported it."""
+    """Restore the random state of Python, and of NumPy if it is imported."""
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     array_state = None if numpy is None else numpy.random.get_state()
@@ -131,25 +133,25 @@ def _other_generators() -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators of the CPU and of a device."""
+    """Return the random states of the CPU and of a GPU."""
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
 def other_random_state() -> tuple[Any, ...]:
-    """Return the states of the generators of Python, and of NumPy if somebody has imported it; they can be compared."""
+    """Return the random states of Python, and of NumPy if it is imported, as values that can be compared."""
     numpy = sys.modules.get("numpy")
     state = () if numpy is None else numpy.random.get_state()
     return random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
 
 def is_same(states: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
-    """Whether random states are equal."""
+    """Return whether two lists of random states are equal; false if `others` is `None`."""
     return others is not None and all(map(torch.equal, states, others))
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of the CPU and of a device in this context, and leave them as before."""
+    """Seed the generators of the CPU and of a device in this context, and restore their states afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":  # pragma: no cover (tested on a GPU)
@@ -159,16 +161,16 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class ExtremeDraws(TorchFunctionMode):
-    """Replaces uniform random numbers by the smallest or by the largest possible ones.
+    """Replaces uniform random numbers by the smallest or by the largest possible numbers.
 
-    A model that compares them with a small probability, as one that leaves out layers in training does, would behave
-    in the same way for most random states.
+    A model that compares uniform numbers with a small probability, such as one that skips layers in training, behaves
+    in the same way for most random states. The extreme numbers reveal that it is random.
 
     Args:
-        largest: Whether to take the largest ones.
+        largest: Whether to return the largest numbers instead of the smallest ones.
     """
 
-    # Further draws are as they are: a loop may wait for a number between the extremes.
+    # Only this many draws are replaced: a loop may wait for a number between the extremes.
     most = 1000
 
     def __init__(self, largest: bool) -> None:
@@ -187,7 +189,7 @@ class ExtremeDraws(TorchFunctionMode):
 
 @contextmanager
 def exchanged(owner: Any, params: dict[str, Tensor]) -> Iterator[None]:
-    """Let an object have other `params` in this context."""
+    """Replace the attribute `params` of an object in this context."""
     before = owner.params
     try:
         owner.params = params
@@ -197,27 +199,27 @@ def exchanged(owner: Any, params: dict[str, Tensor]) -> Iterator[None]:
 
 
 class UnusedDraws:
-    """Finds out whether predictions depend on random numbers that a model draws.
+    """Checks whether predictions depend on the random numbers that a model draws.
 
-    It does so once, and again if a model draws other random numbers than before.
+    The check runs once, and again if the model draws different random numbers than before.
 
     Args:
-        device: Where the model runs; the generators of the CPU and of this device are watched.
+        device: Device of the model. The random states of the CPU and of this device are compared.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: list[Tensor] | None = None  # the random state after draws that are not used
+        self._known: list[Tensor] | None = None  # random state after draws that do not affect predictions
 
     def check(self, before: list[Tensor], predict: Callable[[], Tensor]) -> None:
-        """Refuse a model that has drawn random numbers, unless its predictions are the same for other numbers.
+        """Raise an error if the model has drawn random numbers that affect its predictions.
 
         Args:
-            before: The random state before it ran. It is restored.
+            before: Random state before the model ran. It is restored.
             predict: Evaluates the model once more.
 
         Raises:
-            ModelError: If predictions differ.
+            ModelError: If predictions differ between random states.
         """
         after = random_state(self._device)
         if is_same(after, before):
@@ -238,10 +240,10 @@ class UnusedDraws:
 
 @contextmanager
 def no_randomness(device: torch.device) -> Iterator[None]:
-    """Refuse a model that draws random numbers in this context.
+    """Raise an error if the model draws random numbers in this context.
 
     Args:
-        device: Where it runs; the generators of the CPU and of this device are watched.
+        device: Device of the model. The random states of the CPU and of this device are compared.
 
     Raises:
         ModelError: If random numbers were drawn.
@@ -256,36 +258,37 @@ def random_model() -> ModelError:
     """Return the error for a model that draws random numbers and uses them."""
     return ModelError(
         "The model drew random numbers in the forward pass, so its prediction is not a function of its input.",
-        "Call model.eval() first, and remove randomness that does not depend on the mode.",
+        "Call model.eval() first, and remove randomness that is active in evaluation mode.",
     )
 
 
 def equal_up_to_round_off(a: Tensor, b: Tensor) -> bool:
-    """Whether predictions are equal, up to the order in which a device adds numbers up."""
+    """Return whether predictions are equal up to rounding, since the order of summation may differ between runs."""
     if torch.equal(a, b):
         return True
     if a.shape != b.shape or not a.is_floating_point():
         return False
-    # A hundred roundings of the largest number.
+    # Allow a hundred rounding errors of the largest entry.
     tolerance = 100 * torch.finfo(a.dtype).eps
     scale = float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which a compiled model runs as it was written: compiled code hides its operations.
+    """Return a context in which compiled models run eagerly, because compiled code hides its operations.
 
-    Nothing is compiled as long as nobody has imported PyTorch's compiler, which takes seconds.
+    The context does nothing if PyTorch's compiler was not imported: nothing is compiled then, and importing takes
+    seconds.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-_evaluations = threading.local()  # in each thread: how many predictions are being computed
+_evaluations = threading.local()  # per thread: the number of predictions being computed
 
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """Let `is_evaluating` return true in this context."""
+    """Make `is_evaluating` return true in this context."""
     before = getattr(_evaluations, "number", 0)
     _evaluations.number = before + 1
     try:
@@ -295,14 +298,14 @@ def evaluating() -> Iterator[None]:
 
 
 def is_evaluating() -> bool:
-    """Whether a model is running for a risk, so that nobody trains with what it computes."""
+    """Return whether a risk is running its model in this thread, so that the pass is not a training step."""
     return getattr(_evaluations, "number", 0) > 0
 
 
 def check_no_inference_mode() -> None:
-    """Refuse to work inside of inference mode, where PyTorch records no graph and derivatives would be zero."""
+    """Raise an error inside of inference mode, where PyTorch records no graph and derivatives would be zero."""
     if is_inference_mode_enabled():
         raise GraphError(
-            "torch.inference_mode() is on, in which PyTorch records nothing to differentiate.",
-            "Leave it; torch.no_grad() is fine around calls of kfs.",
+            "torch.inference_mode() is on, so PyTorch records no graph to differentiate.",
+            "Use torch.no_grad() instead, which is supported around calls of kfs.",
         )

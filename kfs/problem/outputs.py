@@ -1,6 +1,6 @@
-"""What models return: finding predictions in it. A risk and the optimizer take the same outputs.
+"""Finds predictions in the output of a model. `EmpiricalRisk` and the optimizer accept the same outputs.
 
-What is done with predictions lives in `kfs.problem.risk` and `kfs.optim`.
+The use of predictions lives in `kfs.problem.risk` and `kfs.optim`.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from kfs.errors import DataError, ModelError
 
 
 def parts_of(output: Any) -> list[Tensor]:
-    """Return the tensors in a model's output: itself, or the parts of a sequence, a mapping or an object."""
+    """Return the tensors in a model's output: the output itself, or the items of a sequence, mapping or object."""
     if isinstance(output, Tensor):
         return [output]
     if not isinstance(output, (tuple, list, Mapping)):
@@ -25,11 +25,11 @@ def prediction_in(output: Any) -> Tensor:
     """Return the predictions in a model's output: its `logits`, or the first tensor that has an axis.
 
     Args:
-        output: What a model returned: a tensor, an object or mapping with `logits`, or a tuple or list that starts with
-            the prediction. Numbers before the prediction, such as a loss, are passed over.
+        output: The output of a model: a tensor, an object or mapping with `logits`, or a tuple or list that starts with
+            the prediction. Scalar tensors before the prediction, such as a loss, are skipped.
 
     Raises:
-        ModelError: If there is none, or if there are several without an order.
+        ModelError: If there is no such tensor, or if an unordered output has several of them.
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, Tensor):
@@ -46,14 +46,14 @@ def prediction_in(output: Any) -> Tensor:
 
 
 def check_batch_axis(f: Tensor, y: Tensor) -> None:
-    """Refuse predictions of which there is not one for each target.
+    """Raise an error unless there is one prediction for each target.
 
     Raises:
-        DataError: If their first axes differ.
+        DataError: If the first axes of predictions and targets have different lengths.
     """
     if f.shape[:1] != y.shape[:1]:
         raise DataError(
             f"The model returned shape {list(f.shape)} for targets of shape {list(y.shape)}: not one prediction for "
             "each target.",
-            "Put the batch axis first in both, or say how batches are split with unpack=.",
+            "Put the batch axis first in both, or specify how to split a batch with unpack=.",
         )

@@ -1,4 +1,4 @@
-"""Parameters: which of them a risk considers, and where they are in a model.
+"""Selects the parameters of a risk, validates them, and finds them in the model.
 
 Their use lives in `kfs.problem.risk`.
 """
@@ -17,14 +17,14 @@ Params = dict[str, Tensor]
 
 
 class Places:
-    """Knows where parameters are in a model, so that it is fast to ask whether they are still there."""
+    """Caches where the parameters are stored in a model, to check quickly whether they are still there."""
 
     def __init__(self) -> None:
         self._known: list[tuple[dict[str, Any], str, Any]] = []
 
     def have(self, model: nn.Module, params: Params) -> bool:
-        """Whether a model has these very parameters. The model must be the same one in every call."""
-        if not all([owner.get(name) is part for owner, name, part in self._known]):  # noqa: C419 (asked for every batch)
+        """Return whether the model's parameters are these tensor objects. Pass the same model in every call."""
+        if not all([owner.get(name) is part for owner, name, part in self._known]):  # noqa: C419 (runs for every batch)
             self._known = []
         if not self._known:
             own = dict(model.named_parameters())
@@ -35,7 +35,7 @@ class Places:
 
 
 def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return where parameters, and the modules on the way to them, are: in which dictionary, by which name."""
+    """Return the dictionary, the key and the value of all given parameters and of their parent modules."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
     for full_name in params:
         module, *path, leaf = model, *full_name.split(".")
@@ -48,10 +48,14 @@ def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str,
 
 
 def refuse_scripted(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse modules that `torch.jit` has compiled.
+    """Raise an error if a module was compiled by `torch.jit`.
+
+    Args:
+        model: The model.
+        modules: Names and modules of the model to check.
 
     Raises:
-        ModelError: If there is one among the given ones, which belong to the model.
+        ModelError: If one of the modules was scripted or traced.
     """
     for name, module in modules:
         if isinstance(module, torch.jit.ScriptModule):
@@ -63,7 +67,7 @@ def refuse_scripted(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) 
 
 
 def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:
-    """Choose parameters of a module, all trainable ones by default."""
+    """Return the chosen parameters of a module by name, by default all trainable ones."""
     refuse_scripted(model, model.named_modules())
     named = dict(model.named_parameters())
     if params is None:
@@ -71,7 +75,7 @@ def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor]
         if not chosen:
             raise ModelError(
                 "No parameter of the model requires gradients, so there is nothing to differentiate.",
-                f"Name those to consider: params=[...] with names from {few(named)}."
+                f"Name the parameters to consider: params=[...] with names from {few(named)}."
                 if named
                 else "Pass a model with parameters.",
             )
@@ -95,7 +99,7 @@ def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor]
 
 
 def function_params(params: object) -> Params:
-    """Check the parameters of a function."""
+    """Validate and return the parameters of a model that is a function."""
     if not isinstance(params, Mapping):
         raise ModelError(
             f"The model is a function, but params is {type(params).__name__}.",
@@ -105,7 +109,7 @@ def function_params(params: object) -> Params:
 
 
 def checked(params: Params) -> Params:
-    """Refuse no parameters, integers, and mixed dtypes or devices."""
+    """Return the parameters; raise an error if they are empty, not floating-point, or of mixed dtypes or devices."""
     if not params:
         raise ModelError("There are no parameters to consider.", "Name at least one with params=.")
     for name, p in params.items():
@@ -119,27 +123,27 @@ def checked(params: Params) -> Params:
     if len(kinds) > 1:
         raise DtypeError(
             f"Parameters have different dtypes or devices: {sorted(map(str, kinds))}.",
-            "Choose those of one kind with params=, or convert the model.",
+            "Choose parameters of one dtype and device with params=, or convert the model.",
         )
     return params
 
 
 def check_not_meta(device: torch.device) -> None:
-    """Refuse parameters without values.
+    """Raise an error if the parameters have no values.
 
     Raises:
-        ModelError: If their device is that of tensors without any.
+        ModelError: If `device` is the meta device.
     """
     if device.type == "meta":
         raise ModelError(
             "The parameters are on the meta device, where tensors have shapes but no values.",
-            "Move the model to another device, or see what KFAC would cost with kfs.inspect(model, sample).",
+            "Move the model to another device, or estimate the cost of KFAC with kfs.inspect(model, sample).",
         )
 
 
 @contextmanager
 def switched_on(params: Iterable[Tensor]) -> Iterator[None]:
-    """Let parameters require gradients in this context, and leave them as before."""
+    """Set `requires_grad` of all parameters in this context, and restore it afterwards."""
     frozen = [p for p in params if not p.requires_grad]
     try:
         for p in frozen:
@@ -151,7 +155,7 @@ def switched_on(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 def has_memory_of(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same numbers in the same memory."""
+    """Return whether two tensors are the same view of the same memory."""
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.dtype != other.dtype:
         return False
     where = [(t.storage_offset(), t.shape, t.stride()) for t in (one, other)]
@@ -159,12 +163,12 @@ def has_memory_of(one: Tensor, other: Tensor) -> bool:
 
 
 def with_gradients(params: Params) -> Params:
-    """Return parameters that require gradients; leaves with the same values in place of those that do not."""
+    """Return the parameters, with each frozen one replaced by a leaf that shares its memory and requires gradients."""
     return {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in params.items()}
 
 
 def leaves_of(params: Params, kept: Params) -> Params:
-    """Return parameters as `with_gradients` does: earlier ones if they still have the same memory."""
+    """Return `with_gradients(params)`, or its earlier result `kept` if that still shares memory with `params`."""
     same = kept.keys() == params.keys() and all(has_memory_of(kept[name], p) for name, p in params.items())
-    # Some of them may be the parameters themselves, which somebody has frozen since.
+    # Some leaves may be the parameters themselves, and the user may have frozen them since.
     return kept if same and all(p.requires_grad for p in kept.values()) else with_gradients(params)

@@ -1,6 +1,6 @@
-"""Data that are iterated several times must be the same every time: what is checked of that.
+"""Checks that data are the same in every pass over them.
 
-Each process counts its own data. Those of all processes together are counted by `count_all`.
+Each process counts its own data. `count_all` adds up the counts of all processes.
 """
 
 from math import isclose
@@ -15,25 +15,23 @@ from kfs.runtime.sync import number
 
 
 class RepeatabilityCheck:
-    """Remembers what the first complete pass over data has seen, and refuses another pass that differs.
+    """Records the first complete pass over the data, and raises an error if a later pass differs.
 
     Args:
-        declared: Number of examples, if somebody knows it beforehand.
+        declared: Number of examples, if the user declares it.
         ranks: The processes that share the data.
         start: Index of this process's first example among all data; `None` if all processes have to count first.
 
     Attributes:
-        counted: Number of examples, and what a mean over them divides by; `None` before the first complete pass.
+        counted: Number of examples, and the divisor of a mean over them; `None` before the first complete pass.
         counted_by_all: The same for all processes together; `None` before `count_all`.
-        start: As above.
+        start: See the argument `start`.
+
+    Raises:
+        DataError: If `declared` is not a positive integer.
     """
 
     def __init__(self, declared: int | None = None, ranks: Ranks | None = None, start: int | None = 0) -> None:
-        """Know nothing else.
-
-        Raises:
-            DataError: If the number of examples is not one.
-        """
         if declared is not None and (type(declared) is not int or declared < 1):
             raise DataError(f"num_data is {declared!r}.", "Pass a positive integer, or leave it out.")
         self._declared = declared
@@ -45,7 +43,7 @@ class RepeatabilityCheck:
 
     @property
     def known_number(self) -> int | None:
-        """Number of examples: the counted or the declared one; `None` if it is not known."""
+        """Number of examples, counted or declared; `None` if it is unknown."""
         if self.counted_by_all is not None:
             return self.counted_by_all[0]
         if self._ranks.are_several:
@@ -53,13 +51,17 @@ class RepeatabilityCheck:
         return self._declared if self.counted is None else self.counted[0]
 
     def count_all(self, mean: bool) -> tuple[int, float]:
-        """Add up what all processes have counted, and find the place of this one's data among all of them.
+        """Add up the counts of all processes, and set `start` to the index of this process's first example.
 
         Args:
-            mean: Whether the loss is such a mean.
+            mean: Whether the loss is a mean over the data.
+
+        Returns:
+            Number of examples of all processes, and the divisor of a mean over them.
 
         Raises:
-            DataError: If there are no data at all, or none that count.
+            DataError: If there are no data, all targets have weight zero in a mean, or a shard starts at the wrong
+                example.
         """
         every = self._ranks.gather("counting", (*cast("tuple[int, float]", self.counted), self.start))
         start = 0
@@ -78,26 +80,28 @@ class RepeatabilityCheck:
         return self.counted_by_all
 
     def extrapolate(self, first: int, num_data: int, count: float | Tensor) -> bool:
-        """Count all data as the first batch of them, if their number was declared. Complete passes check that later.
+        """Extrapolate the divisor of the mean from the first batch, if the number of examples was declared.
+
+        Complete passes check the extrapolation later.
 
         Args:
             first: Index of the batch's first example.
             num_data: Number of examples in the batch.
-            count: What a mean over the batch divides by.
+            count: Divisor of a mean over the batch.
 
         Returns:
-            Whether that was possible. If nothing in the batch counts, it says nothing about the others.
+            Whether `counted` was set. If all targets of the batch have weight zero, they cannot be extrapolated.
         """
         if self._declared is None or first > 0:
             return False
-        per_datum = number(count) / num_data
-        if per_datum == 0:
+        per_example = number(count) / num_data
+        if per_example == 0:
             return False
-        self.counted = self._declared, self._declared * per_datum
+        self.counted = self._declared, self._declared * per_example
         return True
 
     def check_first_batch(self, seen: Fingerprint) -> None:
-        """Refuse data whose first batch differs from that of the first complete pass over them.
+        """Raise an error if the first batch differs from the first batch of the last complete pass.
 
         Raises:
             DataError: If it differs.
@@ -110,7 +114,7 @@ class RepeatabilityCheck:
                 f"The first batch had the tensors {', '.join(before.tensors)}, and has {', '.join(seen.tensors)} now."
             )
         else:
-            cause = "The first batch has other values than in the first pass over the data."
+            cause = "The first batch has different values than in the first pass over the data."
         raise DataError(
             cause,
             "Pass data that give the same batches in the same order every time: draw random numbers for them with "
@@ -118,20 +122,23 @@ class RepeatabilityCheck:
         )
 
     def check_count(self, num_data: int, count: float | Tensor, mean: bool, first_batch: Fingerprint | None) -> None:
-        """Remember what a complete pass over the data has counted, and refuse data that are empty or have changed.
+        """Record the counts of a complete pass over the data; raise an error if data are empty or have changed.
 
         Args:
             num_data: Number of examples.
-            count: What a mean over them divides by.
-            mean: Whether the loss is such a mean.
-            first_batch: Tells the first batch from others.
+            count: Divisor of a mean over them.
+            mean: Whether the loss is a mean over the data.
+            first_batch: Fingerprint of the first batch.
 
         Raises:
-            DataError: If there are no data, or others than before.
+            DataError: If there are no data, or if the counts differ from the declared or earlier ones.
         """
         count = number(count)
-        if not self._ranks.are_several:  # others may have data
+        # With several processes, the shard of one rank may be empty; `count_all` checks the total.
+        if not self._ranks.are_several:
             _refuse_empty(num_data, count, mean)
+
+        # The number of examples must match the declared number and the earlier passes.
         if self._declared not in {None, num_data}:
             raise DataError(
                 f"num_data is {self._declared}, but the data have {num_data} targets.",
@@ -144,11 +151,13 @@ class RepeatabilityCheck:
                 f"The data had {self.counted[0]} targets at first, and {num_data} now.",
                 "Pass data that can be iterated repeatedly with the same result.",
             )
-        # Weights are summed up in floating point, so that another order of the data gives another last digit.
+
+        # The divisor of the mean must match, too. Weights are summed in floating point: the order of the data changes
+        # the last digits.
         if mean and self._declared and not isclose(count, self.counted[1], rel_tol=1e-6):
             raise DataError(
-                f"A mean over all data divides by {count:g}, but by {self.counted[1]:g} if all data are like those of "
-                "the first batch: some targets are ignored, or weighted, or longer.",
+                f"A mean over all data divides by {count:g}, but by {self.counted[1]:g} when extrapolated from the "
+                "first batch: some targets are ignored, or weighted, or longer.",
                 "Leave num_data out, so that all targets are counted first.",
             )
         if mean and not isclose(count, self.counted[1], rel_tol=1e-6):
@@ -161,7 +170,7 @@ class RepeatabilityCheck:
 
 
 def _refuse_empty(num_data: int, count: float, mean: bool) -> None:
-    """Refuse data of which there are none, or none that count."""
+    """Raise an error if there are no data, or if all targets have weight zero in a mean."""
     if num_data == 0:
         raise DataError("The data set is empty.", "Pass at least one batch with at least one example.")
     if mean and count == 0:

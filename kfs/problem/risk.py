@@ -1,12 +1,12 @@
-r"""EmpiricalRisk: model, loss, data and parameters. The one noun that everything else takes.
+r"""EmpiricalRisk: model, loss, data and parameters in one object, which all other parts of the library accept.
 
 $$
 \mathcal{L}(\theta) = R \sum_{n=1}^N c(f(x_n, \theta), y_n)
 $$
 
-The reduction factor $R$ is that of the whole data set, counted once, whatever the batches are. Nothing that is
-computed here or from here changes the model, its gradients, its mode, its buffers or the random state, not even
-after an error. Losses live in `kfs.losses`, taking data apart in `kfs.problem.data`, choosing parameters in
+The reduction factor $R$ belongs to the whole data set. It is counted once and does not depend on the batches. No
+computation changes the model, its gradients, its mode, its buffers or the random state, not even after an error.
+Losses live in `kfs.losses`, unpacking of data in `kfs.problem.data`, selection of parameters in
 `kfs.problem.parameters`, and derivatives beyond the gradient in `kfs.operators`.
 """
 
@@ -69,50 +69,53 @@ from kfs.runtime.nested import tensors_in
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, not_finite, refuse_not_finite
 
-_COPY = "Copy those of rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
+_COPY = "Copy them from rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
 
 
 class EmpiricalRisk(Described):
     """The empirical risk of a model on a data set, as a function of (some of) its parameters.
 
     Args:
-        model: A `torch.nn.Module`, also a sharded one, or a function `f(params, x)` with `params` a dictionary of
-            tensors. It returns predictions, an object or mapping with `logits`, or a tuple that starts with them.
+        model: A `torch.nn.Module`, which may be sharded, or a function `f(params, x)` where `params` is a dictionary
+            of tensors. It returns predictions, an object or mapping with `logits`, or a tuple that starts with
+            predictions.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one example's prediction and target.
-        data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
-            iterated more than once and must give the same data in the same order every time. Numbers that PyTorch draws
-            for that (shuffling, augmentation) are made the same; those of NumPy and others are not. Every pass checks
-            its first batch. After changing data on purpose, also in place, make a new `EmpiricalRisk`: this one
-            remembers what it has counted. Inputs that are a tuple or a list are the arguments of a module. A mapping
-            has its keyword arguments if `forward` takes them, and is its only argument otherwise.
-        params: For a module, which parameters to consider: a list of names, or a dictionary of names and values. By
-            default all that require gradients. For a function, the dictionary of its parameters.
-        unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
-        progress: Whether to show how far a computation is, in a terminal or a notebook. By default, computations that
-            take longer than two seconds are shown.
-        num_data: Number of examples, if you know it: it saves operators a first pass over all batches, which counts
-            them. Every complete pass checks it. Data with ignored or weighted targets need to be counted. With several
-            processes, it is the number of this one's data.
-        mask: Which positions of the inputs are there, and which ones are padding: the name of a tensor `[N, S]` in
-            batches that are mappings, or a function of the inputs that returns one. It is zero, or `False`, at padding.
-            By default `attention_mask`, if there is one. KFAC leaves out what no prediction that counts depends on;
-            an audit measures which operations follow the mask, and what no mask says.
+        data: A pair `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
+            iterated more than once and must yield the same data in the same order every time. Random numbers that
+            PyTorch draws for shuffling or augmentation are made reproducible; random numbers of NumPy and other
+            libraries are not. Every pass checks its first batch. After changing data on purpose, also in place, create
+            a new `EmpiricalRisk`: this one caches its counts. Inputs that are a tuple or a list contain the arguments
+            of a module. A mapping contains keyword arguments if `forward` accepts them; otherwise it is the only
+            argument.
+        params: For a module, the parameters to consider: a list of names, or a dictionary of names and values. By
+            default, all parameters that require gradients. For a function, the dictionary of its parameters.
+        unpack: Splits a batch into `(x, y)`. By default, pairs are unpacked, and mappings are split at their key
+            `"labels"`.
+        progress: Whether to show the progress of computations in a terminal or a notebook. By default, computations
+            that take longer than two seconds are shown.
+        num_data: Number of examples, if it is known. This saves operators a first pass over all batches for counting.
+            Every complete pass checks the number. Data with ignored or weighted targets must be counted. With several
+            processes, it is the number of examples of this process.
+        mask: Tells real positions of the inputs from padding: the name of a tensor `[N, S]` in batches that are
+            mappings, or a function of the inputs that returns such a tensor. It is zero or `False` at padding. By
+            default, `attention_mask` is used if it exists. KFAC drops positions that do not affect any prediction that
+            counts; an audit measures which operations follow the mask, and which positions no mask describes.
         group: The processes that share the computation: a process group such as `torch.distributed.group.WORLD`, or a
-            device mesh with one axis. Then `data` are those of this process, in the order of ranks, and everything
-            that is computed is that of all data together. All of them call the same functions. Data from `kfs.shard`
-            know their group. By default this process is alone.
+            device mesh with one axis. Then `data` is the data of this process, in the order of ranks, and all results
+            are for the data of all processes together. All processes must call the same functions. Data from
+            `kfs.shard` store their group. By default, this process computes alone.
 
-    Hooks on the model run with every pass here, since they may change what it computes. Remove those that only record.
+    Hooks on the model run in every pass, since they may change what the model computes. Remove hooks that only record.
 
     Attributes:
         loss: The description of the loss.
         params: The parameters that are considered, by name.
-        ranks: The processes that share the computation, or this one alone.
-        with_model: Makes the risk of another model, with the same loss and data: `risk.with_model(other)`.
+        ranks: The processes that share the computation, or this process alone.
+        with_model: Creates the risk of another model with the same loss and data: `risk.with_model(other)`.
 
     Raises:
-        ModelError: If the model's predictions depend on chance or on other data, or a parameter is unknown.
-        DataError: If the data can be iterated only once, or a batch cannot be taken apart. Later, if data change.
+        ModelError: If the model's predictions are random or depend on other examples, or a parameter is unknown.
+        DataError: If the data can be iterated only once, or a batch cannot be unpacked. Later, if the data change.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -136,9 +139,10 @@ class EmpiricalRisk(Described):
         group: Group | None = None,
         mask: Mask = None,
     ) -> None:
-        """Check what can be checked without running the model."""
+        # All checks that need no forward pass happen here.
         self.ranks, own_data, start = part_of(data, group)
         with self.ranks.agreed("EmpiricalRisk"):
+            # Model, loss and parameters.
             self.model = model_to_run(model)
             self.loss: Loss = describe(loss)
             own = self.model
@@ -146,11 +150,14 @@ class EmpiricalRisk(Described):
             self.progress = progress
             self.mask_source = MaskSource(mask)
             self.whole = WholeParameters(self.model, self.ranks)
+
+            # Data.
             self._data = as_batches(own_data)
             self._unpack = default_unpack if unpack is None else unpack
             check_same_data(self.model, self.ranks, self._data, self._unpack)
             self._same_data = RepeatabilityCheck(num_data, self.ranks, start)
-            # It has no reference to this model.
+
+            # It holds no reference to this model, so that the model can be freed.
             self.with_model = partial(
                 EmpiricalRisk,
                 loss=loss,
@@ -161,12 +168,12 @@ class EmpiricalRisk(Described):
                 group=group,
                 mask=mask,
             )
-            self.flags: DeferredChecks | None = (
-                None  # takes note of bad data, in passes that do not wait for an accelerator
-            )
+
+            # State of passes. `flags` records invalid data in passes that do not synchronize with an accelerator.
+            self.flags: DeferredChecks | None = None
             self._draws = UnusedDraws(self.device)
             self._without_graph = WithoutGraph()
-            self._leaves: Params = {}  # stand for parameters that are not the model's own
+            self._leaves: Params = {}  # replace parameters that are not the model's own tensors
             self._places = Places()
             self.check_model()
 
@@ -177,17 +184,17 @@ class EmpiricalRisk(Described):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches, if the data say so."""
+        """The number of batches if the data have a length; otherwise `None`."""
         return len(self._data) if isinstance(self._data, Sized) else None
 
     @property
     def reduction_factor(self) -> float:
-        """The factor `R`, for the whole data set."""
+        """The reduction factor `R` of the whole data set."""
         return self.loss.reduction_factor(self.count()[1])
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; batches are moved there."""
+        """The device of the parameters. Batches are moved to it."""
         return next(iter(self.params.values())).device
 
     @property
@@ -197,18 +204,18 @@ class EmpiricalRisk(Described):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype to sum over data in: half precision would lose all but the first few hundred terms."""
+        """The dtype for sums over data, at least float32: half precision loses all but the first few hundred terms."""
         return at_least_float32(self.dtype)
 
     @property
     def about(self) -> str:
-        """Model and loss in a few words. A function has a name of its own, other models that of their class."""
+        """Short description of model and loss: the name of a function, or the class name of a module."""
         name = getattr(self.model, "__name__", type(self.model).__name__)
         return f"{name} with {self.loss.name} ({self.loss.reduction})"
 
     @property
     def about_data(self) -> str:
-        """What is known about the data, without a pass over them."""
+        """Description of the data, as far as it is known without a pass over them."""
         return batches_and_data(self.num_batches, self._same_data.known_number)
 
     def describe(self) -> Description:
@@ -216,7 +223,7 @@ class EmpiricalRisk(Described):
         return Description(f"EmpiricalRisk of {self.about}", (vector(self.params, "parameter"), self.about_data))
 
     def value(self) -> float:
-        """Evaluate the risk. It equals the loss module's value on all data at once.
+        """Evaluate the risk. It equals the value of the loss module on all data in one batch.
 
         Raises:
             DataError: If a prediction or the value is not finite.
@@ -233,9 +240,9 @@ class EmpiricalRisk(Described):
             return self.reduction_factor * total
 
     def gradient(self) -> Params:
-        """Compute the gradient of the risk by parameter name; zero for a parameter that is not used.
+        """Return the gradient of the risk by parameter name; it is zero for an unused parameter.
 
-        The model's own `.grad` fields are not touched.
+        The `.grad` attributes of the model's parameters are not changed.
         """
         with self.together("gradient"):
             with self.untouched(), torch.enable_grad(), explained():
@@ -245,11 +252,11 @@ class EmpiricalRisk(Described):
                     f = self.predict(leaves, batch)
                     self.finite(f.detach(), batch)
                     c = self.loss.criterion(f, batch.y).sum()
-                    if not c.requires_grad:  # a model that uses no parameter at all
+                    if not c.requires_grad:  # the model uses no parameter
                         continue
                     gradients = torch.autograd.grad(c, list(leaves.values()), allow_unused=True)
                     for name, g in zip(total, gradients, strict=True):
-                        if g is not None:  # a parameter that this batch does not use
+                        if g is not None:  # the batch uses this parameter
                             total[name] += g
             total = added_up(self.ranks, "gradient", total)
             return {name: (self.reduction_factor * g).to(self.dtype) for name, g in total.items()}
@@ -258,9 +265,9 @@ class EmpiricalRisk(Described):
     def together(
         self, where: str, settings: Mapping[str, Any] | None = None, vectors: Params | None = None
     ) -> Iterator[None]:
-        """Compute something with all processes of the group in this context: from the same model, with errors of all.
+        """Context for a computation of all processes of the group: checks that models agree, and shares errors.
 
-        One process alone has nothing to do. Arguments are those of `check_same`.
+        A single process does nothing. The arguments are those of `check_same`.
         """
         if not self.ranks.are_several:
             yield
@@ -270,16 +277,16 @@ class EmpiricalRisk(Described):
             yield
 
     def check_same(self, where: str, settings: Mapping[str, Any] | None = None, vectors: Params | None = None) -> None:
-        """Refuse models, losses, settings and vectors that differ between the processes of the group.
+        """Raise an error if models, losses, settings or vectors differ between the processes of the group.
 
         Args:
-            where: What is about to be computed, in words.
-            settings: Of the computation, by name: small values with a `repr`.
-            vectors: To multiply with, by name.
+            where: Description of the computation, for messages.
+            settings: Settings of the computation, by name: small values with a `repr`.
+            vectors: Vectors to multiply with, by name.
 
         Raises:
-            DistributedError: If something differs. It names what.
-            ModelError: As `check_model`, whose errors are about this process.
+            DistributedError: If something differs. The message names it.
+            ModelError: If `check_model` raises it in this process.
         """
         self.check_model()
         module = self.model if isinstance(self.model, nn.Module) else nn.Module()
@@ -295,7 +302,7 @@ class EmpiricalRisk(Described):
                 "Parameters": Same(params | others, _COPY.format("p", "parameters")),
                 "Buffers": Same(
                     buffers,
-                    "Running statistics are those of each process's own data if training has not synchronized them. "
+                    "Running statistics differ between processes if training has not synchronized them. "
                     + _COPY.format("b", "buffers"),
                 ),
                 "The vectors to multiply with": Same(
@@ -305,25 +312,28 @@ class EmpiricalRisk(Described):
             check_same(self.ranks, where, facts)
 
     def leaves(self) -> Params:
-        """Return the parameters' values as leaves of a new computation graph."""
+        """Return the values of the parameters as leaves of a new computation graph."""
         return {name: p.detach().requires_grad_() for name, p in self.params.items()}
 
     def predict(self, params: Params, batch: Batch, within: AbstractContextManager[Any] | None = None) -> Tensor:
-        """Evaluate the model on a batch, at the given parameters, and check what comes out.
+        """Evaluate the model on a batch at the given parameters, and check the output.
 
         Args:
-            params: Values for the parameters, by name, such as `leaves()`.
-            batch: From `batches()`.
-            within: A context to run the model in, and nothing but the model.
+            params: Values of the parameters, by name, such as `leaves()`.
+            batch: A batch from `batches()`.
+            within: A context that is active only while the model runs.
 
         Returns:
-            Predictions `[N, ...]`: the model's output, its `logits` (as in Hugging Face), or the first of several.
+            Predictions `[N, ...]`: the model's output, its `logits` (as in Hugging Face), or the first of several
+            outputs.
         """
-        recorded = batch.recorded is not None  # for a recorded computation, all that follows was checked before
+        # Passes that are recorded as a CUDA graph were checked for random numbers before the recording.
+        recorded = batch.recorded is not None
         before = [] if recorded else random_state(self.device)
         with unchanged(tensors_in(batch.x)), within or nullcontext():
             output = self._output(params, batch)
-        if not recorded:  # at the parameters as they are: those given may be tracked by autograd, `vmap` or a capture
+        # Repeat the evaluation at `self.params`: autograd, `vmap` or a capture may track the given parameters.
+        if not recorded:
             own = lambda: prediction_in(self._output(self.params, batch))  # noqa: E731
             self._draws.check(before, lambda: self._without_graph(own))
         f = output if isinstance(output, Tensor) else prediction_in(output)
@@ -336,11 +346,11 @@ class EmpiricalRisk(Described):
         return f
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Evaluate the model on a batch, at `params`, for its values alone: without a graph."""
+        """Evaluate the model on a batch at `self.params`, without recording a graph."""
         return self._without_graph(lambda: self.predict(self.params, batch))
 
     def finite(self, f: Tensor, batch: Batch) -> None:
-        """Refuse predictions with NaN or positive infinity (negative infinity masks a class)."""
+        """Raise an error, or set a flag, if predictions are NaN or positive infinity (negative infinity is a mask)."""
         if self.flags is None:
             refuse_not_finite(f, batch.first)
         else:
@@ -348,47 +358,53 @@ class EmpiricalRisk(Described):
 
     @contextmanager
     def checking_later(self, own: DeferredChecks | None = None) -> Iterator[Callable[[], None]]:
-        """Let checks of values on an accelerator only set flags (`own` or new ones) here; what it returns reads them.
+        """Defer checks of values on an accelerator in this context, so that passes do not synchronize.
+
+        Args:
+            own: The flags to set. If not given, new flags are created on an accelerator.
+
+        Yields:
+            A function that reads the flags. It raises the error of an example that failed a check.
 
         Raises:
-            KfsError: When flags are read, if an example has failed a check: what is wrong with it.
+            KfsError: When flags are read, if an example has failed a check.
         """
         outer = self.flags  # a hook of the model may compute something with the same risk
         self.flags = flags = own or (DeferredChecks(self.device) if sync.is_asynchronous(self.device) else None)
 
         def check() -> None:
-            datum = None if flags is None else flags.first_failure()
-            if datum is not None:
+            example = None if flags is None else flags.first_failure()
+            if example is not None:
                 self.flags = None
-                self._explain(datum)
+                self._explain(example)
 
         try:
             yield check
         finally:
             self.flags = outer
 
-    def _explain(self, datum: int) -> NoReturn:
-        """Say what is wrong with an example for which a flag was raised, by looking at it again."""
+    def _explain(self, example: int) -> NoReturn:
+        """Raise the error of an example that failed a deferred check, by evaluating its batch again."""
         for batch in self.batches():
-            if batch.first <= datum < batch.first + len(batch.y):
+            if batch.first <= example < batch.first + len(batch.y):
                 self.finite(self.evaluate(batch), batch)
         raise DataError(
-            f"The prediction or the target of example {datum} could not be used, and now it can.",
+            f"The prediction or the target of example {example} failed a check, but passed it when evaluated again.",
             "Pass data that give the same values every time, and a model that returns the same predictions.",
         )
 
     def batches(self, task: str = "") -> Iterator[Batch]:
-        """Iterate over the data, on the parameters' device, with progress if asked for; empty batches are left out.
+        """Iterate over the non-empty batches on the parameters' device, showing progress if `task` is given.
 
-        A loader that shuffles does so in the same way every time. Neither counts nor the first batch may change. With
-        several processes, these are the data of this one, with their indices among all data.
+        A loader that shuffles yields the same order every time. An error is raised if counts or the first batch change.
+        With several processes, the batches of this process are returned, with their indices among all data.
         """
-        if self._same_data.start is None:  # other processes have data before those of this one
+        if self._same_data.start is None:  # the index of the first example depends on the counts of other processes
             self.count()
         return self._own_batches(task, self._same_data.start or 0)
 
     def _own_batches(self, task: str, start: int) -> Iterator[Batch]:
-        """Iterate over the data of this process, of which the first one has an index among all data."""
+        """Iterate over the data of this process, given the index of its first example among all data."""
         data: Iterable[Any] = repeatably(self._data)
         if task:
             data = tracked(data, task, self.num_batches, self.progress, "batch")
@@ -402,7 +418,7 @@ class EmpiricalRisk(Described):
             x, y = unpacked(self._unpack, raw)
             if len(y):
                 if seen is None:
-                    seen = fingerprint(x, y)  # where the data are: those on a CPU need not wait for an accelerator
+                    seen = fingerprint(x, y)  # before the move: data on a CPU need no synchronization
                     self._same_data.check_first_batch(seen)
                 batch, copied = (
                     batch_to_device(x, y, start + first, self.device, self.loss.count),
@@ -415,9 +431,9 @@ class EmpiricalRisk(Described):
         self._same_data.check_count(first, count, self.loss.reduction == "mean", seen)
 
     def count(self) -> tuple[int, float]:
-        """Return the number of examples and what a mean over them divides by; the first complete pass over them counts.
+        """Return the number of examples and the divisor of a mean over them, counted in a first pass if necessary.
 
-        Call it before a loop over batches that needs it: not every loader can be iterated a second time meanwhile.
+        Call it before a loop over batches that needs the result: not every loader supports two iterators at a time.
         """
         if self._same_data.counted_by_all is not None:
             return self._same_data.counted_by_all
@@ -429,32 +445,32 @@ class EmpiricalRisk(Described):
         return self._same_data.count_all(self.loss.reduction == "mean")
 
     def check_model(self) -> None:
-        """Refuse a module whose prediction for one example depends on chance or on other data."""
+        """Raise an error if a prediction for one example would be random or depend on other examples."""
         self.check_values()
         if isinstance(self.model, nn.Module):
             check_module(self.model)
 
     def check_values(self) -> None:
-        """Refuse parameters without values."""
+        """Raise an error if the parameters are on the meta device and have no values."""
         check_not_meta(self.device)
 
     @contextmanager
     def untouched(self, first_order: bool = False) -> Iterator[None]:
-        """Run the model such that random state and buffers are as before, and that every derivative exists.
+        """Context for running the model: restores random state and buffers, and makes all derivatives exist.
 
         Args:
             first_order: Whether the model is run at `params`, for plain gradients with respect to its activations. Then
-                no operation needs a replacement, and all of `params` require gradients in this context: otherwise
-                nobody could tell a parameter from what was detached from it.
+                no operation needs a replacement, and all of `params` require gradients in this context: otherwise a
+                frozen parameter could not be distinguished from a tensor that was detached from it.
 
         Raises:
-            ModelError: If the model is in a training mode that matters, or changed a buffer.
+            ModelError: If dropout or BatchNorm is in training mode, or if the model changed a buffer.
         """
         self.check_model()
         check_no_inference_mode()
-        self._draws = UnusedDraws(self.device)  # the model may have been changed since
-        # The faster attention kernels cannot be differentiated twice or forward. A checkpoint runs the module again
-        # during the backward pass: with the same operations as before, but with the module's own parameters.
+        self._draws = UnusedDraws(self.device)  # the model may have changed since the last check
+        # The faster attention kernels have no second and no forward-mode derivatives. A checkpoint reruns the module
+        # during the backward pass, with the same operations, but with the module's own parameters.
         with (
             self._with_whole_params(),
             restored(self.model, self.device),
@@ -467,25 +483,26 @@ class EmpiricalRisk(Described):
 
     @contextmanager
     def _with_whole_params(self) -> Iterator[None]:
-        """Let the model, and `params`, have all numbers of parameters that are sharded over processes."""
+        """Use whole parameters instead of sharded ones in the model and in `params`."""
         given = self.params
         try:
             with self.whole.in_place(given) as self.params:
                 yield
         finally:
-            if self.params is not given:  # nobody holds what was gathered
+            if self.params is not given:  # drop all references to gathered tensors
                 self.params, self._leaves, self._places = given, {}, Places()
 
     def _trainable(self) -> AbstractContextManager[None]:
-        """Return a context in which all parameters require gradients; after it, they are as before."""
-        # A checkpoint, which runs the model again, has to find its own parameters so. Others are replaced by leaves.
+        """Return a context in which all parameters require gradients; their state is restored afterwards."""
+        # Set `requires_grad` of the model's own parameters, since a checkpoint reruns the model with them. Parameters
+        # that are not the model's own are replaced by leaves.
         if isinstance(self.model, nn.Module) and self._at_own_params(frozen=True):
             return switched_on(self.params.values())
         self._leaves = leaves_of(self.params, self._leaves)
         return exchanged(self, self._leaves)
 
     def _output(self, params: Params, batch: Batch) -> Any:
-        """Evaluate the model, and return what it returns."""
+        """Return the raw output of the model."""
         with evaluating():
             if not isinstance(self.model, nn.Module):
                 return self.model(params, batch.x)
@@ -495,7 +512,7 @@ class EmpiricalRisk(Described):
             return functional_call(self.model, params, args, kwargs)
 
     def _at_own_params(self, frozen: bool) -> bool:
-        """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""
+        """Return whether `params` are the model's own tensors. If `frozen` is false, all must require gradients."""
         if not isinstance(self.model, nn.Module):
             return True
         has_them = self._places.have(self.model, self.params)

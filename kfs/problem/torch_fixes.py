@@ -1,7 +1,7 @@
-"""Operations whose derivatives PyTorch gets wrong, or treats differently forward and backward, replaced by equal ones.
+"""Replaces operations whose derivatives in PyTorch are wrong, or differ between forward and reverse mode.
 
-What cannot be replaced is refused, and what has no derivative is explained. The mode is active whenever a risk
-evaluates its model.
+Operations that cannot be replaced raise an error, and errors about missing derivatives are explained.
+`EmpiricalRisk.untouched` activates `ExactDerivatives`, unless it is called with `first_order=True`.
 """
 
 import inspect
@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch._functorch.autograd_function import custom_function_call
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
+from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError, CheckpointFunction
 
 from kfs.errors import ModelError
 
-# What PyTorch's messages contain where an operation has no (second) derivative at all.
+# Parts of PyTorch's messages for operations that have no (second) derivative.
 _NO_DERIVATIVE = (
     "is not implemented",
     "differentiate twice",
     "Double backward is unsupported",
     "does not support automatic differentiation",
 )
-# What they contain where a tensor is stored in a way that few operations and derivatives know.
+# Parts of PyTorch's messages for tensor layouts that few operations and derivatives support.
 _STORED_OTHERWISE = {
     "sparse": ("'Sparse", "Sparse CSR", "sparse tensor"),
     "nested": ("NestedTensor", "NestedInt", "_nested_", "nested tensor"),
@@ -38,25 +38,25 @@ _STORED_OTHERWISE = {
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say what to do where PyTorch cannot differentiate an operation as often as needed."""
+    """Turn PyTorch's errors about missing derivatives into a `ModelError` that explains how to fix them."""
     try:
         yield
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         message = str(error).partition("\n")[0]  # a long trace follows
-        first = message.partition(". ")[0].rstrip(".")  # a list of everything that would work follows
+        first = message.partition(". ")[0].rstrip(".")  # a list of all supported backends follows
         for kind, symptoms in _STORED_OTHERWISE.items():
             if any(symptom in first for symptom in symptoms):
                 raise _stored_otherwise(kind, first) from error
         if isinstance(error, CheckpointError) or any(symptom in message for symptom in _NO_DERIVATIVE):
             raise ModelError(
                 f"PyTorch cannot differentiate an operation of the model as needed: {message}",
-                "Replace the operation by others, or leave the parameters before it out with params=.",
+                "Replace the operation, or exclude the parameters before it with params=.",
             ) from error
         raise
 
 
 def refuse_sparse_and_nested(t: Tensor) -> None:
-    """Refuse a tensor whose entries are not where its strides say."""
+    """Raise an error if a tensor is sparse or nested."""
     if t.is_nested or t.layout is not torch.strided:
         raise _stored_otherwise("nested" if t.is_nested else "sparse", "it is combined with a parameter")
 
@@ -64,8 +64,8 @@ def refuse_sparse_and_nested(t: Tensor) -> None:
 def _stored_otherwise(kind: str, where: str) -> ModelError:
     """Return the error for a `"sparse"` or `"nested"` tensor."""
     ways_out = {
-        "sparse": "Make it dense before, in the data or in the model: x.to_dense().",
-        "nested": "Pad it before, with torch.nested.to_padded_tensor(x, 0.0), and mask the padding.",
+        "sparse": "Make it dense first, in the data or in the model: x.to_dense().",
+        "nested": "Pad it first, with torch.nested.to_padded_tensor(x, 0.0), and mask the padding.",
     }
     cause = f"The model uses a {kind} tensor in a way that is not supported here: {where}."
     return ModelError(cause, ways_out[kind])
@@ -73,26 +73,26 @@ def _stored_otherwise(kind: str, where: str) -> ModelError:
 
 @contextmanager
 def no_hooks_on_saved_tensors() -> Iterator[None]:
-    """Refuse activation checkpointing."""
+    """Raise an error if the model uses activation checkpointing or other hooks on saved tensors."""
     cause = (
-        "The model uses activation checkpointing or other hooks on saved tensors, which would see its own parameters "
-        "instead of the values given as params={...}, or instead of frozen ones that are to be differentiated."
+        "The model uses activation checkpointing or other hooks on saved tensors, which would use the model's own "
+        "parameters instead of the values given as params={...}, or instead of differentiable copies of frozen ones."
     )
     try:
         with disable_saved_tensors_hooks(cause):
             yield
     except RuntimeError as error:
         if cause in str(error):
-            way_out = "Switch it off, or load the values into the model and let the parameters require gradients."
+            way_out = "Switch it off, or load the values into the model and set requires_grad of the parameters."
             raise ModelError(cause, way_out) from error
         raise
 
 
 class RightGradients(TorchFunctionMode):
-    """Makes batch and instance normalizations have the right gradient on the CPU.
+    """Fixes the gradients of batch and instance normalization on the CPU.
 
-    The backward pass of `F.batch_norm` reads a gradient or an input in the wrong order if the batch has one example,
-    and channels are last in memory. `F.instance_norm` makes one example of all data, and calls the same function.
+    The backward pass of `F.batch_norm` reads a gradient or an input in the wrong order if the batch has one example
+    and channels are last in memory. `F.instance_norm` reshapes all data into one example and calls the same kernel.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,20 +101,21 @@ class RightGradients(TorchFunctionMode):
 
 
 def has_instance_norms(model: object) -> bool:
-    """Whether a model is a module with instance normalizations, whose gradients may be wrong for any batch."""
+    """Return whether a model has instance normalizations, whose gradients may be wrong for any batch."""
     return isinstance(model, nn.Module) and any(isinstance(module, _InstanceNorm) for module in model.modules())
 
 
 class ExactDerivatives(TorchFunctionMode):
-    """Makes operations have one derivative, the right one, in every mode of differentiation.
+    """Replaces operations so that their derivatives are correct and equal in all modes of differentiation.
 
-    - The row `padding_idx` of an embedding is a constant: PyTorch drops its gradient in the backward pass, but not its
-      tangent in the forward pass, so that `J` and `J^T` would not be transposes of each other.
-    - `F.embedding_bag` has no second derivative, and no derivative in the forward pass; written out, it has both.
-    - The second derivative of weight normalization is wrong in PyTorch on the CPU; spelled out, it is right.
+    - The row `padding_idx` of an embedding is a constant: PyTorch drops its gradient in reverse mode, but not its
+      tangent in forward mode, so that `J` and `J^T` would not be transposes of each other.
+    - `F.embedding_bag` has no second derivative and no forward-mode derivative. It is composed of operations with both.
+    - The second derivative of weight normalization is wrong in PyTorch on the CPU. It is composed of simpler
+      operations.
     - Batch and instance normalization have a wrong gradient for some strides: see `RightGradients`.
-    - Forward mode of `scatter_reduce` with products is wrong: it raises, so that two backward passes take its place.
-    - Reentrant checkpoints hide parameters from `torch.autograd.grad`; they are refused.
+    - Forward mode of `scatter_reduce` with products is wrong. It raises, and the caller uses two backward passes.
+    - Reentrant checkpoints hide parameters from `torch.autograd.grad`. They raise an error.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,13 +126,14 @@ class ExactDerivatives(TorchFunctionMode):
 
 
 class StopsForwardMode(TorchFunctionMode):
-    """Makes what a model computes without gradients a constant in forward mode, too; it has to start with gradients on.
+    """Switches off forward mode inside of `torch.no_grad()`. Enter this mode with gradients enabled.
 
-    PyTorch's forward mode goes through `torch.no_grad()`, where the backward pass stops.
+    PyTorch's forward mode propagates tangents through `torch.no_grad()`, where reverse mode treats results as
+    constants.
     """
 
     def __enter__(self) -> Any:
-        """Remember whether forward mode is on: a model may switch gradients off, and leave it at that."""
+        # A model may switch gradients off without switching them on again, so the state is restored on exit.
         self._before = torch._C._is_fwd_grad_enabled()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -146,19 +148,19 @@ class StopsForwardMode(TorchFunctionMode):
 
 
 class NotByForwardModeError(RuntimeError):
-    """An operation has to be differentiated backward. Nobody but us sees it."""
+    """An operation must be differentiated in reverse mode. Callers catch this error and do so."""
 
 
 class NotByFuncError(RuntimeError):
-    """An operation has to be differentiated twice in an ordinary graph. Nobody but us sees it."""
+    """An operation must be differentiated twice in an ordinary autograd graph. Callers catch this error and do so."""
 
 
 class RefuseMissedErrors(TorchFunctionMode):
-    """Refuses operations whose second derivatives may be errors that `torch.func` does not notice.
+    """Raises an error for operations whose missing second derivatives `torch.func` silently treats as zero.
 
-    PyTorch's backward passes leave a node in the graph that raises if it is differentiated: for products of several
-    zeros, and for custom functions that are `once_differentiable`. `torch.func` does not see the node, and takes what
-    went through it for a constant. In an ordinary graph, the error is raised.
+    PyTorch's backward passes add a node to the graph that raises if it is differentiated: for products of several
+    zeros, and for custom functions that are `once_differentiable`. `torch.func` does not see this node and treats its
+    output as a constant. In an ordinary autograd graph, the error is raised.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,10 +181,10 @@ def _embedding(*args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_changing_embedding(max_norm: float | None, scale_grad_by_freq: bool) -> None:
-    """Refuse an embedding whose gradient or weight is not what it seems to be."""
+    """Raise an error for an embedding that rescales its gradient or renormalizes its weight."""
     if scale_grad_by_freq or max_norm is not None:
         raise ModelError(
-            "An embedding has scale_grad_by_freq or max_norm: it changes its gradient or its weight.",
+            "An embedding has scale_grad_by_freq or max_norm, which changes its gradient or its weight.",
             "Switch both off.",
         )
 
@@ -200,14 +202,19 @@ def embedding_bag_written_out(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Compute `F.embedding_bag` by `F.embedding` and others, which have derivatives in every mode."""
+    """Compute `F.embedding_bag` using `F.embedding` and other operations that have derivatives in all modes."""
     refuse_changing_embedding(max_norm, scale_grad_by_freq)
-    if (input.ndim == 1) == (offsets is None) or mode not in {"sum", "mean", "max"}:  # PyTorch says what is wrong
+    # Invalid arguments: PyTorch raises the error.
+    if (input.ndim == 1) == (offsets is None) or mode not in {"sum", "mean", "max"}:
         return F.embedding_bag(input, weight, offsets, mode=mode)
+
+    # Look up the rows, and mark those that are not padding.
     rows = F.embedding(input, weight, padding_idx)
     counts = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
         counts = input != padding_idx % len(weight)
+
+    # Index of the bag of each row.
     if offsets is None:
         bags, positions = len(input), input.shape[1]
         bag = torch.arange(bags, device=input.device).unsqueeze(1).expand(-1, positions)
@@ -215,10 +222,12 @@ def embedding_bag_written_out(
         starts = offsets[:-1] if include_last_offset else offsets
         bags = len(starts)
         places = torch.arange(len(input), dtype=starts.dtype, device=input.device)
-        # Of bags that start at the same place, all but the last one are empty.
+        # Of the bags that start at the same position, all but the last one are empty.
         bag = torch.searchsorted(starts, places, right=True) - 1
     if mode == "max":
         return _maximum(rows.flatten(0, -2), counts.flatten(), bag.flatten(), bags)
+
+    # Weighted sum over each bag.
     weights = counts.to(rows.dtype)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
@@ -232,7 +241,7 @@ def embedding_bag_written_out(
 
 
 def _maximum(rows: Tensor, counts: Tensor, bag: Tensor, bags: int) -> Tensor:
-    """Return the largest number of each bag, feature by feature: that of one position; zeros for an empty bag."""
+    """Return the maximum of each bag per feature, zero for an empty bag. Of equal maxima, the first one is gathered."""
     values = rows.detach().masked_fill(~counts.unsqueeze(-1), -torch.inf)
     index = bag.unsqueeze(-1).expand_as(rows)
     largest = values.new_full((bags, rows.shape[1]), -torch.inf).scatter_reduce(0, index, values, "amax")
@@ -259,18 +268,18 @@ def _instance_norm(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _with_contiguous_gradient(out: Tensor) -> Tensor:
-    """Return the same tensor, such that the gradient which goes back is contiguous.
+    """Return the same tensor, with a backward pass that makes its gradient contiguous.
 
-    The backward pass of a reshaped tensor reshapes the gradient: into one axis, which is contiguous, and back. Nothing
-    is saved for it, so that a checkpoint, which runs the model without this, computes all that was saved.
+    The backward pass of the two reshapes flattens the gradient, which makes it contiguous, and reshapes it back. They
+    save no tensors. A checkpoint, which reruns the model without this mode, therefore saves the same tensors.
     """
-    if out.device.type != "cpu" or out.ndim < 4:  # where PyTorch is right
+    if out.device.type != "cpu" or out.ndim < 4:  # PyTorch's gradient is correct
         return out
     return out.reshape(-1).reshape(out.shape)
 
 
 def _without_forward_mode_of_products(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that raises if products are about to be differentiated in forward mode."""
+    """Wrap a scatter function so that it raises if a product would be differentiated in forward mode."""
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         reduce = kwargs["reduce"] if "reduce" in kwargs else args[4]
@@ -282,7 +291,7 @@ def _without_forward_mode_of_products(scatter: Callable[..., Tensor]) -> Callabl
     return call
 
 
-# What is called instead of a function.
+# Replacements, by the function that they replace.
 _RIGHT_GRADIENTS: dict[Any, Callable[..., Any]] = {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
 _SCATTERS: list[Any] = [torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_]
 _EXACT_DERIVATIVES = (
@@ -301,7 +310,7 @@ _ERRORS_MISSED = {
 
 
 def refuse_reentrant_checkpoint() -> None:
-    """Refuse to run inside of a checkpoint that hides parameters from `torch.autograd.grad`."""
+    """Raise an error inside of a reentrant checkpoint, which hides parameters from `torch.autograd.grad`."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back  # type: ignore[assignment]
@@ -313,13 +322,13 @@ def refuse_reentrant_checkpoint() -> None:
 
 
 class WithoutGraph:
-    """Runs a model without recording a graph, unless the model itself differentiates: then it needs one."""
+    """Runs a model without recording a graph, unless the model computes derivatives itself and needs a graph."""
 
     def __init__(self) -> None:
         self._differentiates = False
 
     def __call__(self, run: Callable[[], Tensor]) -> Tensor:
-        """Return predictions without a graph."""
+        """Return predictions that are detached from any graph."""
         if not self._differentiates:
             try:
                 with torch.no_grad():

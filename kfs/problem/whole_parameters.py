@@ -1,12 +1,13 @@
-"""Models whose parameters are sharded over processes, as plain modules with whole parameters for a while.
+"""Temporarily replaces the sharded parameters of a model by whole parameters.
 
-`fully_shard` (FSDP2) and `parallelize_module` (tensor parallelism) leave each process parts of parameters, `DTensor`s,
-and put hooks on modules that bring these parts together while the model runs. So each pass is an exchange in which all
-processes take part, and derivatives other than plain gradients know nothing about it: `functional_call` at other
-parameters would silently run at the model's own. Here, parameters are gathered once before a computation. Hooks of
-PyTorch that distribute a model are off in the meantime, and those of users are not. After that, processes may run as
-many passes as they have data, in forward mode and with `vmap`, too. Which processes agree on what lives in
-`kfs.distributed`.
+`fully_shard` (FSDP2) and `parallelize_module` (tensor parallelism) give each process a shard of each parameter (a
+`DTensor`), and register hooks on modules that gather the shards while the model runs. Each pass is therefore a
+collective operation of all processes. Derivatives other than plain gradients do not support it: `functional_call` with
+other parameter values would silently use the model's own parameters.
+
+This module gathers the parameters once before a computation. PyTorch's hooks that distribute the model are disabled in
+the meantime; the hooks of users are not. Each process can then run as many passes as it has data, also in forward mode
+and with `vmap`. Agreement between processes lives in `kfs.distributed`.
 """
 
 import inspect
@@ -26,26 +27,26 @@ from kfs.problem.data_shards import Unpack
 from kfs.problem.parameters import Params, checked
 from kfs.runtime.nested import mapped
 
-# PyTorch 2.8 divides rows in the wrong order if two axes of a mesh shard one dimension; 2.13 does not.
+# PyTorch 2.8 splits rows in the wrong order if two axes of a mesh shard the same dimension; 2.13 does not.
 _DIVIDES_TWICE = "2.13"
 M = TypeVar("M")
-# Where the hooks come from that distribute a model.
+# Modules of PyTorch that define the hooks which distribute a model.
 _PYTORCH = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 
 
 def is_sharded(t: object) -> bool:
-    """Whether a tensor is sharded over processes: a `DTensor`.
+    """Return whether a tensor is a `DTensor`, which is sharded over processes.
 
     Example:
         >>> is_sharded(torch.ones(2))
         False
     """
-    module = sys.modules.get("torch.distributed.tensor")  # takes long to import; without it, there are none
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; if it was not imported, no `DTensor` exists
     return module is not None and isinstance(t, module.DTensor)
 
 
 def whole(t: Tensor) -> Tensor:
-    """Return all numbers of a tensor that may be sharded over processes. All of these have to call it then.
+    """Return the full tensor of a tensor that may be sharded. If it is sharded, all processes must call this.
 
     Example:
         >>> whole(torch.ones(2))
@@ -55,10 +56,12 @@ def whole(t: Tensor) -> Tensor:
 
 
 def sharded_like(t: Tensor, other: Tensor) -> Tensor:
-    """Return a tensor, which all processes have, sharded in the way of another one. Nothing is exchanged.
+    """Shard a tensor that all processes have in the same way as `other`, without communication.
+
+    With PyTorch versions before 2.13, the result is gathered once to verify it.
 
     Raises:
-        ModelError: If this version of PyTorch cannot do so.
+        ModelError: If this version of PyTorch shards the tensor in the wrong order.
 
     Example:
         >>> sharded_like(torch.ones(2), torch.zeros(2))
@@ -72,7 +75,7 @@ def sharded_like(t: Tensor, other: Tensor) -> Tensor:
     result: Tensor = distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)
     if torch.__version__ < _DIVIDES_TWICE and not torch.equal(whole(result), t):
         raise ModelError(
-            f"PyTorch {torch.__version__} puts rows of tensors that are sharded along two axes of a mesh into a wrong "
+            f"PyTorch {torch.__version__} puts rows of tensors that are sharded along two axes of a mesh in the wrong "
             "order.",
             f"Use PyTorch {_DIVIDES_TWICE} or newer, or vectors of whole tensors.",
         )
@@ -80,16 +83,16 @@ def sharded_like(t: Tensor, other: Tensor) -> Tensor:
 
 
 def model_to_run(model: M) -> M:
-    """Return the module that computes predictions, with sharded parameters in their places.
+    """Return the module that computes predictions, without `DistributedDataParallel` and with parameters resharded.
 
-    `DistributedDataParallel` adds nothing to predictions but exchanges. `fully_shard` leaves whole parameters in the
-    places of sharded ones after some forward passes.
+    `DistributedDataParallel` adds only communication, not predictions. `fully_shard` leaves whole parameters in the
+    modules after some forward passes.
 
     Args:
         model: A module, or a function.
 
     Raises:
-        ModelError: If its parameters are those of `FullyShardedDataParallel`.
+        ModelError: If the model contains a `FullyShardedDataParallel` module.
     """
     if not isinstance(model, nn.Module):
         return model
@@ -107,18 +110,18 @@ def model_to_run(model: M) -> M:
 
 
 def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpack) -> None:
-    """Refuse data that differ between the processes of a model that is sharded over them, if there is no group.
+    """Raise an error if a model is sharded, no group is given, and the processes have different data.
 
-    Without a group, a risk is about the data of one process. Each process would get another result.
+    Without a group, a risk is defined on the data of one process, so each process would compute a different result.
 
     Args:
         model: A module, or a function.
         ranks: The group, if there is one.
-        data: Batches. The first one is looked at.
+        data: Batches. Only the first one is compared.
         unpack: Splits a batch.
 
     Raises:
-        DistributedError: If they differ.
+        DistributedError: If the first batches differ.
     """
     mesh = None if ranks.are_several else _mesh_of([place.owner[place.name] for place in _places(model)])
     if mesh is None:
@@ -136,10 +139,10 @@ def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpac
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model whose own parameters are about to be read or replaced.
+    """Raise an error if a model has sharded parameters. Call it before code that reads or replaces parameters.
 
     Raises:
-        ModelError: If one of them is sharded.
+        ModelError: If a parameter is sharded.
 
     Example:
         >>> refuse_sharded(nn.Linear(3, 2))
@@ -148,19 +151,19 @@ def refuse_sharded(model: nn.Module) -> None:
         if is_sharded(p):
             raise ModelError(
                 f"Parameter {name!r} is sharded over processes.",
-                "Load a plain module with whole parameters. torch.distributed.checkpoint.state_dict has them: "
+                "Load a plain module with whole parameters. torch.distributed.checkpoint.state_dict provides them: "
                 "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)). Curvature of the sharded "
-                "model fits to it.",
+                "model can be used with it.",
             )
 
 
 def _mesh_of(tensors: Iterable[Any]) -> Any:
-    """Return the device mesh of tensors that are sharded over several processes; `None` if there is none."""
+    """Return the device mesh of the first tensor that is sharded over several processes; `None` if there is none."""
     return next((t.device_mesh for t in tensors if is_sharded(t) and t.device_mesh.size() > 1), None)
 
 
 def _gathered_over(mesh: Any, where: str, value: Any) -> list[Any]:
-    """Return the values of all processes of a mesh."""
+    """Gather a value from all processes of a mesh."""
     values = [value]
     for axis in range(mesh.ndim):
         values = [one for some in Ranks(mesh.get_group(axis)).gather(where, values) for one in some]
@@ -168,24 +171,24 @@ def _gathered_over(mesh: Any, where: str, value: Any) -> list[Any]:
 
 
 class WholeParameters:
-    """Puts whole parameters into the places of those that are sharded over processes.
+    """Replaces sharded parameters of a model by whole ones.
 
     Args:
-        model: A module, or a function, which has none.
+        model: A module, or a function, which has no parameters of its own.
         ranks: Processes that agree before they gather.
     """
 
     def __init__(self, model: Any, ranks: Ranks) -> None:
         self._model = model
         self._ranks = ranks
-        self._held: dict[int, tuple[Tensor, Tensor]] | None = None  # by identity: what is sharded, and all of it
+        self._held: dict[int, tuple[Tensor, Tensor]] | None = None  # sharded and whole tensor, by id of the sharded one
 
     @contextmanager
     def held(self, params: Params) -> Iterator[None]:
-        """Gather all parameters and buffers, and hold them in this context. All processes have to enter it.
+        """Gather all parameters and buffers, and keep them in this context. All processes must enter it.
 
         Args:
-            params: Further tensors.
+            params: Further tensors to gather.
         """
         if self._held is not None or "torch.distributed.tensor" not in sys.modules:
             yield
@@ -199,11 +202,11 @@ class WholeParameters:
             self._held = None
 
     def of(self, t: Tensor) -> Tensor:
-        """Return all numbers of a tensor, within `held`."""
+        """Return the whole tensor inside of `held`; outside, return the tensor unchanged."""
         return t if self._held is None else self._held.get(id(t), (t, t))[1]
 
     def _agree(self, params: Params) -> None:
-        """Make sure that all processes are about to gather the same tensors, if there is one to gather."""
+        """Raise an error unless all processes are about to gather the same tensors, if there are any."""
         places = list(_places(self._model))
         tensors = [(place.name, place.owner[place.name]) for place in places]
         sharded = [(name, list(t.shape)) for name, t in [*tensors, *params.items()] if is_sharded(t)]
@@ -216,18 +219,18 @@ class WholeParameters:
             found = _gathered_over(mesh, "gathering parameters", sharded)
         if any(other != sharded for other in found):
             raise DistributedError(
-                "Names or shapes of parameters differ between processes.", "Shard the same model in all of them."
+                "Names or shapes of parameters differ between processes.", "Shard the same model in all processes."
             )
 
     @contextmanager
     def in_place(self, params: Params) -> Iterator[Params]:
-        """Let the model have whole parameters in this context, and no hooks that distribute it.
+        """Give the model whole parameters in this context, and disable the hooks that distribute it.
 
         Args:
-            params: Some tensors, by the names of parameters.
+            params: Tensors by parameter name.
 
         Yields:
-            The same tensors, as the model uses them: in whole, and in the precision that it computes in.
+            The same tensors as the model uses them: whole, and in the dtype that the model computes in.
         """
         with self.held(params):
             if not self._held:
@@ -241,15 +244,15 @@ class WholeParameters:
 
 
 class _Place(NamedTuple):
-    """Where a tensor is, and in which precision the model computes with it."""
+    """Dictionary and key of a tensor, and the dtype in which the model computes with it."""
 
     owner: dict[str, Any]
     name: str
-    dtype: torch.dtype | None  # `None` for its own
+    dtype: torch.dtype | None  # `None` for the dtype of the tensor
 
 
 def _gathered(model: Any, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return all that is sharded over processes, by identity, and all of its numbers."""
+    """Return pairs of each sharded tensor and its whole tensor, by the id of the sharded tensor."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for place in _places(model):
@@ -266,7 +269,7 @@ def _gathered(model: Any, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, T
 
 
 def _places(model: Any) -> Iterator[_Place]:
-    """Return where parameters and buffers of a module are."""
+    """Yield the places of all parameters and buffers of a model."""
     if isinstance(model, nn.Module):
         for module, policy in _with_policies(model, None):
             dtype = None if policy is None else policy.param_dtype
@@ -275,7 +278,7 @@ def _places(model: Any) -> Iterator[_Place]:
 
 
 def _with_policies(module: nn.Module, policy: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Return all modules with the mixed precision policy of `fully_shard` that their own parameters have."""
+    """Yield all modules, each with the mixed-precision policy of `fully_shard` that applies to its parameters."""
     policy = _policy_of(module) or policy
     yield module, policy
     for child in module.children():
@@ -283,18 +286,18 @@ def _with_policies(module: nn.Module, policy: Any) -> Iterator[tuple[nn.Module, 
 
 
 def _policy_of(module: nn.Module) -> Any:
-    """Return the mixed precision policy that `fully_shard` was called with; `None` if it was not."""
+    """Return the mixed-precision policy passed to `fully_shard`; `None` if it was not called with this module."""
     return cast("Any", module)._get_fsdp_state()._mp_policy if _is_fsdp(module) else None
 
 
 def _is_fsdp(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called with a module."""
+    """Return whether `fully_shard` was called with this module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _reshard(model: Any) -> None:
-    """Let modules have their sharded parameters, if they have whole ones after a forward pass."""
+    """Restore the sharded parameters of modules that still have whole ones after a forward pass."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if _is_fsdp(module):
             cast("Any", module).reshard()
@@ -302,7 +305,7 @@ def _reshard(model: Any) -> None:
 
 @contextmanager
 def _replaced(model: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Let the model have other tensors in this context, also where it has one of them in several places."""
+    """Replace tensors of the model in this context, including tied ones that appear in several places."""
     before = [(place, place.owner[place.name]) for place in _places(model)]
     before = [(place, t) for place, t in before if id(t) in tensors]
     try:
@@ -316,7 +319,7 @@ def _replaced(model: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Iterator
 
 @contextmanager
 def _without_distribution(model: Any) -> Iterator[None]:
-    """Take hooks off modules that distribute them; what remains of them are casts of inputs and outputs."""
+    """Remove the hooks that distribute a model in this context; only their casts of inputs and outputs remain."""
     kinds = ("_forward_pre_hooks", "_forward_hooks")
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     before = [(getattr(m, kind), OrderedDict(getattr(m, kind))) for m in modules for kind in kinds]
@@ -340,26 +343,26 @@ def _without_distribution(model: Any) -> Iterator[None]:
 
 
 def _origin(hook: Any) -> str:
-    """Return the name of the module that a hook was written in."""
+    """Return the name of the module that defines a hook, followed by a dot."""
     hook = getattr(hook, "func", hook)  # a partial function
     return f"{getattr(hook, '__module__', '')}."
 
 
 def _distributes(hook: Any) -> bool:
-    """Whether a hook is one of PyTorch that exchanges or cuts tensors, and does nothing else to them.
+    """Return whether a hook belongs to PyTorch and only communicates or slices tensors.
 
     Raises:
-        ModelError: If it is one of PyTorch that calls a function of somebody else.
+        ModelError: If it is a hook of PyTorch that calls a function defined elsewhere.
     """
     if not _origin(hook).startswith(_PYTORCH):
         return False
-    if _origin(hook) == "torch.distributed.tensor._api.":  # those of `distribute_module`
+    if _origin(hook) == "torch.distributed.tensor._api.":  # hooks of `distribute_module`
         called = [f for f in inspect.getclosurevars(hook).nonlocals.values() if callable(f)]
         for function in called:
             if not _origin(function).startswith(_PYTORCH):
                 raise ModelError(
                     f"The model was distributed with the function {getattr(function, '__qualname__', function)!r}, and "
-                    "nobody knows what it does to activations.",
+                    "its effect on activations is unknown.",
                     "Use ColwiseParallel, RowwiseParallel and other styles of torch.distributed.tensor.parallel, or "
                     "compute curvature of the model before it is distributed.",
                 )
@@ -367,7 +370,7 @@ def _distributes(hook: Any) -> bool:
 
 
 def _casts(policy: Any) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """Return hooks that cast what goes into a module and what comes out, as a mixed precision policy says."""
+    """Return hooks that cast inputs and outputs of a module according to a mixed-precision policy."""
     if policy is None:
         return None, None
 

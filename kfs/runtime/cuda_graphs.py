@@ -1,6 +1,6 @@
-"""CUDA graphs: a computation on a GPU is recorded once and replayed for inputs of the same shapes.
+"""CUDA graphs: record a computation on a GPU once, and replay it for inputs of the same shapes.
 
-What is computed lives with the clients: passes for factors, products with operators, the optimizer.
+The computations live with the clients: passes for factors, products with operators, the optimizer.
 """
 
 import gc
@@ -31,7 +31,7 @@ _SWITCH = "fp32_precision" if hasattr(_convolutions, "fp32_precision") else "all
 
 
 def surroundings(device: torch.device) -> Hashable:
-    """Return all settings for computations on a device; they can be compared with those of another time."""
+    """Return the global settings that affect computations on a device, for comparison with a later call."""
     cudnn = torch.backends.cudnn
     matmul = torch.backends.cuda.matmul
     return (
@@ -50,15 +50,15 @@ def surroundings(device: torch.device) -> Hashable:
 
 
 def is_watched() -> bool:
-    """Whether somebody looks at every operation, as PyTorch's counter of operations does: a graph shows it none."""
+    """Return whether a dispatch mode, such as PyTorch's FLOP counter, is active; a replayed graph would bypass it."""
     return _get_current_dispatch_mode() is not None
 
 
 class Reads(TorchDispatchMode):
-    """Holds all memory that operations in this context read or change, and that none of them has made.
+    """Holds references to all memory that operations in this context use but did not allocate themselves.
 
-    Constants that are kept for further use, copies of settings, and what a model has computed for a length of its
-    sequences may all be replaced by others while a graph still reads them.
+    A graph reads this memory at every replay. It includes cached constants, copies of settings, and tensors that a
+    model caches for a sequence length. Their owners may replace them while the graph still reads the old memory.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Reads(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # PyTorch asks. Otherwise it wraps what is below, and imports its compiler for that, which takes two seconds.
+        # By default, PyTorch wraps `__torch_dispatch__` and imports its compiler for that, which takes two seconds.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +82,7 @@ class Reads(TorchDispatchMode):
         for t in tree_iter(result):
             if isinstance(t, Tensor) and t.layout is torch.strided:
                 place = t.untyped_storage()._cdata
-                if place not in self._held:  # otherwise it is a view
+                if place not in self._held:  # not a view of held memory
                     self._made.add(place)
         return result
 
@@ -91,34 +91,36 @@ class Graph(Protocol):
     """A recorded computation."""
 
     def replay(self) -> None:
-        """Run it again."""
+        """Run the computation again."""
 
     def reset(self) -> None:
-        """Free its memory."""
+        """Free the memory of the graph."""
 
 
 class Recorder(Protocol):
-    """What records computations: `CudaRecorder`."""
+    """Interface of an object that records computations, such as `CudaRecorder`."""
 
     def notices_waits(self, run: Callable[[], None]) -> str:
-        """Run something, and say what in it waits for the device; an empty text if nothing does."""
+        """Run a function, and return a description of its first synchronizing operation, or an empty string."""
 
     def record(self, run: Callable[[], None]) -> Graph:
-        """Record what something would compute, without computing it."""
+        """Record the operations of a function without executing them."""
 
 
 def why_not(error: Exception, waits: str = "") -> str:
-    """Return why something cannot be recorded, given what waits for the GPU when it is not recorded."""
+    """Return the reason why a computation cannot be recorded, with its synchronizing operation if there is one."""
     text = str(error).partition("\n")[0].rstrip(".")
     return f"{text} (an operation waits for the GPU: {waits})" if waits else text
 
 
 class CudaRecorder:  # pragma: no cover (tested on a GPU)
-    """Records CUDA graphs that share their memory: they never run at the same time, and nothing outlives a replay.
+    """Records CUDA graphs that share one memory pool.
+
+    Sharing is safe because the graphs never run concurrently and no temporary tensor outlives a replay.
 
     Args:
         device: A GPU.
-        memory: How many bytes graphs may take.
+        memory: Maximum number of bytes for all graphs; `None` for no limit.
     """
 
     def __init__(self, device: torch.device, memory: int | None = None) -> None:
@@ -129,21 +131,23 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
         self._taken = 0
 
     def notices_waits(self, run: Callable[[], None]) -> str:
-        """Run something, and say what in it waits for the GPU."""
+        """Run a function, and return a description of its first synchronizing operation, or an empty string."""
         with detect_syncs() as waits:
             run()
         return waits[0].partition(" (Triggered")[0] if waits else ""
 
     def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Record what something would compute, without computing it.
+        """Record the operations of a function without executing them.
 
         Raises:
-            Exception: If it cannot be recorded; the state of PyTorch is as before.
+            ModelError: If the graphs exceed the memory limit.
+            Exception: If the function cannot be recorded. The state of PyTorch is restored.
         """
         with torch.cuda.device(self._device):
             before = torch.cuda.memory_reserved()
             idle = before - torch.cuda.memory_allocated()
-            if torch.cuda.mem_get_info()[0] < idle:  # graphs do not use memory that PyTorch keeps for others
+            # Graphs cannot use memory in the cache of PyTorch's allocator. Free it if it exceeds the free memory.
+            if torch.cuda.mem_get_info()[0] < idle:
                 torch.cuda.empty_cache()
                 before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
@@ -151,25 +155,25 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
                 with _without_cached_casts(), _recording(graph, self._stream, self._pool):
                     run()
             except BaseException:
-                self._pool = torch.cuda.graph_pool_handle()  # PyTorch does not let the last one be used again.
+                self._pool = torch.cuda.graph_pool_handle()  # a pool cannot be used again after a failure
                 raise
             self._taken += max(torch.cuda.memory_reserved() - before, 0)
         if self._memory is not None and self._taken > self._memory:
             graph.reset()
-            raise ModelError(f"Graphs take {self._taken} bytes, and memory={self._memory}.", "Allow more.")
+            raise ModelError(f"Graphs take {self._taken} bytes, and memory={self._memory}.", "Increase memory=.")
         return graph
 
 
 @contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:  # pragma: no cover
-    """Record all operations in this context; whatever happens, nothing is recorded afterwards."""
+    """Record all operations in this context; after an error, abandon the recording."""
     collects = gc.isenabled()
-    gc.disable()  # what it frees meanwhile may belong to streams that know nothing of a graph
+    gc.disable()  # the garbage collector could free memory of other streams during the capture
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
             try:
-                # Threads of a data loader may go on with what they do.
+                # Threads of a data loader may continue to use CUDA.
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 yield
                 graph.capture_end()
@@ -187,8 +191,8 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:  # pragma: no cover (tested o
     try:
         graph.capture_end()
     except RuntimeError:
-        # PyTorch leaves its random generator and its allocator in the middle of a recording if that has failed. They
-        # recover with the next one that succeeds.
+        # After a failed capture, PyTorch's random generator and allocator remain in capture mode. They recover with the
+        # next successful capture, so capture a trivial graph.
         small = torch.cuda.CUDAGraph()
         t = torch.zeros((), device="cuda")
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -201,7 +205,7 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:  # pragma: no cover (tested o
 
 @contextmanager
 def _without_cached_casts() -> Iterator[None]:  # pragma: no cover (tested on a GPU)
-    """Let `autocast` convert parameters anew: what it keeps belongs to the graph otherwise, and has no values yet."""
+    """Disable the cache of `autocast`: casts cached during a capture belong to the graph and have no values."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -210,44 +214,44 @@ def _without_cached_casts() -> Iterator[None]:  # pragma: no cover (tested on a 
         torch.set_autocast_cache_enabled(before)
 
 
-# What all modules have: parameters, buffers, children and modes, which others look at, and hooks.
+# Attributes of all modules: parameters, buffers, children, modes and hooks. Other code checks them.
 _KNOWN = frozenset(nn.Module().__dict__)
-# Values of these types are compared, all others by what they are. A list of something else counts with its elements.
+# Values of these types are compared by value, all others by identity. Containers are compared element by element.
 _PLAIN = {bool, int, float, complex, str, bytes}
-# Larger or deeper containers, such as a vocabulary, are no settings. To look at them would take too long.
+# Larger or deeper containers, such as a vocabulary, are not settings, and comparing their elements would be slow.
 _LARGEST, _DEEPEST = 1000, 3
 _CHANGED = "attributes of the model change between its passes"
 
 
 class ModelState:
-    """The attributes of a model's modules: settings such as a temperature, tensors that are not buffers, methods.
+    """Snapshot of the attributes of a model's modules: settings, tensors that are not buffers, methods.
 
-    Containers count with what is in them. What is in other objects, such as a configuration, may change unnoticed.
+    Elements of containers are compared. Attributes of other objects, such as a configuration, may change unnoticed.
 
     Args:
         model: The model.
-        settings: What else counts, such as attributes of a loss.
+        settings: Further values to compare, such as attributes of a loss.
     """
 
     def __init__(self, model: nn.Module, settings: Mapping[str, Any] | None = None) -> None:
-        """Hold all attributes, so that no other object can get the id of one of them."""
+        # References keep all attributes alive, so that comparisons by identity are valid.
         self._before = _contents(model, settings)
 
     def difference(self, model: nn.Module, settings: Mapping[str, Any] | None = None) -> str:
-        """Return what is different now; an empty text if nothing is."""
+        """Return a description of the change since the snapshot, or an empty string if there is none."""
         before = self._before
         now = _contents(model, settings)
         if len(before) != len(now):
             return _CHANGED
-        # The first comparison is fast, and nearly always enough.
+        # The comparison by identity is fast and nearly always sufficient.
         same = all(map(is_, before, now)) or all(map(_is_same, before, now))
         return "" if same else _CHANGED
 
 
 def attributes_of(model: nn.Module) -> dict[tuple[int, str], Hashable]:
-    """Return what identifies the attributes of a model's modules, by the place of a module and the attribute's name.
+    """Return values or ids of the attributes of a model's modules, by module index and attribute name.
 
-    It holds none of them, so that it may be kept for longer than the model; another object may get the id of one.
+    The result holds no references, so it may outlive the model. A later object may then have the same id.
     """
     result: dict[tuple[int, str], Hashable] = {}
     for place, module in enumerate(model.modules()):
@@ -258,13 +262,13 @@ def attributes_of(model: nn.Module) -> dict[tuple[int, str], Hashable]:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Whether somebody wants to be told about passes."""
+    """Return whether a module of the model has forward or backward hooks."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for module in model.modules() for kind in kinds)
 
 
 def _contents(model: nn.Module, settings: Mapping[str, Any] | None) -> list[Any]:
-    """Return settings, all modules, and names and values of their attributes, one after the other."""
+    """Return a flat list of settings, modules, and names and values of their attributes."""
     result = list(_leaves(settings))
     for module in model.modules():
         result.append(module)
@@ -279,7 +283,7 @@ def _contents(model: nn.Module, settings: Mapping[str, Any] | None) -> list[Any]
 
 
 def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield what is in a container, and in the containers in it."""
+    """Yield the types and values of all elements of nested containers."""
     yield type(value)
     if not isinstance(value, (dict, list, tuple)) or len(value) > _LARGEST or depth > _DEEPEST:
         yield value
@@ -296,9 +300,9 @@ def _is_same(a: Any, b: Any) -> bool:
 
 @contextmanager
 def unchanged_attributes(model: Module) -> Iterator[None]:
-    """Restore what a model's modules keep in attributes, such as the last state of a recurrent network.
+    """Restore the attributes of a model's modules after this context, such as the last state of a recurrent network.
 
-    What is changed in place, such as a list, is not restored.
+    Changes in place, such as of a list, are not undone.
     """
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
@@ -309,19 +313,19 @@ def unchanged_attributes(model: Module) -> Iterator[None]:
             module.__dict__.update(attributes)
 
 
-# A recording pays if at least so many further batches are expected. It takes as long as a few of them that run as they
-# are (`python -m benchmarks.factors cuda`), and small models gain most of that with each batch.
+# Minimum number of further batches for which a recording pays off. A recording takes as long as a few eager passes
+# (`python -m benchmarks.factors cuda`); for small models, each replay saves most of the time of an eager pass.
 _WORTH = 4
-# So many graphs are kept. Loaders that sort sequences by length have a few shapes.
+# Maximum number of graphs. Loaders that sort sequences by length yield a few shapes.
 _MOST_GRAPHS = 4
-# What inputs may have next to tensors: values of these types do not change unnoticed.
+# Types that inputs may contain besides tensors. Their values are immutable, so they cannot change unnoticed.
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Host(Protocol):
-    """What a pass changes on the host: `kfs.factors.accumulate.Sums`, or `Nothing`."""
+    """Interface of the state on the host that a pass changes: `kfs.factors.accumulate.Sums`, or `Nothing`."""
 
-    adders: dict[Any, Any]  # a pass that makes a new one has no memory for it that outlives the graph
+    adders: dict[Any, Any]  # an adder that is created during a recording would use memory of the graph
 
     def counts(self) -> dict[Any, float]:
         """Return all numbers on the host that a pass adds to."""
@@ -330,40 +334,39 @@ class Host(Protocol):
         """Add differences of `counts`."""
 
     def finish_batch(self) -> None:
-        """Forget what a pass that has failed has left behind."""
+        """Clear the state that a failed pass left behind."""
 
 
 class Nothing:
-    """The host of passes that only change tensors, in place."""
+    """The host state of passes that only change tensors in place: it is empty."""
 
     def __init__(self) -> None:
-        """Start without adders, and stay so."""
-        self.adders: dict[Any, Any] = {}
+        self.adders: dict[Any, Any] = {}  # always empty
 
     def counts(self) -> dict[Any, float]:
-        """Return no numbers."""
+        """Return an empty dictionary."""
         return {}
 
     def add_counts(self, more: Mapping[Any, float]) -> None:
-        """Do nothing: there are no numbers."""
+        """Do nothing, since there are no numbers."""
 
     def finish_batch(self) -> None:
-        """Do nothing: a pass leaves nothing behind."""
+        """Do nothing, since a pass leaves no state behind."""
 
 
 @dataclass
 class Recorded:
-    """The recorded pass over batches of one shape."""
+    """A recorded pass over batches of one shape."""
 
     graph: Graph
-    batch: "Batch"  # what the graph reads
-    counts: dict[Any, float]  # what a pass adds to numbers on the host
-    reads: Reads  # holds what else it reads
+    batch: "Batch"  # the static input of the graph
+    counts: dict[Any, float]  # increments of numbers on the host in each pass
+    reads: Reads  # holds all other memory that the graph reads
 
     def replay(self, batch: "Batch", sums: Host) -> None:
-        """Run the pass for another batch."""
+        """Replay the pass for another batch of the same shape."""
         mine, theirs = ([*tensors_in(one.x), one.y] for one in (self.batch, batch))
-        assert self.batch.recorded is not None  # noqa: S101 (it was made so)
+        assert self.batch.recorded is not None  # noqa: S101 (`Replays._record` sets it)
         with torch.no_grad():  # inputs may require gradients
             torch._foreach_copy_(mine, theirs)
             self.batch.recorded.fill_(batch.first)
@@ -372,16 +375,16 @@ class Recorded:
 
 
 class Replays:
-    """Runs the passes over all batches of a computation, recorded ones where that pays.
+    """Runs the passes over all batches of a computation, and replays CUDA graphs if a recording pays off.
 
     Args:
         run: Runs the pass over a batch.
-        sums: What it adds to.
-        recorder: Records passes. `None` to run all of them as they are.
-        expected: How many batches there will be, if known.
-        model: What runs.
-        log: Is told why passes cannot be recorded.
-        around: Makes a context for passes that Python runs; a graph needs none. By default, there is one already.
+        sums: State on the host that a pass changes.
+        recorder: Records passes. If `None`, all passes run eagerly.
+        expected: Number of batches, if it is known.
+        model: The model that the passes run.
+        log: Logger for the reasons why passes cannot be recorded.
+        around: Returns a context for eager passes; a replay needs none. By default, the caller has entered it already.
     """
 
     def __init__(
@@ -401,14 +404,14 @@ class Replays:
         self._left = expected
         self._log = logging.getLogger("kfs.runtime.cuda_graphs") if log is None else log
         self._around = around
-        self._times: dict[Any, int] = {}  # how often shapes were seen
+        self._times: dict[Any, int] = {}  # number of batches so far, by shape
         self._recorded: dict[Any, Recorded] = {}
-        self._waits = ""  # what waits for the device in a pass that is not recorded
-        self._tried = False  # whether such a pass could not be recorded once
+        self._waits = ""  # the synchronizing operation of an eager pass
+        self._tried = False  # whether the recording of a pass with such an operation has failed once
 
     @property
     def is_disabled(self) -> bool:
-        """Whether all further passes run as they are."""
+        """Whether all further passes run eagerly."""
         return self._recorder is None
 
     def run(self, batch: "Batch") -> None:
@@ -426,16 +429,17 @@ class Replays:
                 self._run_or_record(self._recorder, shape, batch)
 
     def _run_or_record(self, recorder: Recorder, shape: Any, batch: "Batch") -> None:
-        """Run, rehearse or record the pass over a batch, by how many of its shape came before."""
+        """Run the first batch of a shape eagerly, rehearse the recording with the second one, and record the third."""
         times = self._times[shape] = self._times.get(shape, 0) + 1
         worth = self._left is None or self._left + 1 >= _WORTH
         if times == 1 or not worth or len(self._recorded) == _MOST_GRAPHS:
             self._run(batch)
         elif times == 2:
+            # Run eagerly with a tensor for the index of the first example, and look for reasons not to record.
             first = torch.full((), batch.first, dtype=torch.int64, device=batch.y.device)
             rehearsed = batch._replace(recorded=first)
             attributes = _attributes_of(self._model)
-            # Models of Hugging Face wait, but not while they are recorded. So this alone is no reason to give up.
+            # Models of Hugging Face synchronize, but not during a capture, so this alone is no reason to give up.
             self._waits = recorder.notices_waits(lambda: self._run(rehearsed))
             kept = _changed_attribute(attributes, self._model)
             if kept:
@@ -446,7 +450,6 @@ class Replays:
             self._record(recorder, shape, batch)
 
     def __enter__(self) -> "Replays":
-        """Do nothing: graphs are made when batches come."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -459,7 +462,8 @@ class Replays:
         self._recorded.clear()
 
     def _record(self, recorder: Recorder, shape: Any, batch: "Batch") -> None:
-        """Record the pass over a batch and run it; if it cannot be recorded, run it as it is."""
+        """Record the pass over a batch and replay it; if it cannot be recorded, run it eagerly."""
+        # The graph reads a copy of the batch, which each replay overwrites.
         sums = self._sums
         first = torch.zeros((), dtype=torch.int64, device=batch.y.device)
         static = batch._replace(x=mapped(batch.x, _copy), y=_copy(batch.y), recorded=first)
@@ -467,7 +471,7 @@ class Replays:
         reads = Reads()
 
         def run() -> None:
-            """Run the pass; what a model keeps of it would belong to the graph."""
+            # Tensors that the model would keep in its attributes belong to the graph.
             with unchanged_attributes(self._model), reads:
                 self._run(static)
 
@@ -476,28 +480,31 @@ class Replays:
             why = "" if len(sums.adders) == plans else "it used parameters in another way than before"
         except torch.OutOfMemoryError:
             graph, why = None, "there is not enough memory"
-        except Exception as error:  # noqa: BLE001 (whatever it is, the pass may well run as it is)
+        except Exception as error:  # noqa: BLE001 (an eager pass may succeed after any exception)
             graph, why = None, why_not(error, self._waits)
+
+        # A capture changes numbers on the host, but computes nothing. Undo these changes.
         added = {key: value - before.get(key, 0.0) for key, value in sums.counts().items()}
-        sums.add_counts({key: -value for key, value in added.items()})  # nothing was computed yet
+        sums.add_counts({key: -value for key, value in added.items()})
         if why:
             if graph is not None:
                 graph.reset()
             sums.finish_batch()
             if self._waits and not self._tried:
-                # The model goes another way while it is recorded, on which it may have made what the next try finds.
+                # The model takes a different path during a capture. The failed attempt may have filled caches that let
+                # the next attempt succeed.
                 self._tried = True
                 self._log.debug("A pass over a batch could not be recorded as a CUDA graph: %s.", why)
             else:
                 self._give_up(why)
             self._run(batch)
             return
-        assert graph is not None  # noqa: S101 (there is a reason if not)
+        assert graph is not None  # noqa: S101 (otherwise `why` is not empty)
         self._recorded[shape] = Recorded(graph, static, added, reads)
         self._recorded[shape].replay(batch, sums)
 
     def _give_up(self, why: str) -> None:
-        """Run all further passes as they are."""
+        """Run all further passes eagerly."""
         self._log.info("Passes over batches are not replayed as CUDA graphs: %s.", why)
         self._recorder = None
         self.close()
@@ -508,12 +515,12 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _attributes_of(model: Module) -> dict[str, dict[str, Any]]:
-    """Return what the modules of a model have as attributes."""
+    """Return copies of the attribute dictionaries of all modules by name."""
     return {name: dict(module.__dict__) for name, module in model.named_modules()}
 
 
 def _changed_attribute(before: dict[str, dict[str, Any]], model: Module) -> str:
-    """Return the name of an attribute that is another one than before; an empty text if there is none."""
+    """Return the name of the first attribute that has changed; an empty string if there is none."""
     for name, attributes in _attributes_of(model).items():
         known = before.get(name, {})
         for key, value in attributes.items():
@@ -524,12 +531,12 @@ def _changed_attribute(before: dict[str, dict[str, Any]], model: Module) -> str:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Whether two things have no tensors, and are equal."""
+    """Return whether two values contain no tensors and are equal."""
     return _is_plain(a) and _is_plain(b) and not tensors_in((a, b)) and _structure(a) == _structure(b)
 
 
 def shape_of(batch: "Batch") -> Any:
-    """Return what a recording depends on; `None` if a batch cannot be copied to where another one was."""
+    """Return the properties of a batch that a recording depends on; `None` if graphs do not support the batch."""
     tensors = [*tensors_in(batch.x), batch.y]
     if not _is_plain(batch.x) or not all(_can_be_copied(t, batch.y.device) for t in tensors):
         return None
@@ -537,16 +544,16 @@ def shape_of(batch: "Batch") -> Any:
 
 
 def _can_be_copied(t: Tensor, device: torch.device) -> bool:
-    """Whether a tensor has nothing but numbers, and has them where a graph reads them when it is replayed.
+    """Return whether a tensor is a plain dense tensor on the device, so that a replay can overwrite its values.
 
-    What the host knows, such as the batch sizes of packed sequences, decides what is recorded.
+    Data on the host, such as the batch sizes of packed sequences, would be fixed at the time of the recording.
     """
     special = t.is_nested or t.is_quantized or type(t) not in {Tensor, Parameter}
     return t.layout is torch.strided and t.device == device and not special
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether inputs consist of tensors and of what does not change unnoticed."""
+    """Return whether inputs consist only of tensors and immutable values."""
     if isinstance(x, Mapping):
         return all(map(_is_plain, x.values()))
     if type(x) in {tuple, list} or (isinstance(x, tuple) and hasattr(x, "_fields")):  # as in `kfs.problem.data.mapped`
@@ -555,7 +562,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _structure(x: Any) -> Any:
-    """Return what plain inputs are, but for values of tensors. Types count: `1` equals `True`."""
+    """Return types and values of plain inputs except values of tensors. Types matter, since `1 == True`."""
     if isinstance(x, Mapping):
         return type(x), tuple((key, _structure(value)) for key, value in x.items())
     if isinstance(x, (tuple, list)):

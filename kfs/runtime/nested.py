@@ -1,6 +1,6 @@
-"""Walks through nested containers of tensors: tuples, lists, named tuples and mappings of any type.
+"""Functions for nested containers of tensors: tuples, lists, named tuples and mappings of any type.
 
-Containers keep their types. What a batch is lives in `kfs.problem.data`.
+Containers keep their types. The definition of a batch lives in `kfs.problem.data`.
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to all tensors in a batch's input."""
+    """Return a nested container with a function applied to all its tensors."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
@@ -24,14 +24,14 @@ def mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_values(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type, with the same attributes, that has other values; `x` is not changed.
+    """Return a mapping of the same type and with the same attributes as `x`, but with the given items.
 
     Args:
-        x: A mapping of any type.
-        values: Its values. Keys of `x` that are not in here are left out.
+        x: A mapping of any type. It is not changed.
+        values: The items of the result. Keys of `x` that are missing here are left out.
 
     Returns:
-        The mapping; the dictionary `values` itself if another one of this type cannot be made.
+        The new mapping, or the dictionary `values` itself if no mapping of this type can be created.
     """
     if type(x) is dict:
         return values
@@ -40,13 +40,13 @@ def with_values(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
             new = make(x, values)
             if type(new) is type(x) and set(new) == set(values) and all(new[key] is values[key] for key in values):
                 return new
-        except Exception:  # noqa: BLE001 (a class of the user may raise anything; there is another way)
+        except Exception:  # noqa: BLE001 (the user's class may raise any exception; try the next method)
             continue
     return values
 
 
 def plain(x: Any) -> Any:
-    """Return a batch's input as dictionaries and tuples, without values of tensors: what else it consists of."""
+    """Return a nested container as dictionaries and tuples, with an empty tensor in place of each tensor."""
     if isinstance(x, Mapping):
         return {key: plain(value) for key, value in x.items()}
     if isinstance(x, (tuple, list)):
@@ -55,15 +55,15 @@ def plain(x: Any) -> Any:
 
 
 def tensors_in(x: Any) -> list[Tensor]:
-    """Return all tensors in a batch's input."""
+    """Return all tensors in a nested container."""
     parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
     return [x] if isinstance(x, Tensor) else [t for part in parts for t in tensors_in(part)]
 
 
 def without_tensors(x: Any) -> Any:
-    """Return what identifies all arguments that are not tensors, such that it can be hashed."""
+    """Return a hashable value that identifies all parts of a nested container except its tensors."""
     if isinstance(x, Tensor):
-        return Tensor  # `None` is another argument
+        return Tensor  # distinct from `None`, which is a possible argument
     if isinstance(x, Mapping):
         return tuple((key, without_tensors(value)) for key, value in x.items())
     if isinstance(x, (tuple, list)):
@@ -76,12 +76,12 @@ def without_tensors(x: Any) -> Any:
 
 
 def is_named_tuple(x: Any) -> bool:
-    """Whether something is an instance of `typing.NamedTuple`, or the like."""
+    """Return whether an object is a named tuple."""
     return isinstance(x, tuple) and hasattr(x, "_fields")
 
 
 def _refilled(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Copy a mapping, and replace its values."""
+    """Copy a mapping, and replace its items."""
     new = _copied(x, values)
     for key in x:
         if key not in values and key in new:
@@ -89,22 +89,22 @@ def _refilled(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     for key, value in values.items():
         if new[key] is not value:
             new[key] = value
-    # Some have their items also as attributes.
+    # Some mappings store their items also as attributes.
     attributes = getattr(new, "__dict__", {})
     for name in [name for name, part in attributes.items() if name in values and part is x[name]]:
         attributes[name] = values[name]
-    if getattr(x, "__dict__", None) is x:  # or only as attributes
+    if getattr(x, "__dict__", None) is x:  # the items are stored only as attributes
         new.__dict__ = new
     return new
 
 
 def _copied(x: Any, values: dict[Any, Any]) -> Any:
-    """Copy a mapping such that changing the copy does not change it."""
+    """Copy a mapping so that changes of the copy do not affect the original."""
     if isinstance(x, (dict, UserDict)) or hasattr(type(x), "__copy__"):
         return copy.copy(x)
     if hasattr(x, "copy"):
         return x.copy()
-    # Python's copy shares what the attributes refer to. One of them has the items.
+    # `copy.copy` shares the attributes. Replace the attribute that contains the items.
     new = copy.copy(x)
     (holder,) = [name for name, part in vars(x).items() if type(part) is dict and _are_items_of(part, x)]
     vars(new)[holder] = dict(values)
@@ -116,5 +116,5 @@ def _are_items_of(part: dict[Any, Any], x: Mapping[Any, Any]) -> bool:
 
 
 def _constructed(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Make a mapping of the same type anew: one that cannot be changed, or copied."""
+    """Construct a mapping of the same type, for types that are immutable or cannot be copied."""
     return type(x)(values)  # type: ignore[call-arg]

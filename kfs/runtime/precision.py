@@ -1,26 +1,26 @@
-"""Precision: the dtype in which sums are taken, tolerances that follow from it, and TF32."""
+"""Numerical precision: dtypes of sums, tolerances for comparisons, and the TF32 switch."""
 
 from typing import Any
 
 import torch
 
-# Up to which relative difference two results count as the same. Batches of different size are rounded differently, and
-# rounding errors grow from layer to layer: a few times the root of the precision leaves them half of all digits. What a
-# wrong rule or a missed use does is larger by far.
+# Largest relative difference between results that count as equal. Rounding depends on the batch size, and rounding
+# errors grow from layer to layer. A few times the square root of the machine precision allows them half of all digits.
+# The error of a wrong rule or a missed use of a parameter is far larger.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-# An accelerator may round what it multiplies to TF32, which has a precision of 1e-3: ten roundings.
+# An accelerator may round the inputs of products to TF32, which has a precision of 1e-3: allow ten rounding errors.
 _ON_ACCELERATOR = 1e-2
-# The precision of bfloat16 is 8e-3: six roundings. With more, one would not notice much.
+# The precision of bfloat16 is 8e-3: allow six rounding errors. A larger tolerance would miss most errors.
 IN_HALF_PRECISION = 5e-2
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision for sums and decompositions of numbers that are stored in some precision.
+    """Return the dtype for sums and decompositions of tensors of a given dtype: at least float32.
 
-    Half precision would lose all but the first few hundred terms of a sum, and has no decompositions.
+    Sums in half precision lose all but the first few hundred terms, and PyTorch has no decompositions in it.
 
     Args:
-        dtype: How numbers are stored.
+        dtype: Dtype of the tensors.
 
     Example:
         >>> at_least_float32(torch.bfloat16), at_least_float32(torch.float64)
@@ -30,7 +30,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def tolerance_for(dtype: torch.dtype, device: torch.device) -> float:
-    """Return up to which relative difference results in some precision count as the same."""
+    """Return the largest relative difference at which results of a dtype on a device count as equal."""
     if torch.is_autocast_enabled(device.type):
         return IN_HALF_PRECISION
     if dtype == torch.float32 and device.type != "cpu":
@@ -39,13 +39,13 @@ def tolerance_for(dtype: torch.dtype, device: torch.device) -> float:
 
 
 _matmul: Any = torch.backends.cuda.matmul
-# PyTorch 2.9 has a new name for the switch. Its old name is an error after somebody has used the new one.
+# PyTorch 2.9 has a new name for the switch. The old name raises an error after the new one was used.
 _SWITCH = "fp32_precision" if hasattr(_matmul, "fp32_precision") else "allow_tf32"
 _VALUES = {True: "tf32", False: "ieee"} if _SWITCH == "fp32_precision" else {True: True, False: False}
 
 
 def uses_tf32() -> bool:
-    """Whether a GPU multiplies float32 in TF32 now."""
+    """Return whether float32 matrix products currently use TF32 on a GPU."""
     return bool(getattr(_matmul, _SWITCH) == _VALUES[True])
 
 
@@ -56,7 +56,7 @@ class tf32:  # noqa: N801 (used like a function)
         self.wanted = wanted
 
     def __enter__(self) -> None:
-        """Switch only if that changes something."""
+        # Do not touch the switch if it has the wanted value already.
         self.changes = self.wanted is not None and uses_tf32() != self.wanted
         if self.changes:
             self.before = getattr(_matmul, _SWITCH)

@@ -1,4 +1,4 @@
-"""Synchronization of the host with an accelerator, and checks of data that do not need it.
+"""Synchronization of the host with an accelerator, and checks of data without synchronization.
 
 A pass over data reads numbers from a device only through this module.
 """
@@ -16,17 +16,17 @@ from kfs.errors import DataError
 
 T = TypeVar("T")
 _constants: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
-_MOST = 64  # so many constants are kept
-_ERROR = 2  # PyTorch's number for the debug mode in which operations that wait are errors
+_MOST = 64  # maximum number of cached constants
+_ERROR = 2  # PyTorch's debug mode in which synchronizing operations raise errors
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether asking a device for a number means to wait for it."""
+    """Return whether reading a number from a device synchronizes the host with it."""
     return device.type not in {"cpu", "meta"}
 
 
 def numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the values of tensors without axes; an accelerator is asked once for all of them.
+    """Return the values of zero-dimensional tensors, with a single synchronization for all of them.
 
     Example:
         >>> numbers([torch.tensor(2), torch.tensor(0.5)])
@@ -41,10 +41,10 @@ def numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class Message:
-    """Booleans on their way from a device to the host, which does other things until it needs them.
+    """An asynchronous copy of booleans from a device to the host.
 
     Args:
-        flags: The booleans, `[n]`. They may change afterwards.
+        flags: The booleans, `[n]`. They may be changed afterwards.
 
     Example:
         >>> message = Message(torch.tensor([True, False]))
@@ -53,17 +53,16 @@ class Message:
     """
 
     def __init__(self, flags: Tensor) -> None:
-        """Start a copy, without waiting for it."""
         self._event: torch.cuda.Event | None = None
         if flags.is_cuda:  # pragma: no cover (tested on a GPU)
-            self._flags = flags.to("cpu", non_blocking=True)  # PyTorch takes pinned memory for this.
+            self._flags = flags.to("cpu", non_blocking=True)  # PyTorch allocates pinned memory for this
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(flags.device))
         else:
             self._flags = flags.clone()
 
     def read(self) -> list[bool]:
-        """Return the booleans. This waits if the copy is not complete."""
+        """Return the booleans, and wait for the copy if it is not complete."""
         with allow_sync():
             if self._event is not None:  # pragma: no cover (tested on a GPU)
                 self._event.synchronize()
@@ -72,45 +71,45 @@ class Message:
 
 
 def counting(size: int, device: torch.device) -> Tensor:
-    """Return the integers from zero on, as a tensor that nobody changes; an accelerator makes it once."""
+    """Return `torch.arange(size)`. The result may be cached; do not modify it."""
     return _kept(("counting", size, torch.int64, device), lambda: torch.arange(size, device=device))
 
 
 def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ones, as a tensor that nobody changes; an accelerator makes it once."""
+    """Return a vector of ones. The result may be cached; do not modify it."""
     return _kept(("ones", size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device))
 
 
 def _kept(key: tuple[str, int, torch.dtype, torch.device], make: Callable[[], Tensor]) -> Tensor:
-    """Return a constant, and keep it for the next one who asks."""
+    """Return a constant, and cache it if it is on an accelerator."""
     found = _constants.get(key)
     if found is None:
         found = unwrapped(make())
-        # What is made while a computation is recorded has no values yet.
+        # Do not cache a tensor that is created during a CUDA graph capture: it has no values yet.
         if is_asynchronous(key[3]) and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
             _constants[key] = found
             if len(_constants) > _MOST:
-                _constants.pop(next(iter(_constants)), None)  # another thread may have been faster
+                _constants.pop(next(iter(_constants)), None)  # another thread may have removed it already
     return found
 
 
 def unwrapped(constant: Tensor) -> Tensor:
-    """Return a constant as others find it who keep it: `torch.func` wraps all that is made inside of its transforms."""
+    """Strip functorch wrappers, so that a cached tensor is valid outside of the `torch.func` transform."""
     while is_functorch_wrapped_tensor(constant):
         constant = get_unwrapped(constant)
     return constant
 
 
 def number(value: float | Tensor) -> float:
-    """Return a number that may be a tensor without axes; an accelerator is asked for it."""
+    """Return a Python number, reading it from the device if it is a zero-dimensional tensor."""
     return numbers([value])[0] if isinstance(value, Tensor) else value
 
 
 def side_by_side(one: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
-    """Compute two things that do not need each other; a recorded computation runs them at the same time."""
+    """Run two independent functions and return both results; a CUDA graph runs them concurrently."""
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return one(), other()
-    # What they share was made before, and nobody reads results before both are complete.
+    # Shared inputs exist before the fork, and results are read only after both streams are joined.
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()  # pragma: no cover (tested on a GPU)
     side.wait_stream(main)  # pragma: no cover
     with torch.cuda.stream(side):  # pragma: no cover
@@ -122,7 +121,7 @@ def side_by_side(one: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
 
 @contextmanager
 def allow_sync() -> Iterator[None]:
-    """Wait on purpose: PyTorch's debug mode for synchronization says nothing in this context."""
+    """Disable PyTorch's debug mode for synchronization in this context, for intended synchronization."""
     before = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
     if not before:
         yield
@@ -136,9 +135,10 @@ def allow_sync() -> Iterator[None]:
 
 @contextmanager
 def detect_syncs() -> Iterator[list[str]]:  # pragma: no cover (tested on a GPU)
-    """Collect what PyTorch says about operations in this context that wait for a GPU; other warnings are passed on.
+    """Collect PyTorch's warnings about synchronizing operations in this context; other warnings are emitted again.
 
-    The list is complete after the context. Operations that wait are an error if PyTorch's debug mode says so.
+    The list is complete when the context has ended. It stays empty if PyTorch's debug mode turns synchronizing
+    operations into errors.
     """
     waits: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
@@ -165,10 +165,10 @@ _NONE = 2**52
 
 
 class DeferredChecks:
-    """Remembers the first example that failed a check.
+    """Records the first example that failed a check, on the device and without synchronization.
 
     Args:
-        device: Where checks are made.
+        device: Device of the record.
 
     Example:
         >>> flags = DeferredChecks(torch.device("cpu"))
@@ -181,15 +181,15 @@ class DeferredChecks:
         self._first = torch.full((), _NONE, dtype=torch.int64, device=device)
 
     def clear(self) -> None:
-        """Forget all of them. They stay where a recorded computation finds them."""
+        """Clear the record in place, so that CUDA graphs keep using the same memory."""
         self._first.fill_(_NONE)
 
     def note(self, bad: Tensor | None, first: int | Tensor) -> None:
-        """Take note of data that failed a check.
+        """Record examples that failed a check.
 
         Args:
-            bad: Booleans, `[N]`; `None` if none of them can.
-            first: Index of the first of these data; a tensor if the computation is recorded.
+            bad: Booleans, `[N]`, true for examples that failed; `None` if no example can fail.
+            first: Index of the first of these examples; a tensor in a CUDA graph.
         """
         if bad is None:
             return
@@ -198,20 +198,20 @@ class DeferredChecks:
         torch.minimum(self._first, found.to(self._first.device), out=self._first)
 
     def first_failure(self) -> int | None:
-        """Return the index of the first example that failed a check; `None` if there is none. This waits."""
+        """Return the index of the first example that failed a check, or `None`. This synchronizes with the device."""
         (first,) = numbers([self._first])
         return None if first == _NONE else int(first)
 
 
 def refuse_not_finite(f: Tensor, first: int) -> None:
-    """Refuse predictions `[N, ...]` with NaN or positive infinity, at once.
+    """Raise an error if a prediction is NaN or positive infinity. This synchronizes with the device.
 
     Args:
-        f: Predictions.
+        f: Predictions, `[N, ...]`.
         first: Index of the first example.
 
     Raises:
-        DataError: If there is one.
+        DataError: If there is such a prediction. The message names the first one.
     """
     if f.numel() == 0 or f.amax().isfinite():
         return
@@ -224,7 +224,7 @@ def refuse_not_finite(f: Tensor, first: int) -> None:
 
 
 def not_finite(f: Tensor) -> Tensor:
-    """Return which predictions `[N, ...]` have NaN or positive infinity (negative infinity masks a class), `[N]`.
+    """Return booleans `[N]`: which predictions `[N, ...]` have NaN or positive infinity (negative infinity is a mask).
 
     Example:
         >>> not_finite(torch.tensor([[0.0, -torch.inf], [torch.nan, 1.0]])).tolist()

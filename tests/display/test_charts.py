@@ -109,7 +109,7 @@ def test_of_many_blocks_matrices_come_first() -> None:
     assert [target.get_title("left").partition("\n")[0] for target in axes[::2]] == ["0", "2", "4", "6"]
     figure = axes[0].get_figure()
     assert figure is not None
-    assert figure.get_supxlabel().endswith("in the title\n8 more blocks: name those to draw")
+    assert figure.get_supxlabel().endswith("in the title\n8 more blocks: pass names to draw them")
     assert len(figure.axes) == 8  # places without a block are empty
     vectors = kfs.KFAC(kfs.EmpiricalRisk(nn.Sequential(*layers[1::2]), nn.MSELoss(), data))
     assert len(vectors.plot(most=2)) == 4  # there is nothing else

@@ -154,9 +154,9 @@ def facts(second: dict[str, object]) -> str:
     [
         ({"seed": 1, "weight": torch.ones(2)}, "rank 0 has seed=0, and rank 1 has seed=1"),
         ({"weight": torch.ones(2)}, "rank 0 has seed=0, and rank 1 has nothing"),
-        ({"seed": 0, "weight": torch.tensor([1.0, 2.0])}, "'weight' of rank 1 is not as on rank 0"),
-        ({"seed": 0, "weight": torch.ones(2).double()}, "'weight' of rank 1 is not as on rank 0"),
-        ({"weight": torch.ones(2), "seed": 0}, "they have another order"),
+        ({"seed": 0, "weight": torch.tensor([1.0, 2.0])}, "'weight' of rank 1 differs from rank 0"),
+        ({"seed": 0, "weight": torch.ones(2).double()}, "'weight' of rank 1 differs from rank 0"),
+        ({"weight": torch.ones(2), "seed": 0}, "their order is different"),
     ],
 )
 def test_facts_that_must_be_the_same(ranks: Pool, second: dict[str, object], text: str) -> None:

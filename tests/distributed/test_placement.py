@@ -219,9 +219,9 @@ def test_refused() -> None:
     for ranks in (0, -1, True, 2.0):
         with pytest.raises(ModelError, match=r"ranks is .* Use an integer of at least 1"):
             place([part], ranks)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=r"A part comes twice. Give blocks names of their own"):
+    with pytest.raises(ModelError, match=r"A part is given twice. Give each block a unique name"):
         place([part, part], 2)
     with pytest.raises(ModelError, match="There is no block to place"):
         place([], 2)
-    with pytest.raises(ModelError, match=r"Block 'fc' needs 36 B, and a pass may use 35 B\. Allow more memory"):
+    with pytest.raises(ModelError, match=r"Block 'fc' needs 36 B, but only 35 B are available for a pass\. Allow more"):
         passes({"fc": 36}, 35)

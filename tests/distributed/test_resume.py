@@ -149,9 +149,9 @@ def killed(path: str) -> str:
     with pytest.raises(LostRankError) as caught:
         KFAC(risk, checkpoint=kfs.Checkpoint(path, batches=1))
     text = str(caught.value)
-    assert "A process of the group has ended, or does not answer" in text
+    assert "A process of the group has ended, or does not respond" in text
     assert text.endswith(f"with any number of processes: it continues from the checkpoint {path}.")
-    with pytest.raises(LostRankError, match="start all processes again"):
+    with pytest.raises(LostRankError, match="restart all processes"):
         KFAC(risk)
     return text
 

@@ -227,7 +227,7 @@ def _typo(is_there: bool) -> dict[str, Any]:
 FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "other parameters": (lambda model: model.last.bias.data.add_(1e-15), "Parameters differ .*'last.bias' of rank 1 "),
     "permuted units": (permute_units, "Parameters differ .*'first.weight', 'first.bias', 'last.weight' of rank 1 "),
-    "negated units": (negate_units, "Parameters differ .*'last.weight' of rank 1 is not as on rank 0"),
+    "negated units": (negate_units, "Parameters differ .*'last.weight' of rank 1 differs from rank 0"),
     "running statistics": (
         lambda model: model.norm.running_mean.add_(1),
         r"Buffers differ .*'norm.running_mean' of rank 1 .* for b in model.buffers\(\): torch.distributed.broadcast",

@@ -198,8 +198,8 @@ def refused(what: str) -> str:
         ("other batches", "The data differ between processes"),
         ("another order", "The data differ between processes"),
         ("an error of one", "A batch is a Tensor, expected a pair"),
-        ("a shard", "a shard already"),
-        ("another group", "for other processes than those of the group"),
+        ("a shard", "already a shard"),
+        ("another group", "for a different group of processes"),
         ("other numbers", "its shard starts at example 11"),
     ],
 )

@@ -123,7 +123,7 @@ def test_any_changed_byte_is_noticed(file_of_ours: Path, data: st.DataObject) ->
     whole[place] ^= data.draw(st.integers(1, 255))
     path = file_of_ours.with_name("changed")
     path.write_bytes(whole)
-    with pytest.raises(StorageError, match=r"damaged|not a file that kfs has written"):
+    with pytest.raises(StorageError, match=r"damaged|was not written by kfs"):
         load(path)
 
 
@@ -134,7 +134,7 @@ def test_any_other_length_is_noticed(file_of_ours: Path, data: st.DataObject) ->
     path = file_of_ours.with_name("cut")
     path.write_bytes(data.draw(st.sampled_from([whole[:keep], whole[keep:], whole + whole[: keep + 1]])))
     if path.read_bytes() != whole:
-        with pytest.raises(StorageError, match=r"damaged|not a file that kfs has written"):
+        with pytest.raises(StorageError, match=r"damaged|was not written by kfs"):
             load(path)
 
 
@@ -142,7 +142,7 @@ def test_any_other_length_is_noticed(file_of_ours: Path, data: st.DataObject) ->
 def test_any_bytes_are_refused(file_of_ours: Path, content: bytes) -> None:
     path = file_of_ours.with_name("bytes")
     path.write_bytes(content)
-    with pytest.raises(StorageError, match="not a file that kfs has written"):
+    with pytest.raises(StorageError, match="was not written by kfs"):
         load(path)
 
 
@@ -161,7 +161,7 @@ def test_foreign_files_are_refused_and_not_executed(tmp_path: Path, monkeypatch:
     save_file({"a": torch.ones(2)}, tmp_path / "bare")
     (tmp_path / "list").write_bytes((2).to_bytes(8, "little") + b"[]")
     for name in ("pickle", "torch", "foreign", "bare", "list"):
-        with pytest.raises(StorageError, match="not a file that kfs has written"):
+        with pytest.raises(StorageError, match="was not written by kfs"):
             load(name)
     assert not (tmp_path / "executed").exists()
     for name in ("missing", "."):
@@ -225,7 +225,7 @@ def test_wrong_shapes_are_named(file_of_ours: Path) -> None:
     with pytest.raises(StorageError, match=r"a factor has shape \[3, 3\] instead of \[1, 4, 4\]"):
         load(target)
     files.write(target, {"kind": "KFAC"}, replaced(state, ("space", "shapes", 0, 1), [4, 4]))
-    with pytest.raises(StorageError, match="does not hold what its header says"):
+    with pytest.raises(StorageError, match="does not contain what its header declares"):
         load(target)
     files.write(target, {"kind": "KFAC"}, replaced(state, ("space", "dtype"), "nn"))
     with pytest.raises(StorageError, match="is no dtype"):
@@ -240,7 +240,7 @@ def test_wrong_shapes_are_named(file_of_ours: Path) -> None:
         K.save(target)
         _, good = files.read(target)
         files.write(target, {"kind": "BlockDiagonal"}, replaced(good, path, wrong))
-        with pytest.raises(StorageError, match="does not hold what its header says"):
+        with pytest.raises(StorageError, match="does not contain what its header declares"):
             load(target)
     EKFAC(mlp_risk()).save(target)
     _, good = files.read(target)
@@ -250,7 +250,7 @@ def test_wrong_shapes_are_named(file_of_ours: Path) -> None:
         load(target)
     for key, wrong in (("pairs", {}), ("layout", {}), ("operations", 3)):
         files.write(target, {"kind": "KFAC"}, replaced(state, ("blocks", 0, key), wrong))
-        with pytest.raises(StorageError, match="does not hold what its header says"):
+        with pytest.raises(StorageError, match="does not contain what its header declares"):
             load(target)
 
 

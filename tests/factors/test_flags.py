@@ -81,7 +81,7 @@ def test_flags_of_a_computation_within_another(behind: list[bool]) -> None:
 
     assert isinstance(risk.model, nn.Module)
     risk.model.register_forward_hook(hook)
-    with pytest.raises(DataError, match="target of example 6 could not be used"):
+    with pytest.raises(DataError, match="target of example 6 failed a check"):
         KFAC(risk, "mc", audit=False)
     assert risk.flags is None
     assert behind
@@ -117,7 +117,7 @@ class TestDeviceChecks:
     def test_nothing_wrong_any_more(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         """A flag was raised, and the same example has nothing wrong when it is looked at again."""
         monkeypatch.setattr(DeferredChecks, "first_failure", lambda _: 5)
-        with pytest.raises(DataError, match="example 5 could not be used, and now it can"):
+        with pytest.raises(DataError, match="example 5 failed a check, but passed it when evaluated again"):
             KFAC(make_risk(2), "mc")
         assert behind
 

@@ -308,7 +308,7 @@ def test_functions_of_a_parameter_inside_of_a_checkpoint() -> None:
 
     model = Function(compute, W=normal(3, 4), p=normal(4), V=normal(4, 2))
     data = normal(5, 3), normal(5, 2)
-    with pytest.raises(ModelError, match="leave the parameters before it out with params="):
+    with pytest.raises(ModelError, match="exclude the parameters before it with params="):
         KFAC(EmpiricalRisk(model, nn.MSELoss(), data))
     assert list(KFAC(EmpiricalRisk(model, nn.MSELoss(), data, params=["W", "V"])).blocks) == ["W", "V"]
 

@@ -246,10 +246,10 @@ def test_damage(name: str, how: str, tmp_path: Path) -> None:
     else:
         file.unlink()
     expected = {
-        "cut": r"is damaged: it was cut off or changed|its beginning is damaged",
-        "changed": r"is damaged: it was cut off or changed|its beginning is damaged",
+        "cut": r"is damaged: it was truncated or changed|its beginning is damaged",
+        "changed": r"is damaged: it was truncated or changed|its beginning is damaged",
         "missing": r"shard-000002.safetensors is missing, and the index has 5 such files",
-        "foreign": r"is not a file that kfs has written",
+        "foreign": r"was not written by kfs",
     }[how]
     if (name, how) == ("index", "missing"):
         make(tmp_path, K=K)  # starts anew
@@ -257,7 +257,7 @@ def test_damage(name: str, how: str, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=expected):
         make(tmp_path, K=K)
     if name != "index":
-        with pytest.raises(StorageError, match=r"damaged|cannot be read|not a file that kfs has"):
+        with pytest.raises(StorageError, match=r"damaged|cannot be read|was not written by kfs"):
             index.scores(risk())
 
 
@@ -284,7 +284,7 @@ def test_shapes_of_gradients_are_checked(tmp_path: Path) -> None:
         lambda block: block.update(whole=torch.zeros(3, 1, 4, 4)),
     ):
         replace_shard(tmp_path, change)
-        with pytest.raises(StorageError, match=r"does not hold what its header says"):
+        with pytest.raises(StorageError, match=r"does not contain what its header declares"):
             index.scores(risk())
         file.write_bytes(content)
     assert torch.isfinite(index.scores(risk())).all()

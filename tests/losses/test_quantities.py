@@ -110,15 +110,15 @@ def test_refusals() -> None:
     labels, square = describe(nn.CrossEntropyLoss()), describe(nn.MSELoss())
     with pytest.raises(LossError, match=r"no quantity 'margn'. Did you mean 'margin'"):
         gradient_of("margn", labels)  # type: ignore[arg-type]
-    with pytest.raises(LossError, match="no labels, so that there is no margin"):
+    with pytest.raises(LossError, match="no class labels, so the margin is not defined"):
         gradient_of("margin", square)(LOGITS, LOGITS)
     with pytest.raises(LossError, match="targets are probabilities"):
         gradient_of("margin", labels)(LOGITS, LOGITS.softmax(1))
-    with pytest.raises(LossError, match="there is one class"):
+    with pytest.raises(LossError, match="there is only one class"):
         gradient_of("margin", labels)(LOGITS[:, :1], LABELS * 0)
     with pytest.raises(LossError, match="HuberLoss has no Fisher matrix"):
         gradient_of("log-probability", describe(nn.HuberLoss()))(LOGITS, LOGITS)
-    with pytest.raises(LossError, match="a function alone does not say"):
+    with pytest.raises(LossError, match="a function alone does not define"):
         gradient_of("log-probability", describe(lambda f, y: (f - y).sum()))(LOGITS, LOGITS)
     for wrong in (lambda f, _: f, lambda *_: 1.0):
         with pytest.raises(LossError, match="for one example, expected a number"):

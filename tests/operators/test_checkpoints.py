@@ -133,7 +133,7 @@ def test_frozen_parameters_of_checkpointed_models_are_refused() -> None:
         Hessian(saving).to_dense,
         lambda: J.T @ u,
     ):
-        with pytest.raises(ModelError, match=r"frozen ones that are to be differentiated.*require gradients"):
+        with pytest.raises(ModelError, match=r"differentiable copies of frozen ones.*set requires_grad"):
             call()
     rest = {"frozen": True, "params": ["b.weight"]}
     close(GGN(two_layers(True, 5, **rest)).diagonal(), GGN(two_layers(False, 5, **rest)).diagonal())  # type: ignore[arg-type]

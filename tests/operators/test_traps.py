@@ -151,7 +151,7 @@ def test_reused_graphs_notice_every_change() -> None:
     close(results[3], GGN(risk) @ v)
     assert all((a - b).abs().max() > 1e-6 for a, b in pairwise(results))
     first.mul_(2)
-    with pytest.raises(DataError, match="first batch has other values"):
+    with pytest.raises(DataError, match="first batch has different values"):
         kept @ v
 
 

@@ -163,7 +163,7 @@ def test_targets_that_are_needed() -> None:
     huber = nn.HuberLoss()
     optimizer.close()
     other = KFAC(model, huber, fisher="mc")
-    with pytest.raises(LossError, match="targets, and these are not known"):
+    with pytest.raises(LossError, match="targets, which are unknown"):
         F.huber_loss(model(X), y).backward()
     other.close()
 
@@ -206,7 +206,7 @@ def test_curvature_that_depends_on_targets_that_are_not_shown(loss: Any, functio
     elif isinstance(loss, nn.GaussianNLLLoss):
         model = nn.Sequential(mlp(classes=6), nn.Softplus(), nn.Unflatten(1, (2, 3)))
     optimizer = KFAC(model, loss, fisher=fisher)
-    with pytest.raises(LossError, match=r"depends on targets, and these are not known. Call targets\(y\)"):
+    with pytest.raises(LossError, match=r"depends on targets, which are unknown. Call targets\(y\)"):
         function(model(X)).backward()
     optimizer.close()
 

@@ -173,7 +173,7 @@ def test_labels_that_are_none(told: bool) -> None:
         value = LOSS.forward(model(X, labels=labels), y)
         if told:
             optimizer.targets(torch.zeros(5))
-            with pytest.raises(ValueError, match="targets have shape"):
+            with pytest.raises(ValueError, match="targets must have shape"):
                 value.backward()
         else:
             value.backward()

@@ -157,7 +157,7 @@ CALLS: dict[str, Callable[[EmpiricalRisk], Any]] = {
 def test_data_that_somebody_else_draws_are_refused(call: str, draw: Any) -> None:
     risk = EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), Drawn(draw))
     risk.value()
-    with pytest.raises(DataError, match=r"other values than in the first pass.*list\(data\).*a new EmpiricalRisk"):
+    with pytest.raises(DataError, match=r"different values than in the first pass.*list\(data\).*a new EmpiricalRisk"):
         CALLS[call](risk)
     once = EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), list(Drawn(draw)))
     once.value()
@@ -166,7 +166,7 @@ def test_data_that_somebody_else_draws_are_refused(call: str, draw: Any) -> None
 
 def test_eigenvalues_need_the_data_of_the_factors() -> None:
     """EKFAC takes two passes. If they have different data, it notices."""
-    with pytest.raises(DataError, match="other values"):
+    with pytest.raises(DataError, match="different values"):
         EKFAC(EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), Drawn(augmented)))
 
 
@@ -203,7 +203,7 @@ def test_empty_batches_do_not_hide_the_first_one() -> None:
     risk = EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), [(X[:0], y[:0]), (X, y)])
     risk.value()
     X[0, 0] += 1
-    with pytest.raises(DataError, match="other values"):
+    with pytest.raises(DataError, match="different values"):
         risk.value()
 
 

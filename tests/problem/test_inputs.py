@@ -131,7 +131,7 @@ def test_mappings_that_fit_in_neither_way_are_refused(keys: tuple[Any, ...], mes
     batch = {key: r(5, 3) for key in keys}
     risk = EmpiricalRisk(Separate(), LOSS, [(batch, r(5, 2))])
     for call in (risk.value, risk.gradient, lambda: GGN(risk).to_dense(), lambda: KFAC(risk)):
-        with pytest.raises(DataError, match=rf"keys \[.*forward\(x:.*{message}.*Name the keys like .*unpack="):
+        with pytest.raises(DataError, match=rf"keys \[.*forward\(x:.*{message}.*Rename the keys to .*unpack="):
             call()
 
 

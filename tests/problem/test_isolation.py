@@ -59,7 +59,7 @@ def test_cached_parametrizations_are_refused() -> None:
     data = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
     risk = EmpiricalRisk(model, nn.MSELoss(), data)
     with nn.utils.parametrize.cached():
-        with pytest.raises(ModelError, match=r"'0'.*cached\(\) is active.*Leave parametrize\.cached\(\) first"):
+        with pytest.raises(ModelError, match=r"'0'.*cached\(\) is active.*Exit the context parametrize\.cached\(\)"):
             risk.gradient()
         EmpiricalRisk(plain, nn.MSELoss(), data).gradient()
     risk.gradient()

@@ -82,7 +82,7 @@ def test_targets_that_do_not_count() -> None:
     later, all_of_the_first = y.clone(), y.clone()
     later[5] = -100
     all_of_the_first[:3] = -100
-    with pytest.raises(DataError, match=r"divides by 8, but by 9 if.*Leave num_data out"):
+    with pytest.raises(DataError, match=r"divides by 8, but by 9 when.*Leave num_data out"):
         GGN(risk_of(later, num_data=9)) @ v
     # A first batch without any label that counts is no example, and data are counted.
     close(GGN(risk_of(all_of_the_first, num_data=9)) @ v, GGN(risk_of(all_of_the_first)) @ v)

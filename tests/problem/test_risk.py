@@ -287,7 +287,7 @@ def test_bad_models_and_parameters_are_refused() -> None:
         EmpiricalRisk(nn.ReLU(), loss, (X, y))
     with pytest.raises(LossError, match=r"Targets are torch.float32 of shape .*y\.long\(\)"):
         EmpiricalRisk(linear(), loss, (X, y.float())).count()
-    with pytest.raises(LossError, match=r"which targets are likely\. Use"):
+    with pytest.raises(LossError, match=r"define a likelihood of targets\. Use"):
         kfs.KFAC(EmpiricalRisk(linear(), lambda f, _: f.sum(), (X, y)))
     with pytest.raises(ModelError, match=r"no parameters \['w'\]. Choose from"):
         EmpiricalRisk(linear(), loss, (X, y), params=["w"])
