@@ -227,7 +227,7 @@ def inverted(
 
 
 def _in_new_eigenbasis(K: Kronecker, old: list[Eigenbasis]) -> Eigenbasis:
-    """Return averaged eigenvalues in the eigenbasis of new factors: the diagonal of the previous matrix in this basis."""
+    """Return averaged eigenvalues in the eigenbasis of new factors: the old matrix's diagonal in this basis."""
     basis = K.eigenbasis()
     if not old:
         return basis

@@ -83,14 +83,14 @@ class Curvature:
     inverses: Inverses  # how they are computed, and products with them
     every: Interval  # recompute each inverse every this many steps
     patience: int  # raise damping after this many events in a row
-    ranks: Ranks = field(default_factory=Ranks)  # processes that each have a summand of every average (see `across_ranks`)
+    ranks: Ranks = field(default_factory=Ranks)  # processes that each have a summand of every average
     at_owners: bool = False  # whether each inverse is kept only on the rank that computed it
     averages: dict[Key, Average] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)  # parameters that had a gradient before they had any factors
     damping_scale: float = 1.0  # multiplies all dampings
     events: Events = field(default_factory=Events)
     costs: Costs = field(default_factory=Costs)
-    # Flag on the device: whether the last sums were added. `None` if the host has decided, or has requested the flag.
+    # Flag on the device: whether the last sums were added. `None` if the host decided, or already requested it.
     unconfirmed: Tensor | None = None
     sizes: UsualSizes = field(init=False)  # of factors
     _troubles: int = 0  # events in a row
@@ -118,7 +118,7 @@ class Curvature:
             across_ranks.forget_summands(self.averages.values())
 
     def bases(self) -> Bases:
-        """Return zero-initialized sums of squared gradients, for blocks that have an eigenbasis."""
+        """Return zero-initialized sums of squared gradients for blocks with an eigenbasis."""
         return {
             key: (average.layout, squares)
             for key, average in self.averages.items()
@@ -126,7 +126,7 @@ class Curvature:
         }
 
     def knows(self, sums: StepSums) -> bool:
-        """Whether the sums of a step change tensor values only: their blocks are known, and all blocks have inverses."""
+        """Whether the sums of a step change tensor values only: blocks are known, and all of them have inverses."""
         blocks = {key: block for key, block in sums.blocks.items() if block.terms}
         placement = BlockMap(block.layout for block in blocks.values())
         return blocks.keys() <= self.averages.keys() and all(

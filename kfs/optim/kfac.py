@@ -100,6 +100,7 @@ class Carrier(int):
     carried: Any
 
     def __new__(cls, carried: Any = None) -> "Carrier":
+        """Return a zero with `carried` attached."""
         result = super().__new__(cls, 0)
         result.carried = carried
         return result

@@ -140,7 +140,7 @@ def recorder_for(device: torch.device, share: float | None = None) -> Callable[[
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Return how many bytes are free on a GPU, for PyTorch and others, and how many PyTorch has reserved."""
+    """Return how many bytes are free on a GPU, including PyTorch's cache, and how many PyTorch has reserved."""
     if device.type != "cuda":
         return 1, 0
     free, _ = torch.cuda.mem_get_info(device)  # pragma: no cover (tested on a GPU)

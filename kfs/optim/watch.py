@@ -62,6 +62,7 @@ class KeepsPass(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient unchanged."""
         return g, None, None, None
 
 
