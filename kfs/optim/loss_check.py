@@ -181,7 +181,7 @@ class Targets:
         return scale if scale and distance < _TOLERANCE else None
 
     def other_loss(self) -> str:
-        """Return the name of another loss that the gradient belongs to; empty if there is none or the declared one fits."""
+        """Return the name of another loss that the gradient belongs to; empty if none, or if the declared one fits."""
         if self.known_scale() is not None:
             return ""
         return next((name for name, is_its_own in self.others.items() if is_its_own), "")
