@@ -112,21 +112,21 @@ def invert(
         if mine:
             _invert_own(inverses, mine, results, outcomes)
     # First, all ranks learn shapes and failures, then inverses are sent.
-    told = {key: one for some in ranks.gather("inverses", outcomes) for key, one in some.items()}
+    reported = {key: one for some in ranks.gather("inverses", outcomes) for key, one in some.items()}
     for owner, some in by_owner.items():
         if at_owners:
-            _keep_at_owner(ranks, inverses, owner, some, told, results)
+            _keep_at_owner(ranks, inverses, owner, some, reported, results)
         else:
-            _broadcast_from_owner(ranks, inverses, owner, some, told, results)
-    return {key: why for key, why in told.items() if isinstance(why, str)}
+            _broadcast_from_owner(ranks, inverses, owner, some, reported, results)
+    return {key: why for key, why in reported.items() if isinstance(why, str)}
 
 
 def sum_at_owner(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
     """Sum averages over all ranks on one rank, and set them to zero on the others."""
     found = list(averages)
-    add_up_at(ranks, owner, (part for average in found for part in _travelling(average)))
+    add_up_at(ranks, owner, (part for average in found for part in _sent_parts(average)))
     if ranks.rank == owner:
-        _complete(found)
+        _mirror_triangles(found)
     else:
         forget_summands(found)
 
@@ -137,8 +137,8 @@ def sum_over_ranks(ranks: Ranks, averages: Iterable[Average]) -> list[Average]:
     for copy in copies:
         if copy.owner is not None:
             _fetch_inverse(ranks, copy)
-    add_up(ranks, "averages of factors", (part for average in copies for part in _travelling(average)))
-    _complete(copies)
+    add_up(ranks, "averages of factors", (part for average in copies for part in _sent_parts(average)))
+    _mirror_triangles(copies)
     return copies
 
 
@@ -201,12 +201,12 @@ def _keep_at_owner(
     inverses: Inverses,
     owner: int,
     averages: Iterable[Average],
-    told: Mapping[Key, Outcome],
+    reported: Mapping[Key, Outcome],
     results: Mapping[Key, Inverted],
 ) -> None:
     """Store inverses on one owner rank; other ranks store only their shapes."""
     for average in averages:
-        outcome = told[average.layout.key]
+        outcome = reported[average.layout.key]
         if isinstance(outcome, str):
             continue  # The previous inverse stays at its owner.
         moves = average.has_inverse != (owner == ranks.rank)
@@ -227,14 +227,14 @@ def _broadcast_from_owner(
     inverses: Inverses,
     owner: int,
     averages: Iterable[Average],
-    told: Mapping[Key, Outcome],
+    reported: Mapping[Key, Outcome],
     results: Mapping[Key, Inverted],
 ) -> None:
     """Broadcast the inverses of one owner. All ranks, the owner included, store the same bits and strides."""
     received: list[tuple[Average, Inverted]] = []
     for average in averages:
         key = average.layout.key
-        skeleton = told[key]
+        skeleton = reported[key]
         if isinstance(skeleton, str):
             continue
         device = average.factors.like.device
@@ -275,14 +275,14 @@ def _summands(average: Average) -> Iterator[Tensor]:
         yield average.eigen.values
 
 
-def _travelling(average: Average) -> Iterator[Tensor]:
+def _sent_parts(average: Average) -> Iterator[Tensor]:
     """Yield the parts of summands that must be sent: the upper triangles of symmetric matrices."""
     dense = {id(factor.values) for factor in _symmetric(average.factors)}
     for t in _summands(average):
         yield from upper_triangle(t) if id(t) in dense else [t]
 
 
-def _complete(averages: Iterable[Average]) -> None:
+def _mirror_triangles(averages: Iterable[Average]) -> None:
     """Mirror triangles that were received."""
     for average in averages:
         for factor in _symmetric(average.factors):
@@ -503,7 +503,7 @@ _WAYS_OUT = {
         "Start from the same weights in all processes, as DistributedDataParallel does, and average gradients in every "
         "step: call the DistributedDataParallel model, not its module."
     ),
-    "Buffers": "Copy those of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
+    "Buffers": "Copy the buffers of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
 }
 _MADE_WITH = "settings of the optimizer"
 _NO_SETTINGS = {"self", "model", "loss", "params", "group"}
@@ -688,7 +688,7 @@ class Exchange:
     def merged(
         self,
         sums: StepSums | None,
-        told: Callable[[], Mapping[str, Mapping[str, Any]]],
+        get_facts: Callable[[], Mapping[str, Mapping[str, Any]]],
         params: Mapping[str, Tensor],
         grads: Mapping[str, Tensor],
         averages: Mapping[Key, Average],
@@ -698,7 +698,7 @@ class Exchange:
 
         Args:
             sums: Sums from the passes of this rank.
-            told: Returns further values that must be the same on all ranks, by kind and name.
+            get_facts: Returns further values that must be the same on all ranks, by kind and name.
             params: All parameters.
             grads: All gradients; for sharded parameters, the part of this rank.
             averages: Averages of known blocks.
@@ -712,7 +712,7 @@ class Exchange:
         # Sharded tensors are not compared: their parts differ.
         everywhere = {n: p for n, p in params.items() if not is_sharded(p)}
         found = {n: g for n, g in grads.items() if n in everywhere}
-        facts = {**told(), "Parameters with gradients": {n: list(params[n].shape) for n in sorted(grads)}}
+        facts = {**get_facts(), "Parameters with gradients": {n: list(params[n].shape) for n in sorted(grads)}}
         values: list[int] = []
         buffers: dict[str, int] = {}
         if self._left or self._is_due:
@@ -850,11 +850,11 @@ class Exchange:
         return torch.stack(self.ranks.gather("curvature along a step", t)).sum(0)
 
 
-def _over_ranks(told: list[StepSums]) -> StepSums:
+def _over_ranks(reports: list[StepSums]) -> StepSums:
     """Return counts and coverage over all ranks."""
     # A rank without examples has no information about coverage.
-    telling = [sums for sums in told if sums.blocks or sums.uncovered]
-    silent = [sums for sums in told if not (sums.blocks or sums.uncovered)]
+    telling = [sums for sums in reports if sums.blocks or sums.uncovered]
+    silent = [sums for sums in reports if not (sums.blocks or sums.uncovered)]
     result, *others = telling or [StepSums(0)]
     for other in others:
         result.merge(other)

@@ -96,7 +96,7 @@ def natural_updates(
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     kl_clip: float | None,
     taken: Tensor,
-    way: ReplicatedInverses,
+    communication: ReplicatedInverses,
     scale: Tensor | None,
 ) -> None:
     """Update parameters that have curvature, given gradients of the average over examples.
@@ -110,30 +110,31 @@ def natural_updates(
     """
     if not parts:
         return
-    behind = sync.is_asynchronous(taken.device)
+    on_device = sync.is_asynchronous(taken.device)
     allowed = None if scale is None else next(numbers)
     shares = [_share(params, state, part, "average", numbers, grads) for part in parts]
-    if behind:
+    if on_device:
         shares = [share._replace(taken=taken) for share in shares]
     names = [name for part in parts for name in part.names]
     scaled = scale
     if scale is not None and allowed is not None:
         means = [[part_of(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
         shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
-        scaled = _scaled(scale, shares, parts, way, allowed, taken)
+        scaled = _scaled(scale, shares, parts, communication, allowed, taken)
         shares = [_with_scale(share, scaled[2].exp()) for share in shares]
 
     def clipped(u: Tensors) -> Tensors:
         own = dict(zip(names, u, strict=True))
-        ahead = way.gathered(own)
-        D, problem = _multiplied(precondition, ahead, way, taken)
-        _agree_on_steps(D, way, taken)
+        ahead = communication.gathered(own)
+        # All processes either take the step, or skip it, or raise.
+        D, problem = _multiplied(precondition, ahead, communication, taken)
+        _agree_on_steps(D, communication, taken)
         if kl_clip is not None:
             lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
             # Gradients that are not finite are not clipped: their length is undefined.
-            shorter = torch.where(taken, _shorter(kl_clip, lrs, ahead, D, way, u[0].new_zeros(())), 1.0)
+            shorter = torch.where(taken, _shorter(kl_clip, lrs, ahead, D, communication, u[0].new_zeros(())), 1.0)
             D = {n: shorter * d for n, d in D.items()}
-        steps = list(way.scattered(D, own).values())
+        steps = list(communication.scattered(D, own).values())
         if problem is not None:
             raise problem
         return steps
@@ -143,14 +144,14 @@ def natural_updates(
         scale.copy_(torch.where(taken, scaled, scale))
 
 
-def _agree_on_steps(D: Mapping[str, Tensor], way: ReplicatedInverses, taken: Tensor) -> None:
+def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
     """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
     if sync.is_asynchronous(taken.device):
         # So far, the flag is about the products of this process.
-        everywhere = way.all_true(taken)
+        everywhere = communication.all_true(taken)
         if everywhere is not taken:
             taken.copy_(everywhere)
-    elif not way.all_true(total_size(list(D.values())).isfinite()):
+    elif not communication.all_true(total_size(list(D.values())).isfinite()):
         raise StepNotFiniteError
 
 
@@ -159,12 +160,12 @@ def _shorter(
     lrs: Mapping[str, Scalar],
     ahead: Mapping[str, Tensor],
     D: Mapping[str, Tensor],
-    way: ReplicatedInverses,
+    communication: ReplicatedInverses,
     zero: Tensor,
 ) -> Tensor:
     """Return the factor that keeps the change of predictions by a step within the limit."""
     change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
-    result: Tensor = (kl_clip / way.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
+    result: Tensor = (kl_clip / communication.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
     return result
 
 
@@ -172,12 +173,12 @@ def _scaled(
     scale: Tensor,
     shares: Iterable[ParameterGroup],
     parts: Iterable[UpdateBatch],
-    way: ReplicatedInverses,
+    communication: ReplicatedInverses,
     allowed: Scalar,
     taken: Tensor,
 ) -> Tensor:
     """Return the numbers of the step scale, updated with the overshoot of the latest steps unless it is not finite."""
-    overshoot = 0.5 * scale[2].exp() * way.sum_of_parts(_slope(shares, parts, way))
+    overshoot = 0.5 * scale[2].exp() * communication.sum_of_parts(_slope(shares, parts, communication))
     return torch.where(taken & overshoot.isfinite(), next_numbers(scale, overshoot, allowed), scale)
 
 
@@ -187,8 +188,8 @@ def _with_scale(share: ParameterGroup, factor: Tensor) -> ParameterGroup:
     return share._replace(lr=share.lr * factor, kept=1 - (1 - share.kept) * factor if decays else 1.0)
 
 
-def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], way: ReplicatedInverses) -> Tensor:
-    """Return the slope of the loss along the way from averaged to current parameters, over the parts of this process.
+def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], communication: ReplicatedInverses) -> Tensor:
+    """Return the slope of the loss from averaged to current parameters, over the parts of this process.
 
     A part that several processes hold is divided by their number.
     """
@@ -196,7 +197,7 @@ def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], way: 
     for share, part in zip(shares, parts, strict=True):
         alike: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for name, g, step in zip(part.names, share.grads, share.mean_steps or (), strict=True):
-            alike.setdefault(way.copies(name), []).append((g, step))
+            alike.setdefault(communication.copies(name), []).append((g, step))
         for copies, pairs in alike.items():
             slopes.append(displacement_factor(share.lr) * inner_product(*zip(*pairs, strict=True)) / copies)
     return torch.stack(slopes).sum()
@@ -205,7 +206,7 @@ def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], way: 
 def _multiplied(
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     ahead: dict[str, Tensor],
-    way: ReplicatedInverses,
+    communication: ReplicatedInverses,
     taken: Tensor,
 ) -> tuple[dict[str, Tensor], Exception | None]:
     """Multiply with inverses. An error is returned, not raised, if other processes wait for the products.
@@ -213,7 +214,7 @@ def _multiplied(
     On an accelerator, these processes get zeros, take no step, and raise at its end. On a CPU, they are notified
     earlier.
     """
-    if not (isinstance(way, OwnedInverses) and sync.is_asynchronous(taken.device)):
+    if not (isinstance(communication, OwnedInverses) and sync.is_asynchronous(taken.device)):
         return precondition(ahead), None
     try:
         return precondition(ahead), None
@@ -231,11 +232,11 @@ def adamw_updates(
     taken: Tensor,
 ) -> None:
     """Update other parameters by AdamW. On an accelerator, nothing changes unless the step is `taken`."""
-    behind = sync.is_asynchronous(taken.device)
+    on_device = sync.is_asynchronous(taken.device)
     for part in parts:
         share = _share(params, state, part, "exp_avg", numbers, grads)
         squares = [part_of(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
-        adamw_step(share._replace(taken=taken if behind else None), squares, _BETAS[1], next(numbers))
+        adamw_step(share._replace(taken=taken if on_device else None), squares, _BETAS[1], next(numbers))
 
 
 def increment_age(params: Parameters, state: State, names: Iterable[str], by: int = 1) -> None:
@@ -317,12 +318,12 @@ class Updates:
             for name in natural:
                 keep_mean_step(state, params.tensors[name])
 
-        behind = sync.is_asynchronous(finite.device)
-        way = self._way_to_inverses()
+        on_device = sync.is_asynchronous(finite.device)
+        communication = self._communication()
 
         def update(given: list[Tensor], taken: Tensor, numbers: list[Scalar]) -> None:
             def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
-                flag = taken if behind else None
+                flag = taken if on_device else None
                 return curvature.precondition(u, params.tensors, params.groups, limit=True, taken=flag, half=half)
 
             values = iter(numbers)
@@ -331,7 +332,9 @@ class Updates:
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken, way, scale)
+                natural_updates(
+                    params, state, parts, values, mine, precondition, self._kl_clip, taken, communication, scale
+                )
             adamw_updates(params, state, others, values, mine, taken)
 
         if self._recorded is None:
@@ -347,9 +350,9 @@ class Updates:
         # Autograd does not notice that a CUDA graph changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
         increment_age(params, state, grads)
-        return StepOutcome(tuple(grads), flag) if behind else None
+        return StepOutcome(tuple(grads), flag) if on_device else None
 
-    def _way_to_inverses(self) -> ReplicatedInverses:
+    def _communication(self) -> ReplicatedInverses:
         """Return how gradients are exchanged between processes to multiply them with inverses."""
         if not self._curvature.at_owners:
             return ReplicatedInverses(self._params.tensors, self._curvature.ranks)

@@ -280,9 +280,9 @@ class Inverses:
         limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)
         shape = stack.structure.rows, stack.structure.columns
         sizes = one.input_size.reshape(-1, 1, 1, 1)
-        return limited(D, self._most(limits, like), sizes, one.by_column, shape, half)
+        return limited(D, self._limits_of(limits, like), sizes, one.by_column, shape, half)
 
-    def _most(self, limits: tuple[float, ...], like: Tensor) -> float | Tensor:
+    def _limits_of(self, limits: tuple[float, ...], like: Tensor) -> float | Tensor:
         """Return the limits of a stack: a number if they are equal, which is the usual case, otherwise a tensor."""
         if len(set(limits)) == 1:
             return limits[0]

@@ -386,6 +386,7 @@ class KFAC(Described, Optimizer):
             self._note_loss(sums)
             # Reading a flag from a GPU synchronizes. In a steady step, the device evaluates the flags itself.
             waits = not sync.is_asynchronous(good.device) or not self._is_steady(sums, lost)
+            # If the host decides, it skips the step here.
             if waits:
                 is_fine = self._quadratic is None or batch is None or isfinite(batch.value)
                 if not good or not is_fine:

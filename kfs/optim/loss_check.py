@@ -260,7 +260,7 @@ class LossCheck:
             self._compare_value(sums, value)
             return
         self.steps_left = 0  # The scale is known now.
-        if self._is(self.loss.reduction, parts, sums.count) or _called_by_scaler():
+        if self._matches(self.loss.reduction, parts, sums.count) or _called_by_scaler():
             return
         self._refuse_reduction(parts, sums.count)
         expected = self.loss.scale / (sums.count / self.ranks if self.loss.reduction == "mean" else 1.0)
@@ -291,14 +291,14 @@ class LossCheck:
     def _refuse_reduction(self, parts: list[tuple[float, float]], total: float) -> None:
         """Raise if the minimized loss has the other reduction."""
         declared, other = self.loss.reduction, "sum" if self.loss.reduction == "mean" else "mean"
-        if min(count for _, count in parts) > _FEW_TARGETS and self._is(other, parts, total):
+        if min(count for _, count in parts) > _FEW_TARGETS and self._matches(other, parts, total):
             raise LossError(
                 f"The loss that is minimized is a {other}, but {self.loss.name} was declared with "
                 f"reduction={declared!r}. Steps would be {total:g} times too {'long' if other == 'sum' else 'short'}.",
                 f"Pass the loss with reduction={other!r} as loss=.",
             )
 
-    def _is(self, reduction: str, parts: list[tuple[float, float]], total: float) -> bool:
+    def _matches(self, reduction: str, parts: list[tuple[float, float]], total: float) -> bool:
         """Whether the scales of parts match a reduction. A mean may be one over all parts, or over each of them.
 
         Gradients are averaged over processes, so a mean over all parts has this many times the scale in each process.

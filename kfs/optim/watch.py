@@ -283,8 +283,8 @@ class Pass:
         else:
             at_once = self.settings.columns_at_once or 1
             # On an accelerator, a tensor lets one kernel draw all labels, as in recorded passes, with the same result.
-            behind = sync.is_asynchronous(f.device)
-            first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if behind else first_datum
+            on_device = sync.is_asynchronous(f.device)
+            first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if on_device else first_datum
             vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once)
             if self.to_record is not None:
                 self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
@@ -451,8 +451,8 @@ class Watch:
         _refuse_other_thread(call)
         self.in_half_precision = torch.is_autocast_enabled("cuda")
         self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
-        method = self._wanted()
         # Find out whether this pass computes factors, counts examples, or is not needed.
+        method = self._wanted()
         wanted = None if method is None else method()
         session = None
         bases: Bases = {}
@@ -478,7 +478,7 @@ class Watch:
                 with _outside_of_captures():
                     known = self._known(module, session, arguments, wanted)
             except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
-                session, problem = None, self._told(error)
+                session, problem = None, self._raise_or_defer(error)
                 bases = {}
         one = Pass(
             weakref.ref(self),
@@ -505,7 +505,7 @@ class Watch:
         self._call.watched = one
         return one.start()
 
-    def _told(self, error: BaseException) -> Exception:
+    def _raise_or_defer(self, error: BaseException) -> Exception:
         """Return an error for the step to raise, or raise it now on all processes.
 
         With several processes, the forward pass continues unwatched, because the others will wait for gradients of this
@@ -576,7 +576,7 @@ class Watch:
         try:
             _refuse_compiled(frame)
         except ModelError as error:
-            return None, self._told(error)
+            return None, self._raise_or_defer(error)
         session = self._session
         known = {} if session is None else session.tracker.params
         if session is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
