@@ -52,7 +52,7 @@ class Events:
         refused_statistics: Factors that were not added to averages, because they were not finite, or more than 10,000
             times larger than before.
         failed_inverses: Decompositions that failed. The previous inverse stayed in use.
-        raised_damping: Raises of damping, after several of these events in a row.
+        raised_damping: Raises of damping, after several skipped steps, refused statistics or failed inverses in a row.
         shortened_steps: With a quadratic model, steps that were shortened because the loss on the batch did not fall.
         rejected_steps: Steps that were taken back because the loss did not fall, however short they were.
         rising_losses: How often the loss had been far above its lowest value for many steps.
