@@ -352,6 +352,7 @@ def draw(results: list[Result], file: Path) -> None:
                             *zip(*points, strict=True), color=f"C{place}", linewidth=width, linestyle=style, label=label
                         )
             panel.set(yscale="log", xlabel="steps", title=f"{task}, {schedule}")
+        row[0].set_ylabel("loss")
     panels[0][-1].legend(frameon=False, fontsize=7)
     figure.savefig(file, dpi=110)
 
@@ -387,7 +388,9 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
         file = results / f"{start}_{new[0].task}.json"
         old = [one for one in known(file) if (one.schedule, one.optimizer) not in measured]
         found = sorted([*old, *new], key=lambda one: (SCHEDULES.index(one.schedule), [*GRIDS].index(one.optimizer)))
-        print(f"Written: {save(found, file.stem, {'seeds': seeds, 'jobs': jobs}, results)}")
+        print(
+            f"Written: {save(found, file.stem, {'seeds': max(len(one.ends) for one in found), 'jobs': jobs}, results)}"
+        )
     picture = results / f"{start}.png"
     draw([one for name in TASKS for one in known(results / f"{start}_{name}.json")], picture)
     print(f"Written: {picture}")

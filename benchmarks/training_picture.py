@@ -1,6 +1,7 @@
-"""The training picture of the README: losses over seconds, as stored by `python -m benchmarks.train cuda`.
+"""Pictures of training from stored results: losses over seconds for the README, and over steps with defaults.
 
-It trains nothing. The best run of each optimizer is drawn, by the loss at its end.
+It trains nothing. The results are those of `python -m benchmarks.train cuda` (the best run of each optimizer by its
+final loss is drawn) and of `python -m benchmarks.train defaults`.
 
 Run it: `python -m benchmarks.training_picture docs/assets`.
 """
@@ -13,6 +14,7 @@ from typing import Any, Final
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from benchmarks import default_settings
 from benchmarks.report import RESULTS
 
 # Tasks by the names of their files: title, label of the loss, and the lowest loss that is shown.
@@ -22,6 +24,7 @@ TASKS: Final = {
     "lstm": ("LSTM, 4M", "held-out loss", None),
     "large": ("GPT, 86M", "held-out loss", None),
 }
+DEFAULTS: Final = ("cuda_full", "cuda_gpt", "cuda_deep", "cpu_cnn", "cpu_tanh")
 NAMES: Final = {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP", "kfs": "kfs.optim.KFAC"}
 
 
@@ -58,5 +61,15 @@ def draw(folder: Path, results: Path = RESULTS) -> Path:
     return file
 
 
+def draw_defaults(folder: Path, results: Path = RESULTS) -> Path:
+    """Draw one panel for each task with a constant learning rate, and return the file."""
+    files = [results / f"train_defaults_{task}.json" for task in DEFAULTS]
+    found = [one for file in files for one in default_settings.known(file) if one.schedule == "constant"]
+    file = folder / "train_defaults.png"
+    default_settings.draw(found, file)
+    return file
+
+
 if __name__ == "__main__":
-    print(draw(Path(sys.argv[1])))
+    for picture in (draw, draw_defaults):
+        print(picture(Path(sys.argv[1])))

@@ -16,6 +16,7 @@ Rows = list[dict[str, Any]]
 PARTS = {
     "factors": "Kronecker factors",
     "algebra": "Products, inverses and EKFAC",
+    "operators": "Products with operators on a GPU",
     "overhead": "Overhead of small layers",
     "precision": "Precision of factors and steps",
     "recurrent": "Recurrent layers",
@@ -33,6 +34,8 @@ PARTS = {
 }
 # What files of one part are about, by the rest of their names.
 FILES = {
+    "factors": "CPU",
+    "factors_cuda": "GPU",
     "train_cost": "CPU",
     "distributed": "Training",
     "distributed_factors": "Placement of factors",

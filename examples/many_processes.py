@@ -1,7 +1,7 @@
-"""Curvature of data that are split over processes, the same as that of one process.
+"""Curvature of data that are split over processes equals the curvature in one process.
 
-Run `torchrun --nproc-per-node 2 examples/many_processes.py`, with as many processes as you like. They use GPUs if each
-has one, and otherwise the CPU.
+Run `torchrun --nproc-per-node 2 examples/many_processes.py`, with any number of processes. They use GPUs if there is
+one per process, and otherwise the CPU.
 """
 
 import os
@@ -16,7 +16,7 @@ import kfs
 
 def main(device: torch.device) -> None:
     """Compute EKFAC, scores and a product with the Hessian on all processes, and compare them with one process."""
-    # Every process makes the same model and knows the same data set. It loads its own part of it only.
+    # Every process makes the same model and the same data set, but loads only its own part of the data.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double().to(device)
     dataset = TensorDataset(torch.randn(101, 8, dtype=torch.float64), torch.randint(3, (101,)))
@@ -25,7 +25,7 @@ def main(device: torch.device) -> None:
 
     part = kfs.shard(loader, dist.group.WORLD)
     print(part)
-    risk = kfs.EmpiricalRisk(model, loss, part)  # knows the group by its data
+    risk = kfs.EmpiricalRisk(model, loss, part)  # gets the group from its data
     E = kfs.EKFAC(risk, fisher="mc")
     step = E.inverse(damping=kfs.Relative(0.1)) @ risk.gradient()
     Hv = kfs.Hessian(risk) @ step
@@ -40,7 +40,7 @@ def main(device: torch.device) -> None:
         for name in step:
             torch.testing.assert_close(Hv[name], expected[name], rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(scores, kfs.Influence(one).scores(queries, alone), rtol=1e-8, atol=1e-8)
-        print(f"{dist.get_world_size()} processes have computed what one does.")
+        print(f"{dist.get_world_size()} processes have computed the same as one process.")
 
 
 if __name__ == "__main__":

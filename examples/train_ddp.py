@@ -1,7 +1,7 @@
 """Natural gradient descent on several processes, with `DistributedDataParallel`.
 
-Run `torchrun --nproc-per-node 2 examples/train_ddp.py`, with as many processes as you like. They use GPUs if each has
-one, and otherwise the CPU.
+Run `torchrun --nproc-per-node 2 examples/train_ddp.py`, with any number of processes. They use GPUs if there is one per
+process, and otherwise the CPU.
 """
 
 import os
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from kfs.optim import KFAC
 
-BATCH = 128  # data of all processes in a step
+BATCH = 128  # examples of all processes in a step
 
 
 def train(model: nn.Module, optimizer: KFAC, loader: DataLoader[tuple[torch.Tensor, ...]], epochs: int) -> float:
@@ -42,7 +42,7 @@ def main(device: torch.device, file: Path) -> None:
 
     network = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)).to(device)
     model = DistributedDataParallel(network)
-    optimizer = KFAC(model, nn.CrossEntropyLoss())  # finds the processes by itself
+    optimizer = KFAC(model, nn.CrossEntropyLoss())  # gets the processes from the model
     first = train(model, optimizer, loader, epochs=2)
 
     optimizer.consolidate_state_dict()  # in all processes
@@ -63,7 +63,7 @@ if __name__ == "__main__":
     own_device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(own_device)
-    # Messages between hosts need not wait for GPUs.
+    # With gloo for the CPU, messages between hosts do not synchronize with GPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Averages, inverses and gradients in several processes: messages of a step, and owners of blocks."""
+"""Training in several processes: owners of blocks, exchange of averages, inverses and gradients, and common errors."""
 
 import logging
 import sys
@@ -38,16 +38,16 @@ from kfs.problem.whole_parameters import is_sharded, model_to_run
 from kfs.runtime import sync
 from kfs.runtime.sync import allow_sync
 
-# What a rank tells about a block: its inverse without numbers (on the meta device), or why there is none.
+# What a rank sends about a block: its inverse on the meta device, or the reason why there is none.
 Outcome = Inverted | str
 
 
 def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, int]:
-    """Return the rank that inverts each block, the same on all ranks: work and bytes are balanced.
+    """Return the rank that inverts each block, the same on all ranks. Work and memory are balanced.
 
     Args:
         averages: Averages of all blocks.
-        eigen: Whether eigenvectors are computed, or inverses.
+        eigen: Whether eigenvectors are computed, instead of inverses.
         size: Number of ranks.
     """
     found = list(averages)
@@ -70,7 +70,7 @@ def _placed(parts: tuple[Part, ...], size: int) -> Mapping[tuple[str, str], int]
 
 
 def _parts(average: Average, eigen: bool) -> list[Part]:
-    """Describe the factors of a block."""
+    """Return the factors of a block, described for their placement."""
     layout, K = average.layout, average.factors
     return [
         Part(layout.name, side, f.size, layout.groups, (f.kind != "dense",), f.values.element_size(), eigen=eigen)
@@ -85,23 +85,24 @@ def invert(
     together: Iterable[tuple[Sequence[Average], Sequence[float]]],
     at_owners: bool = False,
 ) -> dict[Key, str]:
-    """Compute inverses, each on one rank, and let all ranks have them, or only that one.
+    """Compute each inverse on its owner rank, and broadcast it unless it stays there.
 
     Args:
         ranks: All processes.
-        inverses: How inverses are computed and kept.
+        inverses: How inverses are computed and stored.
         averages: Averages of all blocks.
         together: Blocks of one size that are inverted now, with their dampings, the same on all ranks.
         at_owners: Whether inverses stay at their owners.
 
     Returns:
-        Why some inverses could not be computed. They stay as they were.
+        Reasons for inverses that could not be computed, by block. The previous inverses stay.
     """
     due = list(together)
     owners = owners_of(averages, inverses.eigen or inverses.method == "exact", ranks.size)
     by_owner: dict[int, list[Average]] = {}
     for average in (average for same, _ in due for average in same):
         by_owner.setdefault(owners[average.layout.key], []).append(average)
+    # Each owner needs averages over the data of all ranks.
     for owner, some in by_owner.items():
         sum_at_owner(ranks, owner, some)
     results: dict[Key, Inverted] = {}
@@ -110,40 +111,41 @@ def invert(
         mine = [(a, d) for a, d in zip(same, dampings, strict=True) if owners[a.layout.key] == ranks.rank]
         if mine:
             _invert_own(inverses, mine, results, outcomes)
-    told = {key: one for some in ranks.gather("inverses", outcomes) for key, one in some.items()}
+    # First, all ranks learn shapes and failures, then inverses are sent.
+    reported = {key: one for some in ranks.gather("inverses", outcomes) for key, one in some.items()}
     for owner, some in by_owner.items():
         if at_owners:
-            _keep_at_owner(ranks, inverses, owner, some, told, results)
+            _keep_at_owner(ranks, inverses, owner, some, reported, results)
         else:
-            _broadcast_from_owner(ranks, inverses, owner, some, told, results)
-    return {key: why for key, why in told.items() if isinstance(why, str)}
+            _broadcast_from_owner(ranks, inverses, owner, some, reported, results)
+    return {key: why for key, why in reported.items() if isinstance(why, str)}
 
 
 def sum_at_owner(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
-    """Let one rank have the averages of all data, and the others zeros."""
+    """Sum averages over all ranks on one rank, and set them to zero on the others."""
     found = list(averages)
-    add_up_at(ranks, owner, (part for average in found for part in _travelling(average)))
+    add_up_at(ranks, owner, (part for average in found for part in _sent_parts(average)))
     if ranks.rank == owner:
-        _complete(found)
+        _mirror_triangles(found)
     else:
         forget_summands(found)
 
 
 def sum_over_ranks(ranks: Ranks, averages: Iterable[Average]) -> list[Average]:
-    """Return averages of all data on all ranks, as copies; everything else is shared."""
+    """Return averages over the data of all ranks, on all ranks. Summands are copied; everything else is shared."""
     copies = [_with_copied_summands(average) for average in averages]
     for copy in copies:
         if copy.owner is not None:
             _fetch_inverse(ranks, copy)
-    add_up(ranks, "averages of factors", (part for average in copies for part in _travelling(average)))
-    _complete(copies)
+    add_up(ranks, "averages of factors", (part for average in copies for part in _sent_parts(average)))
+    _mirror_triangles(copies)
     return copies
 
 
 def _fetch_inverse(ranks: Ranks, average: Average) -> None:
-    """Let all ranks have an inverse that one of them has."""
+    """Broadcast an inverse that only one rank has."""
     owner, inverse = average.owner, average.inverse
-    assert owner is not None  # noqa: S101 (whoever asks knows)
+    assert owner is not None  # noqa: S101 (callers check it)
     assert inverse is not None  # noqa: S101 (otherwise it has no owner)
     device = average.factors.like.device
     if owner != ranks.rank:
@@ -159,7 +161,7 @@ def _fetch_inverse(ranks: Ranks, average: Average) -> None:
 
 
 def forget_summands(averages: Iterable[Average]) -> None:
-    """Start averages at zero again, on a rank whose summand another rank has."""
+    """Reset averages to zero, on a rank with a summand that another rank has received."""
     for average in averages:
         for t in _summands(average):
             t.zero_()
@@ -171,12 +173,12 @@ def _invert_own(
     results: dict[Key, Inverted],
     outcomes: dict[Key, Outcome],
 ) -> None:
-    """Compute the inverses of blocks of one size, and note how that went."""
+    """Compute the inverses of blocks of one size, and store results, or reasons for failures."""
     averages, dampings = zip(*mine, strict=True)
     try:
         computed = inverses.computed(averages, dampings)
     except (BlockError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-        if len(mine) > 1:  # One of them has failed. The others have nothing to do with it.
+        if len(mine) > 1:  # Invert them one by one, since not all of them fail.
             for one in mine:
                 _invert_own(inverses, [one], results, outcomes)
             return
@@ -188,7 +190,7 @@ def _invert_own(
         start = part.stop
         result = Inverted(*(None if one is None else one[part] for one in computed))  # type: ignore[arg-type]
         results[average.layout.key] = result
-        # The basis of corrected eigenvalues is that of the inverse, and need not be told.
+        # Corrected eigenvalues have the same basis as the inverse. It need not be sent twice.
         with allow_sync():
             damping = result.damping.cpu()  # It is small, and all ranks report it.
         outcomes[average.layout.key] = Inverted(result.inverse.to("meta"), damping, None, result.input_size.to("meta"))
@@ -199,18 +201,18 @@ def _keep_at_owner(
     inverses: Inverses,
     owner: int,
     averages: Iterable[Average],
-    told: Mapping[Key, Outcome],
+    reported: Mapping[Key, Outcome],
     results: Mapping[Key, Inverted],
 ) -> None:
-    """Leave inverses at one owner; the others know what they look like."""
+    """Store inverses on one owner rank; other ranks store only their shapes."""
     for average in averages:
-        outcome = told[average.layout.key]
+        outcome = reported[average.layout.key]
         if isinstance(outcome, str):
-            continue  # The last inverse stays, wherever it is.
+            continue  # The previous inverse stays at its owner.
         moves = average.has_inverse != (owner == ranks.rank)
         if owner == ranks.rank:
             if moves:
-                average.inverse = None  # that of another owner, without numbers
+                average.inverse = None  # a meta tensor: another rank was the owner
             inverses.keep([average], results[average.layout.key])
         else:
             average.inverse = outcome.inverse
@@ -225,14 +227,14 @@ def _broadcast_from_owner(
     inverses: Inverses,
     owner: int,
     averages: Iterable[Average],
-    told: Mapping[Key, Outcome],
+    reported: Mapping[Key, Outcome],
     results: Mapping[Key, Inverted],
 ) -> None:
-    """Take over the inverses of one owner; the owner does so, too, such that all have the same bits and strides."""
+    """Broadcast the inverses of one owner. All ranks, the owner included, store the same bits and strides."""
     received: list[tuple[Average, Inverted]] = []
     for average in averages:
         key = average.layout.key
-        skeleton = told[key]
+        skeleton = reported[key]
         if isinstance(skeleton, str):
             continue
         device = average.factors.like.device
@@ -258,14 +260,14 @@ def _broadcast_from_owner(
 
 
 def _eigenvalues(inverse: Any, own: Eigenbasis | None) -> Eigenbasis:
-    """Return corrected eigenvalues, which are summands, in the basis of an inverse: the owner has all of them."""
+    """Return corrected eigenvalues in the basis of an inverse, as summands: zeros except at the owner."""
     values = torch.zeros_like(inverse.values) if own is None else own.values.clone()
     result: Eigenbasis = replace(inverse, values=values, noise=torch.zeros_like(inverse.noise))
     return result
 
 
 def _summands(average: Average) -> Iterator[Tensor]:
-    """Yield tensors that are sums over ranks. Scales of identities depend on counts, which all ranks know."""
+    """Yield tensors that are summed over ranks. Scales of identities depend only on counts, which all ranks know."""
     for factor in (average.factors.A, average.factors.B):
         if factor.kind != "identity":
             yield factor.values
@@ -273,22 +275,22 @@ def _summands(average: Average) -> Iterator[Tensor]:
         yield average.eigen.values
 
 
-def _travelling(average: Average) -> Iterator[Tensor]:
-    """Yield parts of summands that have to be sent: of symmetric matrices, the upper triangle."""
+def _sent_parts(average: Average) -> Iterator[Tensor]:
+    """Yield the parts of summands that must be sent: the upper triangles of symmetric matrices."""
     dense = {id(factor.values) for factor in _symmetric(average.factors)}
     for t in _summands(average):
         yield from upper_triangle(t) if id(t) in dense else [t]
 
 
-def _complete(averages: Iterable[Average]) -> None:
-    """Mirror triangles that have travelled."""
+def _mirror_triangles(averages: Iterable[Average]) -> None:
+    """Mirror triangles that were received."""
     for average in averages:
         for factor in _symmetric(average.factors):
             fill_lower_triangle(factor.values)
 
 
 def _with_copied_summands(average: Average) -> Average:
-    """Return an average that can be added up without changing this one."""
+    """Return an average that can be summed over ranks in place, without changing this one."""
     A, B = (
         factor if factor.kind == "identity" else replace(factor, values=factor.values.clone())
         for factor in (average.factors.A, average.factors.B)
@@ -300,7 +302,7 @@ def _with_copied_summands(average: Average) -> Average:
 
 
 def _factors(structure: Any) -> Iterator[Factor]:
-    """Yield the factors in a structure."""
+    """Yield the factors of a structure."""
     for f in fields(structure):
         value = getattr(structure, f.name)
         if isinstance(value, Factor):
@@ -308,14 +310,14 @@ def _factors(structure: Any) -> Iterator[Factor]:
 
 
 def _symmetric(structure: Any) -> Iterator[Factor]:
-    """Yield factors of which the upper triangle is enough."""
+    """Yield factors that are determined by their upper triangle."""
     for factor in _factors(structure):
         if factor.kind == "dense" and factor.symmetric:
             yield factor
 
 
 def _tensors(structure: Any) -> Iterator[Tensor]:
-    """Yield all numbers of a structure, as views; of symmetric matrices, the upper triangle."""
+    """Yield views of all tensors in a structure: the upper triangles of symmetric matrices, and everything else."""
     symmetric = {id(factor) for factor in _symmetric(structure)}
     for factor in _factors(structure):
         yield factor.scale
@@ -330,13 +332,13 @@ def _tensors(structure: Any) -> Iterator[Tensor]:
 
 
 class OwnedPart(NamedTuple):
-    """Which part of a tensor a process has."""
+    """The part of a tensor that a process has."""
 
     start: tuple[int, ...]  # along each axis
     shape: tuple[int, ...]
 
     def of(self, t: Tensor) -> Tensor:
-        """Return this part of a whole tensor, as a view."""
+        """Return this part of an unsharded tensor, as a view."""
         for axis, (start, length) in enumerate(zip(self.start, self.shape, strict=True)):
             t = t.narrow(axis, start, length)
         return t
@@ -346,24 +348,24 @@ class OwnedPart(NamedTuple):
         """Return the part that this process has of a tensor; all of it if it is not sharded."""
         if not is_sharded(t):
             return cls((0,) * t.ndim, tuple(t.shape))
-        # It takes long to import.
+        # This import is slow.
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
         spec = cast("Any", t)
         shape, start = compute_local_shape_and_global_offset(t.shape, spec.device_mesh, spec.placements)
-        # A process without any row has no place either.
+        # An empty part has offset zero.
         return cls(tuple(0 if prod(shape) == 0 else one for one in start), tuple(shape))
 
 
 class ReplicatedInverses:
-    """Lets all processes have whole tensors: each has all inverses.
+    """Exchanges gradients for inverses that all processes have: each process gathers unsharded tensors.
 
     Args:
         like: Parameters, sharded or not, by name.
         ranks: The processes.
 
     Attributes:
-        like: The same.
+        like: These parameters.
     """
 
     def __init__(self, like: Mapping[str, Tensor], ranks: Ranks) -> None:
@@ -372,32 +374,32 @@ class ReplicatedInverses:
         self._are_sharded = ranks.are_several and any(map(is_sharded, like.values()))
 
     def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors that this process multiplies, given the parts of all processes.
+        """Return the unsharded tensors that this process multiplies, given the parts of all processes.
 
         Args:
-            parts: Those of this process, by name: the same names in all processes, in the same order.
+            parts: Parts of this process, by name: the same names in all processes, in the same order.
         """
         return gathered(parts, self.like)
 
     def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Undo `gathered`: return the parts of this process.
+        """Invert `gathered`: return the parts of this process.
 
         Args:
-            tensors: What this process has multiplied.
-            parts: What `gathered` was called with.
+            tensors: Tensors that this process has multiplied.
+            parts: The argument of `gathered`.
         """
         return own_parts({name: tensors[name] for name in parts}, self.like)
 
     def all_true(self, flag: Tensor) -> Tensor:
-        """Return whether a flag about whole tensors is true wherever there are some."""
+        """Return whether a flag about unsharded tensors is true on all processes that multiply some."""
         return flag
 
     def sum(self, t: Tensor) -> Tensor:
-        """Return the sum of a number over all whole tensors, given that over those of this process."""
+        """Return the sum of a number over all unsharded tensors, given the sum over tensors of this process."""
         return t
 
     def copies(self, name: str) -> int:
-        """Return how many processes have the same part of a parameter as this one, where parts are added up."""
+        """Return how many processes hold the same part of a parameter, if parts are summed over processes."""
         if not self._are_sharded:
             return 1
         t = cast("Any", self.like[name])
@@ -408,31 +410,31 @@ class ReplicatedInverses:
         )
 
     def sum_of_parts(self, t: Tensor) -> Tensor:
-        """Return the sum of a number over all parts of parameters, given that over those of this process."""
+        """Return the sum of a number over all parts of parameters, given the sum over parts of this process."""
         return self._added_up(t) if self._are_sharded else t
 
     def _added_up(self, t: Tensor) -> Tensor:
-        """Return the sum over all processes of a number."""
+        """Return the sum of a number over all processes."""
         result = t.to(self._ranks.device_for(t.device), copy=True)
         dist.all_reduce(result, group=self._ranks.group)
         return result.to(t.device)
 
 
 class OwnedInverses(ReplicatedInverses):
-    """Sends parts of tensors to owners, and back. Arguments are those of `ReplicatedInverses`.
+    """Sends parts of tensors to the owners of inverses, and back. Takes the arguments of `ReplicatedInverses`.
 
     Attributes:
-        owners: By name. All processes know them.
+        owners: Owner ranks by parameter name, the same on all processes.
     """
 
     def __init__(self, like: Mapping[str, Tensor], ranks: Ranks) -> None:
-        """Let all processes know which parts each of them has."""
+        """Exchange which parts each process has."""
         super().__init__(like, ranks)
         self.owners: dict[str, int] = {}
         self._parts = ranks.gather("parts of parameters", {name: OwnedPart.own(t) for name, t in like.items()})
 
     def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors that this process owns."""
+        """Return the unsharded tensors that this process owns."""
         mine, names = self._divided(parts)
         like = self._widest(parts)
         sent = [[parts[name] for name in some] for some in names]
@@ -444,7 +446,7 @@ class OwnedInverses(ReplicatedInverses):
         return result
 
     def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Send owners' tensors back."""
+        """Send tensors from owners back to the processes that hold their parts."""
         mine, names = self._divided(parts)
         sent = [[own[name].of(tensors[name]) for name in mine] for own in self._parts]
         shapes = [[parts[name].shape for name in some] for some in names]
@@ -453,27 +455,27 @@ class OwnedInverses(ReplicatedInverses):
         return {name: found[name].to(part.dtype) for name, part in parts.items()}
 
     def all_true(self, flag: Tensor) -> Tensor:
-        """Return whether a flag is true at all owners."""
+        """Return whether a flag is true on all owners."""
         return all_true(self._ranks, flag)
 
     def sum(self, t: Tensor) -> Tensor:
-        """Return the sum over all owners of a number."""
+        """Return the sum of a number over all owners."""
         return self._added_up(t)
 
     def _divided(self, names: Iterable[str]) -> tuple[list[str], list[list[str]]]:
-        """Return the names of what this process owns, and of what each of them owns."""
+        """Return the names of tensors that this process owns, and the names by owner."""
         found = [[name for name in names if self.owners[name] == rank] for rank in range(self._ranks.size)]
         return found[self._ranks.rank], found
 
     @staticmethod
     def _widest(parts: Mapping[str, Tensor]) -> Tensor:
-        """Return an empty tensor in the precision that everything travels in."""
+        """Return an empty tensor with the dtype for communication, which can represent all parts."""
         return next(iter(parts.values())).new_empty(0, dtype=reduce(promote_types, (t.dtype for t in parts.values())))
 
     def _exchanged(
         self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], like: Tensor
     ) -> list[list[Tensor]]:
-        """Send tensors to each rank, and return those that came from each, which have these shapes."""
+        """Send tensors to each rank, and return the tensors from each rank, which have these shapes."""
         flat = torch.cat([like, *(t.reshape(-1).to(like.dtype) for some in sent for t in some)])
         lengths = [sum(map(prod, some)) for some in shapes]
         result = like.new_empty(sum(lengths))
@@ -484,7 +486,7 @@ class OwnedInverses(ReplicatedInverses):
 
 
 log = logging.getLogger("kfs.optim")
-# In so many steps, parameters and gradients are compared also if there are no new factors.
+# In this many steps, parameters and gradients are compared even without new factors.
 _STEPS_TO_COMPARE = 3
 _PARAMETERS, _GRADIENTS = "Values of parameters", "Gradients"
 _WAYS_OUT = {
@@ -501,7 +503,7 @@ _WAYS_OUT = {
         "Start from the same weights in all processes, as DistributedDataParallel does, and average gradients in every "
         "step: call the DistributedDataParallel model, not its module."
     ),
-    "Buffers": "Copy those of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
+    "Buffers": "Copy the buffers of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
 }
 _MADE_WITH = "settings of the optimizer"
 _NO_SETTINGS = {"self", "model", "loss", "params", "group"}
@@ -510,10 +512,10 @@ R = TypeVar("R")
 
 
 def agreed(where: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a method of an optimizer end in the same way on all ranks.
+    """Decorate a method of an optimizer, so that an error on one rank is raised on all ranks.
 
     Args:
-        where: What it does, in words.
+        where: Name of the operation, for messages.
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
@@ -528,7 +530,7 @@ def agreed(where: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def made_by_all(init: Callable[P, None]) -> Callable[P, None]:
-    """Let an optimizer be made in the same way on all ranks, with the same settings, and with errors of all."""
+    """Decorate the constructor of an optimizer: settings must agree, and errors are raised on all ranks."""
 
     @wraps(init)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -550,43 +552,43 @@ def made_by_all(init: Callable[P, None]) -> Callable[P, None]:
             exchange.made_with = {n: Same(values, way_out) for n, values in facts.items()}
             if ranks.are_several:
                 check_same(ranks, _MADE_WITH, exchange.made_with)
-                exchange.unchanged_buffers()  # The first step compares those that it has not changed.
+                exchange.unchanged_buffers()  # The first step compares buffers that have not changed since.
 
     return run
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting, or what a function is called: its values are compared when they are used."""
+    """Return a setting, or the name of a function. Values of functions are compared when they are used."""
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
 
 
 class _Report(NamedTuple):
-    """What a rank tells about a step."""
+    """What a rank reports about a step."""
 
     facts: bytes  # digest of what must be the same everywhere
     sums: StepSums | None  # without tensors; `None` without a pass
     squares: frozenset[Key]  # blocks with squared gradients
     values: list[int]  # checksums of parameters and gradients, if they are compared
-    buffers: dict[str, int]  # checksums of those that passes have not changed
+    buffers: dict[str, int]  # checksums of buffers that passes have not changed
 
 
 class _Buffer(NamedTuple):
-    """What is known about a buffer."""
+    """A buffer, with its version and checksum."""
 
     tensor: Tensor
-    version: int  # PyTorch counts its changes.
-    checksum: int | None = None  # It is computed when the buffer has not changed for a while.
+    version: int  # PyTorch's counter of in-place changes
+    checksum: int | None = None  # computed when the buffer has not changed between two calls
 
 
 @dataclass(eq=False)
 class Exchange:
-    """What processes tell each other.
+    """Communication between the processes of a training.
 
     Attributes:
-        ranks: Who takes part; one process alone exchanges nothing.
+        ranks: Processes that take part; a single process does not communicate.
         wrapper: The model that averages gradients, if it is known.
-        model: The model that computes predictions. It is not kept alive.
-        made_with: What the optimizer was made with, which must be the same on all ranks.
+        model: Weak reference to the module that computes predictions.
+        made_with: Settings and shapes of the optimizer, which must be the same on all ranks.
     """
 
     ranks: Ranks
@@ -594,14 +596,14 @@ class Exchange:
     model: "weakref.ref[nn.Module] | None" = None
     made_with: "dict[str, Same]" = field(default_factory=dict)
     _buffers: "dict[str, _Buffer]" = field(default_factory=dict)
-    _talks: bool = False  # whether values are exchanged in the step that is running
-    _is_due: bool = False  # whether the step that is running has statistics
-    _left: int = _STEPS_TO_COMPARE  # in how many further steps gradients are compared
+    _talks: bool = False  # whether the current step communicates
+    _is_due: bool = False  # whether the current step has statistics
+    _left: int = _STEPS_TO_COMPARE  # number of further steps in which gradients are compared
     _differed: bool = False  # whether parameters have differed
 
     @classmethod
     def of(cls, model: nn.Module, group: Group | None) -> "tuple[nn.Module, Exchange]":
-        """Return the module that computes predictions, and who trains it.
+        """Return the module that computes predictions, and the communication of the processes that train it.
 
         Raises:
             ModelError: If there are two groups, or if the model is sharded in a way that is not supported.
@@ -619,10 +621,10 @@ class Exchange:
     def finds_wrapper(self, model: nn.Module) -> bool:
         """Whether a `DistributedDataParallel` model that was made after the optimizer calls the model now.
 
-        Then its processes train together from now on.
+        If so, its processes train together from now on.
 
         Raises:
-            DistributedError: If their optimizers were made in different ways. All of them raise it.
+            DistributedError: On all ranks, if their optimizers were made with different settings.
         """
         if self.ranks.are_several or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return False
@@ -638,11 +640,11 @@ class Exchange:
         return False
 
     def check(self) -> None:
-        """Refuse processes that would not notice each other."""
+        """Raise if there are several processes, but the optimizer does not know which of them train together."""
         if self.wrapper is not None and self.wrapper._join_config.enable:
             raise ModelError(
                 "A DistributedDataParallel model is trained within join(), where processes may end at different steps; "
-                "curvature is that of the data of all of them.",
+                "curvature is computed from the data of all of them.",
                 "Give all processes the same number of batches; their sizes may differ.",
             )
         if self.ranks.are_several or not (dist.is_available() and dist.is_initialized()):
@@ -659,14 +661,14 @@ class Exchange:
 
     @contextmanager
     def step(self, device: torch.device, is_due: Callable[[], bool]) -> Iterator[None]:
-        """Let a step end in the same way on all ranks: an error of one rank is one of all.
+        """Raise errors of a step on all ranks: an error on one rank ends the step on all of them.
 
-        An exchange between hosts makes these wait for an accelerator. There, steps without anything new do without:
-        what could fail on one rank alone has failed in its backward pass then.
+        Communication between hosts synchronizes with an accelerator. There, steps without new statistics do not
+        communicate: everything that can fail on a single rank has failed in its backward pass before.
 
         Args:
-            device: That of parameters.
-            is_due: Whether the step has statistics, if nothing is wrong.
+            device: Device of the parameters.
+            is_due: Returns whether the step has statistics, if there is no error.
         """
         if not self.ranks.are_several:
             yield
@@ -686,19 +688,19 @@ class Exchange:
     def merged(
         self,
         sums: StepSums | None,
-        told: Callable[[], Mapping[str, Mapping[str, Any]]],
+        get_facts: Callable[[], Mapping[str, Mapping[str, Any]]],
         params: Mapping[str, Tensor],
         grads: Mapping[str, Tensor],
         averages: Mapping[Key, Average],
         products: Products,
     ) -> StepSums | None:
-        """Return what the passes of all ranks gave: counts over all of them, blocks of all of them, own totals.
+        """Return the sums of a step with counts and blocks of all ranks, but totals of this rank only.
 
         Args:
-            sums: What the passes of this rank gave.
-            told: Returns what else must be the same on all ranks, by kind and name.
+            sums: Sums from the passes of this rank.
+            get_facts: Returns further values that must be the same on all ranks, by kind and name.
             params: All parameters.
-            grads: All gradients; of sharded parameters, this rank's part.
+            grads: All gradients; for sharded parameters, the part of this rank.
             averages: Averages of known blocks.
             products: Precision in which vectors are multiplied.
 
@@ -707,10 +709,10 @@ class Exchange:
         """
         if not self._talks:
             return sums
-        # Parts of sharded tensors differ, of course.
+        # Sharded tensors are not compared: their parts differ.
         everywhere = {n: p for n, p in params.items() if not is_sharded(p)}
         found = {n: g for n, g in grads.items() if n in everywhere}
-        facts = {**told(), "Parameters with gradients": {n: list(params[n].shape) for n in sorted(grads)}}
+        facts = {**get_facts(), "Parameters with gradients": {n: list(params[n].shape) for n in sorted(grads)}}
         values: list[int] = []
         buffers: dict[str, int] = {}
         if self._left or self._is_due:
@@ -738,20 +740,21 @@ class Exchange:
             result.uncovered |= not_covered([], [], set(), conflicts)
         for key in sorted(frozenset().union(*(report.squares for report in reports))):
             eigen = averages[key].eigen
-            assert eigen is not None  # noqa: S101 (its basis is what squares were computed in)
+            assert eigen is not None  # noqa: S101 (squares were computed in its basis)
             result.squares[key] = mine.squares.get(key, torch.zeros_like(eigen.values))
         return result
 
     def _module(self) -> nn.Module:
-        """Return the model, or an empty one if nobody knows it."""
+        """Return the model, or an empty module if it is unknown or no longer exists."""
         model = None if self.model is None else self.model()
         return nn.Module() if model is None else model
 
     def unchanged_buffers(self) -> dict[str, int]:
-        """Return checksums of buffers that nobody has changed since the last call; each is computed once.
+        """Return checksums of buffers that have not changed since the last call. Each is computed once.
 
-        Statistics that passes change, such as counts, are those of each rank's data. Nor does a normalization read its
-        running statistics in training mode; it changes them without saying so.
+        Buffers that passes change, such as counts, depend on the data of each rank, and are left out. So are the
+        running statistics of normalization layers in training mode: they are not read, and change without a new
+        version.
         """
         model = self._module()
         owners = [m for m in model.modules() if not (isinstance(m, _NormBase) and m.training)]
@@ -770,7 +773,7 @@ class Exchange:
         return {name: cast("int", self._buffers[name].checksum) for name in unchanged}
 
     def _compare(self, reports: list[_Report], params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
-        """Refuse buffers, gradients and parameters that differ between ranks by more than round-off."""
+        """Raise if buffers differ between ranks, or if gradients or parameters differ by more than round-off."""
         common = set.intersection(*(set(report.buffers) for report in reports))
         others = [n for n in reports[0].buffers if n in common and len({one.buffers[n] for one in reports}) > 1]
         if others:
@@ -783,7 +786,7 @@ class Exchange:
             self._take_over(params)
 
     def _refuse_apart(self, what: str, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse tensors that differ from those of the first rank by more than round-off."""
+        """Raise if tensors differ from the tensors of rank 0 by more than round-off."""
         first = {name: t.detach().clone() for name, t in tensors.items()}
         copy_from(self.ranks, 0, first.values())
         with sync.allow_sync():
@@ -794,23 +797,24 @@ class Exchange:
                 raise DistributedError(text, _WAYS_OUT[what])
 
     def _take_over(self, params: Mapping[str, Tensor]) -> None:
-        """Let all ranks have the parameters of the first one."""
+        """Copy the parameters of rank 0 to all ranks."""
         copy_from(self.ranks, 0, params.values())
         if not self._differed:
             log.warning(
-                "kfs.optim: parameters differ between processes by round-off, which may have other hardware or numbers "
-                "of threads. Those of rank 0 are taken over, now and whenever this happens in a step with new factors."
+                "kfs.optim: parameters differ between processes by round-off, for example because of different "
+                "hardware or numbers of threads. The parameters of rank 0 are copied to all processes, now and "
+                "whenever this happens in a step with new factors."
             )
         self._differed = True
 
     def _blocks(
         self, mine: Mapping[Key, BlockSums], device: torch.device, products: Products
     ) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
-        """Return the blocks of all ranks, with counts over all of them, and totals of this one."""
-        # A recorded pass writes to its own totals again. Counts are for this step alone.
+        """Return the blocks of all ranks, with counts over all of them, and totals of this rank."""
+        # Own blocks do not change: a recorded pass writes to their totals again, and counts are for this step only.
         blocks = {key: block.shared() for key, block in mine.items()}
         result, conflicts = agreed_blocks(self.ranks, blocks, device, products)
-        # How two roles of a weight are combined depends on their totals. They are not summands: the last rank has all.
+        # Two roles of a weight are combined depending on their totals over all ranks. Only the last rank keeps these.
         tied = [block for block in result.values() if len(block.roles) > 1]
         if tied:
             add_up_totals(self.ranks, tied)
@@ -820,11 +824,11 @@ class Exchange:
         return result, conflicts
 
     def numbering(self) -> Callable[[int], tuple[int, int]]:
-        """Return what numbers the data of a forward pass that begins.
+        """Return a function that numbers the data of a forward pass that begins.
 
-        Given how many examples this rank has, it returns how many examples of other ranks come before them, and how
-        many there are on all ranks. It is called in the backward pass. Within `no_sync()`, where ranks do not wait for
-        each other, all are taken to have as many examples.
+        Given the number of examples on this rank, it returns the number of examples on lower ranks, and the number on
+        all ranks. It is called in the backward pass. Within `no_sync()`, where ranks do not synchronize, all ranks are
+        assumed to have equally many examples.
         """
         synchronizes = self.wrapper is None or self.wrapper.require_backward_grad_sync
         return self._place_of_data if synchronizes else self._place_without_asking
@@ -837,7 +841,7 @@ class Exchange:
         return self.ranks.rank * num_data, self.ranks.size * num_data
 
     def mean(self, value: float) -> float:
-        """Return the mean over ranks of a loss. Its gradient is the mean over ranks of gradients."""
+        """Return the mean of a loss over ranks. Its gradient is the mean of the gradients over ranks."""
         values = self.ranks.gather("losses", value)
         return sum(values) / len(values)
 
@@ -846,11 +850,11 @@ class Exchange:
         return torch.stack(self.ranks.gather("curvature along a step", t)).sum(0)
 
 
-def _over_ranks(told: list[StepSums]) -> StepSums:
+def _over_ranks(reports: list[StepSums]) -> StepSums:
     """Return counts and coverage over all ranks."""
-    # A rank without examples says nothing about coverage.
-    telling = [sums for sums in told if sums.blocks or sums.uncovered]
-    silent = [sums for sums in told if not (sums.blocks or sums.uncovered)]
+    # A rank without examples has no information about coverage.
+    telling = [sums for sums in reports if sums.blocks or sums.uncovered]
+    silent = [sums for sums in reports if not (sums.blocks or sums.uncovered)]
     result, *others = telling or [StepSums(0)]
     for other in others:
         result.merge(other)
@@ -861,7 +865,7 @@ def _over_ranks(told: list[StepSums]) -> StepSums:
 
 
 def _without_tensors(sums: StepSums | None) -> StepSums | None:
-    """Return what others have to know besides totals."""
+    """Return the sums of a step without tensors, to send them to other ranks."""
     if sums is None:
         return None
     blocks = {key: BlockSums(block.layout, block.sharing) for key, block in sums.blocks.items()}

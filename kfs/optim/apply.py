@@ -1,4 +1,4 @@
-"""Updates of an optimizer's parameters and state, in place, and the checks of steps that are still on the device."""
+"""In-place updates of parameters and optimizer state, and pending checks of steps that the device decides."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from kfs.runtime.nested import mapped
 from kfs.runtime.precision import at_least_float32, tf32, uses_tf32
 from kfs.runtime.sync import Message
 
-# If there are so many steps without new factors, the oldest are looked at. Some are left: they may not be there yet.
+# After this many steps without new factors, flags of the oldest are read. The latest may not have arrived yet.
 _MOST = 64
 _LEFT = 16
 
@@ -37,20 +37,21 @@ class StepNotFiniteError(Exception):
 
 
 class StepOutcome(NamedTuple):
-    """What an accelerator decides about a step."""
+    """The outcome of a step that an accelerator decides."""
 
-    names: tuple[str, ...]  # parameters that were updated. They have grown older in any case.
+    names: tuple[str, ...]  # updated parameters; their ages are incremented in any case
     flag: Tensor  # whether the step was taken; the next step may overwrite it
 
 
 @dataclass(frozen=True)
 class UpdateBatch:
-    """Parameters that are updated with the same numbers: those of a group that are equally old.
+    """Parameters of one group with the same age, which are updated with the same hyperparameters.
 
     Attributes:
         names: Their names.
-        numbers: In the order of `rule.Share`; AdamW has one more, the correction of squares.
-        momentum: How much of the averages is kept.
+        numbers: Learning rate, decay factor and bias correction, as in `ParameterGroup`; for AdamW, also the bias
+            correction of squares.
+        momentum: Fraction of the averages that is kept.
         decays: Whether weights decay.
     """
 
@@ -61,7 +62,7 @@ class UpdateBatch:
 
 
 def update_batches(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[UpdateBatch]:
-    """Divide parameters into those that are updated with the same numbers."""
+    """Divide parameters into batches that are updated with the same hyperparameters."""
     found: dict[tuple[int, int], list[str]] = {}
     for name in names:
         age = state_of(state, params.tensors[name], adamw)["age"]
@@ -82,7 +83,7 @@ def update_batches(params: Parameters, state: State, names: Iterable[str], adamw
 
 
 def all_numbers(parts: Iterable[UpdateBatch]) -> list[float]:
-    """Return the numbers of all parts, one after the other."""
+    """Return the numbers of all batches in one list."""
     return [number for part in parts for number in part.numbers]
 
 
@@ -95,44 +96,45 @@ def natural_updates(
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     kl_clip: float | None,
     taken: Tensor,
-    way: ReplicatedInverses,
+    communication: ReplicatedInverses,
     scale: Tensor | None,
 ) -> None:
     """Update parameters that have curvature, given gradients of the average over examples.
 
-    With `kl_clip`, the change of predictions, as measured by the curvature, is limited. On an accelerator, nobody has
-    looked whether steps are finite: `precondition` decides whether one is `taken`. If it is not, nothing changes. The
-    numbers of the steps' `scale`, if there is one, change in place.
+    With `kl_clip`, the change of predictions, as measured by the curvature, is limited. On an accelerator, the host
+    does not check whether steps are finite: `precondition` sets the flag `taken`, and nothing changes if it is false.
+    The numbers of the step scale, if given as `scale`, change in place.
 
     Raises:
-        StepNotFiniteError: If steps are not finite; nothing has changed then. An accelerator is not asked.
+        StepNotFiniteError: If steps are not finite, on a CPU; nothing has changed then.
     """
     if not parts:
         return
-    behind = sync.is_asynchronous(taken.device)
+    on_device = sync.is_asynchronous(taken.device)
     allowed = None if scale is None else next(numbers)
     shares = [_share(params, state, part, "average", numbers, grads) for part in parts]
-    if behind:
+    if on_device:
         shares = [share._replace(taken=taken) for share in shares]
     names = [name for part in parts for name in part.names]
     scaled = scale
     if scale is not None and allowed is not None:
         means = [[part_of(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
         shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
-        scaled = _scaled(scale, shares, parts, way, allowed, taken)
+        scaled = _scaled(scale, shares, parts, communication, allowed, taken)
         shares = [_with_scale(share, scaled[2].exp()) for share in shares]
 
     def clipped(u: Tensors) -> Tensors:
         own = dict(zip(names, u, strict=True))
-        ahead = way.gathered(own)
-        D, problem = _multiplied(precondition, ahead, way, taken)
-        _agree_on_steps(D, way, taken)
+        ahead = communication.gathered(own)
+        # All processes either take the step, or skip it, or raise.
+        D, problem = _multiplied(precondition, ahead, communication, taken)
+        _agree_on_steps(D, communication, taken)
         if kl_clip is not None:
             lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
-            # Gradients that are not finite have no length.
-            shorter = torch.where(taken, _shorter(kl_clip, lrs, ahead, D, way, u[0].new_zeros(())), 1.0)
+            # Gradients that are not finite are not clipped: their length is undefined.
+            shorter = torch.where(taken, _shorter(kl_clip, lrs, ahead, D, communication, u[0].new_zeros(())), 1.0)
             D = {n: shorter * d for n, d in D.items()}
-        steps = list(way.scattered(D, own).values())
+        steps = list(communication.scattered(D, own).values())
         if problem is not None:
             raise problem
         return steps
@@ -142,14 +144,14 @@ def natural_updates(
         scale.copy_(torch.where(taken, scaled, scale))
 
 
-def _agree_on_steps(D: Mapping[str, Tensor], way: ReplicatedInverses, taken: Tensor) -> None:
-    """Let all processes know whether steps are finite: an accelerator by its flag, others by an error."""
+def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
+    """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
     if sync.is_asynchronous(taken.device):
-        # The flag is about what this process has multiplied.
-        everywhere = way.all_true(taken)
+        # So far, the flag is about the products of this process.
+        everywhere = communication.all_true(taken)
         if everywhere is not taken:
             taken.copy_(everywhere)
-    elif not way.all_true(total_size(list(D.values())).isfinite()):
+    elif not communication.all_true(total_size(list(D.values())).isfinite()):
         raise StepNotFiniteError
 
 
@@ -158,12 +160,12 @@ def _shorter(
     lrs: Mapping[str, Scalar],
     ahead: Mapping[str, Tensor],
     D: Mapping[str, Tensor],
-    way: ReplicatedInverses,
+    communication: ReplicatedInverses,
     zero: Tensor,
 ) -> Tensor:
-    """Return the factor for steps that keeps the change of predictions within the limit."""
+    """Return the factor that keeps the change of predictions by a step within the limit."""
     change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
-    result: Tensor = (kl_clip / way.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
+    result: Tensor = (kl_clip / communication.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
     return result
 
 
@@ -171,31 +173,31 @@ def _scaled(
     scale: Tensor,
     shares: Iterable[ParameterGroup],
     parts: Iterable[UpdateBatch],
-    way: ReplicatedInverses,
+    communication: ReplicatedInverses,
     allowed: Scalar,
     taken: Tensor,
 ) -> Tensor:
-    """Return the numbers of the steps' scale with the overshoot of the latest steps; bad gradients tell nothing."""
-    overshoot = 0.5 * scale[2].exp() * way.sum_of_parts(_slope(shares, parts, way))
+    """Return the numbers of the step scale, updated with the overshoot of the latest steps unless it is not finite."""
+    overshoot = 0.5 * scale[2].exp() * communication.sum_of_parts(_slope(shares, parts, communication))
     return torch.where(taken & overshoot.isfinite(), next_numbers(scale, overshoot, allowed), scale)
 
 
 def _with_scale(share: ParameterGroup, factor: Tensor) -> ParameterGroup:
-    """Multiply the learning rate of a share, for steps and for weights that decay."""
+    """Multiply the learning rate of a group by a factor, for steps and for weight decay."""
     decays = not (isinstance(share.kept, float) and share.kept == 1)
     return share._replace(lr=share.lr * factor, kept=1 - (1 - share.kept) * factor if decays else 1.0)
 
 
-def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], way: ReplicatedInverses) -> Tensor:
-    """Return the gradients' slope on the way from average parameters to those of now, as far as this process has them.
+def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], communication: ReplicatedInverses) -> Tensor:
+    """Return the slope of the loss from averaged to current parameters, over the parts of this process.
 
-    A number that several processes have counts in each of them as a part of one.
+    A part that several processes hold is divided by their number.
     """
     slopes = []
     for share, part in zip(shares, parts, strict=True):
         alike: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for name, g, step in zip(part.names, share.grads, share.mean_steps or (), strict=True):
-            alike.setdefault(way.copies(name), []).append((g, step))
+            alike.setdefault(communication.copies(name), []).append((g, step))
         for copies, pairs in alike.items():
             slopes.append(displacement_factor(share.lr) * inner_product(*zip(*pairs, strict=True)) / copies)
     return torch.stack(slopes).sum()
@@ -204,14 +206,15 @@ def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], way: 
 def _multiplied(
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     ahead: dict[str, Tensor],
-    way: ReplicatedInverses,
+    communication: ReplicatedInverses,
     taken: Tensor,
 ) -> tuple[dict[str, Tensor], Exception | None]:
-    """Multiply with inverses, and return an error instead of raising it where other processes wait for the products.
+    """Multiply with inverses. An error is returned, not raised, if other processes wait for the products.
 
-    They get zeros then, take no step, and hear of the error at the end of it. On a CPU, they hear of it before.
+    On an accelerator, these processes get zeros, take no step, and raise at its end. On a CPU, they are notified
+    earlier.
     """
-    if not (isinstance(way, OwnedInverses) and sync.is_asynchronous(taken.device)):
+    if not (isinstance(communication, OwnedInverses) and sync.is_asynchronous(taken.device)):
         return precondition(ahead), None
     try:
         return precondition(ahead), None
@@ -228,16 +231,16 @@ def adamw_updates(
     grads: dict[str, Tensor],
     taken: Tensor,
 ) -> None:
-    """Update other parameters by AdamW; on an accelerator, nothing changes if the step is not `taken`."""
-    behind = sync.is_asynchronous(taken.device)
+    """Update other parameters by AdamW. On an accelerator, nothing changes unless the step is `taken`."""
+    on_device = sync.is_asynchronous(taken.device)
     for part in parts:
         share = _share(params, state, part, "exp_avg", numbers, grads)
         squares = [part_of(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
-        adamw_step(share._replace(taken=taken if behind else None), squares, _BETAS[1], next(numbers))
+        adamw_step(share._replace(taken=taken if on_device else None), squares, _BETAS[1], next(numbers))
 
 
 def increment_age(params: Parameters, state: State, names: Iterable[str], by: int = 1) -> None:
-    """Count gradients that have entered averages."""
+    """Change the ages of parameters: the numbers of gradients that have entered their averages."""
     for name in names:
         state[params.tensors[name]]["age"] += by
 
@@ -250,12 +253,12 @@ def _share(
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
 ) -> ParameterGroup:
-    """Return parameters with their gradients, averages and numbers; of sharded ones, the part of this process."""
+    """Return parameters with gradients, averages and numbers; for sharded ones, the part of this process."""
     tensors = [params.tensors[n] for n in part.names]
     averages = [part_of(state[p][average]) for p in tensors]
     own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
     lr, kept, corrected = (next(numbers) for _ in range(3))
-    # Weights that do not decay, which the host knows, are not multiplied by one.
+    # The host knows which weights do not decay, and skips their multiplication by one.
     left = kept if part.decays else 1.0
     return ParameterGroup([part_of(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
 
@@ -266,9 +269,9 @@ class Updates:
     Args:
         params: All parameters.
         curvature: Multiplies with inverses.
-        kl_clip: How much a step may change predictions.
-        replay: Whether steps on a GPU are recorded.
-        scale: How much of each step is taken; all of it by default.
+        kl_clip: Limit for the change of predictions in a step.
+        replay: Whether steps on a GPU are recorded as CUDA graphs.
+        scale: The scale of steps; `None` for whole steps.
     """
 
     def __init__(
@@ -295,16 +298,16 @@ class Updates:
         """Take a step.
 
         Args:
-            state: The optimizer's.
-            natural: Gradients of parameters that are covered.
-            rest: Gradients of others.
-            finite: Whether all of them are. It is read on a GPU only; nobody has looked there.
+            state: State of the optimizer.
+            natural: Gradients of covered parameters.
+            rest: Gradients of parameters that AdamW trains.
+            finite: Flag: whether all gradients are usable. Only a GPU evaluates it; otherwise, the host has checked it.
             unit: The loss is this many times the average over examples.
-            half: Whether gradients were computed in half precision. Then a GPU multiplies in TF32.
-            allowed: The largest overshoot of the latest steps, if steps have a scale.
+            half: Whether gradients were computed in half precision. If so, a GPU multiplies in TF32.
+            allowed: The largest allowed overshoot of the latest steps, if steps have a scale.
 
         Returns:
-            What an accelerator decides about it; `None` where everything is known.
+            The outcome that is still on an accelerator; `None` if the host knows it.
         """
         params, curvature = self._params, self._curvature
         parts = update_batches(params, state, natural, adamw=False)
@@ -315,12 +318,12 @@ class Updates:
             for name in natural:
                 keep_mean_step(state, params.tensors[name])
 
-        behind = sync.is_asynchronous(finite.device)
-        way = self._way_to_inverses()
+        on_device = sync.is_asynchronous(finite.device)
+        communication = self._communication()
 
         def update(given: list[Tensor], taken: Tensor, numbers: list[Scalar]) -> None:
             def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
-                flag = taken if behind else None
+                flag = taken if on_device else None
                 return curvature.precondition(u, params.tensors, params.groups, limit=True, taken=flag, half=half)
 
             values = iter(numbers)
@@ -329,7 +332,9 @@ class Updates:
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken, way, scale)
+                natural_updates(
+                    params, state, parts, values, mine, precondition, self._kl_clip, taken, communication, scale
+                )
             adamw_updates(params, state, others, values, mine, taken)
 
         if self._recorded is None:
@@ -342,13 +347,13 @@ class Updates:
         except StepNotFiniteError:
             curvature.note_overflow()
             return None
-        # A graph does not tell autograd that it changes parameters.
+        # Autograd does not notice that a CUDA graph changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
         increment_age(params, state, grads)
-        return StepOutcome(tuple(grads), flag) if behind else None
+        return StepOutcome(tuple(grads), flag) if on_device else None
 
-    def _way_to_inverses(self) -> ReplicatedInverses:
-        """Return how gradients come to where inverses are."""
+    def _communication(self) -> ReplicatedInverses:
+        """Return how gradients are exchanged between processes to multiply them with inverses."""
         if not self._curvature.at_owners:
             return ReplicatedInverses(self._params.tensors, self._curvature.ranks)
         if self._at_owners is None or self._at_owners.like is not self._params.tensors:
@@ -365,7 +370,7 @@ class Updates:
         unit: float,
         half: bool,
     ) -> Hashable:
-        """Return what updates with the same recording have in common."""
+        """Return the key of the recording: updates with equal keys can share it."""
         params = self._params
         stacks = self._curvature.inverses.stacks(self._curvature.averages.values())
         tensors = [t for n in grads for t in (params.tensors[n], *_tensors_in(state[params.tensors[n]]))]
@@ -374,7 +379,7 @@ class Updates:
             tuple(params.groups[n]["trust"] for n in grads),
             tuple(t.data_ptr() for t in tensors),
             tuple((g.dtype, g.stride()) for g in grads.values()),
-            tuple(one.stack.structure.like.data_ptr() for one in stacks),  # A recording holds what it reads.
+            tuple(one.stack.structure.like.data_ptr() for one in stacks),  # A recording keeps them alive.
             (unit == 1, half, uses_tf32()),
         )
 
@@ -392,13 +397,13 @@ def tried_updates(
     change: Callable[[], float],
     noise: float,
 ) -> Trial:
-    """Take given steps, and AdamW's for other parameters, as far as they make the loss smaller.
+    """Take given steps, and AdamW steps for other parameters, and shorten them until the loss falls.
 
-    Weights decay if a step is taken, however short it has become, and the loss may rise by that.
+    If a step is taken, weights decay by the full amount, even if the step was shortened. This may increase the loss.
 
     Args:
         params: All parameters.
-        state: The optimizer's.
+        state: State of the optimizer.
         steps: Steps, to be multiplied by learning rates.
         grads: Gradients of the loss for these parameters.
         rest: Gradients of parameters that AdamW trains. Its averages change even if the step is taken back.
@@ -420,14 +425,14 @@ def tried_updates(
 
 
 def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
-    """Read the parameters' state again, after PyTorch has converted it to the precision of its parameter.
+    """Copy the state of parameters from a saved state, in its own precision.
 
-    Averages may have a better one.
+    PyTorch has already converted it to the precision of the parameters, but averages may be more precise.
     """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         mine = saved["state"].get(i, {})
-        # Of a sharded parameter, its part alone is copied: whole tensors are not kept.
+        # For a sharded parameter, only the part of this process is copied.
         if mine:
             state[p] = copied_to(p.device, mapped(mine, partial(_sharded_like, p)) if is_sharded(p) else mine)
         else:
@@ -435,18 +440,18 @@ def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]
 
 
 def _sharded_like(p: Tensor, t: Tensor) -> Tensor:
-    """Return a tensor of a state, which may be sharded in any way, in the way of a parameter."""
+    """Return a tensor of a state, sharded in any way, with the sharding of a parameter."""
     return sharded_like(whole(t), p)
 
 
 def keep_mean_step(state: State, p: Tensor) -> None:
-    """Let the state of a parameter have an average of its steps, zero at first, in float32 or better."""
+    """Add a moving average of steps to the state of a parameter: zeros in float32 or better."""
     if "mean_step" not in state[p]:
         state[p]["mean_step"] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
 
 
 def state_of(state: State, p: Tensor, adamw: bool) -> dict[str, Any]:
-    """Return a parameter's state. At first, averages are zeros in float32 or better."""
+    """Return a parameter's state. New averages are zeros in float32 or better."""
     mine = state[p]
     for name in ("exp_avg", "exp_avg_sq") if adamw else ("average",):
         if name not in mine:
@@ -456,17 +461,17 @@ def state_of(state: State, p: Tensor, adamw: bool) -> dict[str, Any]:
 
 
 class _PendingStep(NamedTuple):
-    """A step about which the host does not know everything."""
+    """A step with flags that the host has not read."""
 
-    fine: GoodStep  # what to remember if gradients were finite
-    names: tuple[str, ...]  # parameters that have grown older, as if the step was taken
-    # Whether gradients were used, whether they were finite, whether the step was taken, and whether factors were added.
+    fine: GoodStep  # the last good step, if gradients were usable
+    names: tuple[str, ...]  # parameters with incremented ages, as if the step was taken
+    # In this order: gradients usable, gradients finite, step taken, and, if there were new factors, factors added.
     flags: Message
 
 
 @dataclass(eq=False)
 class PendingChecks:
-    """Steps whose flags nobody has read."""
+    """Steps with flags that are still on the device."""
 
     curvature: Curvature
     last_good_step: LastGoodStep
@@ -477,11 +482,11 @@ class PendingChecks:
         """Send the flags of a step to the host.
 
         Args:
-            state: The optimizer's.
+            state: State of the optimizer.
             fine: Describes the step.
-            finite: Whether gradients were.
-            good: Whether they were, and of a usual size.
-            taken: Whether the step was taken.
+            finite: Flag: gradients are finite.
+            good: Flag: gradients are finite and of a usual size.
+            taken: Outcome of the step.
         """
         flags = [good, finite, taken.flag]
         if self.curvature.unconfirmed is not None:
@@ -492,12 +497,12 @@ class PendingChecks:
             self._read(state, len(self._steps) - _LEFT)
 
     def settle(self, state: State) -> None:
-        """Read all flags, count what went wrong, and put right what assumed that nothing did."""
+        """Read all flags, count failures, and correct host state that assumed that nothing failed."""
         self._read(state, len(self._steps))
         self.curvature.note_failures()
 
     def forget(self) -> None:
-        """Forget all steps, after another state was loaded."""
+        """Discard all steps, after another state was loaded."""
         self._steps.clear()
 
     def _read(self, state: State, count: int) -> None:
@@ -518,7 +523,7 @@ class PendingChecks:
                 increment_age(self.params, state, one.names, by=-1)
 
     def note_skipped(self, finite: bool) -> None:
-        """Count a step that was skipped because of its gradients, which may be finite and too large, or of its loss."""
+        """Count a step that was skipped: its loss or gradients are not finite, or its gradients are far too large."""
         if finite:
             text = "gradients are absurdly larger than all before, and the step was skipped"
             self.curvature.events.note("refused_gradients", text)

@@ -1,7 +1,7 @@
 """Moving averages of Kronecker factors, one per block, and the damped inverses that were last computed from them.
 
-Averages are per example: they do not depend on the batch size, nor on the loss's reduction. They start at zero, and the
-bias that comes from this start is corrected when an inverse is computed.
+Averages are per example: they depend neither on the batch size nor on the loss's reduction. They start at zero, and the
+resulting bias is corrected when an inverse is computed.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -28,14 +28,14 @@ from kfs.factors.layout import Layout, Side
 from kfs.runtime.nested import mapped
 
 Unit = Literal["relative", "absolute"]
-# The smallest damping. It makes blocks without any curvature, which have no gradient either, invertible.
+# The smallest damping. It makes blocks without any curvature invertible; their gradients vanish, too.
 _LEAST_DAMPING = 1e-20
 
 
 class Before(NamedTuple):
-    """What an average was before factors were added, while the host does not know whether they are finite."""
+    """Numbers of an average before factors were added, for as long as the host does not know whether they were."""
 
-    good: Tensor  # whether they are, and the average has changed
+    good: Tensor  # flag on the device: whether factors were added
     weight: float
     uses: float
 
@@ -45,34 +45,34 @@ class Average:
     """The curvature of one block, averaged over steps."""
 
     layout: Layout  # how the block's parameters become a matrix
-    factors: Kronecker  # average of both factors, times `weight` each
-    weight: float = 0.0  # share of the average that does not come from its start at zero
+    factors: Kronecker  # moving averages of both factors, each still times `weight`
+    weight: float = 0.0  # fraction of the average that does not come from its start at zero
     changed: bool = True  # whether factors or damping have changed since the last attempt to invert
     inverse: Structure | None = None  # the last damped inverse that could be computed
-    damping: Tensor | None = None  # what was added to eigenvalues for this inverse, `[groups]`
+    damping: Tensor | None = None  # damping that was added to eigenvalues for this inverse, `[groups]`
     updated: int = -1  # step of the last attempt to invert
     failed: bool = False  # whether this attempt has failed
-    eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
+    eigen: Eigenbasis | None = None  # average of corrected eigenvalues; initialized from the factors
     uses: float = 1.0  # average number of inputs of the layer per example, such as positions; squared with `reduce`
     input_size: Tensor | None = None  # root mean square of inputs at the last inverse, `[groups]`; a bias counts as one
-    owner: int | None = None  # rank that alone has the inverse, elsewhere on the meta device; `None` if all have it
-    # `weight` and `uses` assume that the last factors were added. Until `confirm`, these are the numbers before that.
+    owner: int | None = None  # only rank with the inverse, a meta tensor elsewhere; `None` if all have it
+    # `weight` and `uses` assume that the last factors were added. Until `confirm`, the numbers before that are kept.
     before: Before | None = None
 
     @classmethod
     def zeros_like(cls, block: Block) -> "Average":
-        """Start at zero, with factors stored like those of a block."""
+        """Return an average that starts at zero, with factors stored like those of a block."""
         K = block.structure()
         return cls(block.layout, Kronecker(_zeros_like(K.A), _zeros_like(K.B)))
 
     @cached_property
     def size(self) -> Hashable:
-        """What blocks that are inverted together have in common: kinds, sizes and device of their factors."""
+        """Key of blocks that can be inverted together: kinds, sizes and device of their factors."""
         return self.factors.key
 
     @cached_property
     def cost(self) -> float:
-        """The work that an inverse takes, up to a constant."""
+        """The work for an inverse, up to a constant."""
         dense = [f.size**3 for f in (self.factors.A, self.factors.B) if f.kind == "dense"]
         return float(self.layout.groups * sum(dense)) + self.factors.rows * self.factors.columns
 
@@ -82,21 +82,21 @@ class Average:
         return self.inverse is not None and not self.inverse.like.is_meta
 
     def leave_inverse(self, owner: int, is_mine: bool) -> None:
-        """Let one rank have the inverse alone, if there is one."""
+        """Keep the inverse, if there is one, on a single rank."""
         self.owner = None if self.inverse is None else owner
         if self.inverse is not None and not is_mine:
             self.inverse = self.inverse.to("meta")
             self.input_size = None
 
     def new_squares(self) -> Squares | None:
-        """Return a sum of squared gradients in the eigenbasis that starts at zero, or `None` without eigenbasis."""
+        """Return a zero-initialized sum of squared gradients in the eigenbasis; `None` without eigenbasis."""
         if self.eigen is None:
             return None
         Q_A, Q_B = (Q.values if Q.kind == "dense" else None for Q in (self.eigen.Q_A, self.eigen.Q_B))
         return Squares(torch.zeros_like(self.eigen.values), Q_A, Q_B)
 
     def confirm(self, good: bool) -> None:
-        """Take note of whether the last factors were added; if not, weight and uses are what they were before."""
+        """Process whether the last factors were added; if not, restore weight and uses."""
         if self.before is not None and not good:
             self.weight = self.before.weight
             self.uses = self.before.uses
@@ -104,11 +104,11 @@ class Average:
 
     @classmethod
     def stored(cls) -> set[str]:
-        """Return the names of all attributes that a file has."""
+        """Return the names of all attributes that are saved."""
         return {field.name for field in fields(cls)} - {"before", "owner"}
 
     def state(self) -> dict[str, Any]:
-        """Return all attributes, for a file. The host must know about the last factors."""
+        """Return all attributes for a checkpoint. Call `confirm` first if factors were added."""
         state = {name: getattr(self, name) for name in self.stored()}
         for name, value in state.items():
             if isinstance(value, Structure):
@@ -117,7 +117,7 @@ class Average:
 
     @classmethod
     def from_state(cls, state: Any, device: torch.device) -> "Average":
-        """Undo `state`, with copies of tensors on a device."""
+        """Restore an average from `state`, with copies of tensors on a device."""
         loaded = copied_to(device, state)
         for name in ("factors", "inverse", "eigen"):
             if loaded[name] is not None:
@@ -126,15 +126,15 @@ class Average:
 
 
 def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float, good: Tensor | None = None) -> None:
-    """Add the factors of blocks, which are scaled per example, to their averages, and keep `decay` of these.
+    """Add the factors of blocks, scaled per example, to their moving averages, and keep `decay` of the averages.
 
-    All factors are added by a few operations: on an accelerator, each of them takes time to start.
+    All factors are added in a few operations, because each operation takes time to launch on an accelerator.
 
     Args:
-        pairs: Averages, and blocks to add to them.
-        decay: How much of an average is kept.
-        good: A flag on the device; if it is false, averages do not change there. Weights and uses are the host's, which
-            does not know. They are those of averages that did change, until `Average.confirm`.
+        pairs: Averages, each with the block to add.
+        decay: Fraction of an average that is kept.
+        good: A flag on the device; if it is false, averages do not change there. The host does not know the flag, and
+            changes weights and uses as if it was true, until `Average.confirm`.
     """
     kept: list[Tensor] = []
     by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # averages and sums
@@ -143,13 +143,13 @@ def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float, good: Tens
         average.before = None if good is None else Before(good, average.weight, average.uses)
         average.weight = decay * average.weight + 1 - decay
         average.changed = True
-        # The average without the bias of its start. A factor has sums over uses; sizes of inputs are means.
+        # A bias-corrected average. Factors are sums over uses, but sizes of inputs are means.
         uses = block.sums.inputs * block.reduction_factor
         average.uses += (uses - average.uses) * (1 - decay) / average.weight
         for side in sides:
             factor: Factor = getattr(average.factors, side)
             if factor.kind == "identity":
-                # Numbers of positions may differ between steps. This is an average without the bias of its start.
+                # Numbers of positions may differ between steps. This average is bias-corrected.
                 new: Factor = getattr(block.structure(), side)
                 scale = new.scale if good is None else torch.where(good, new.scale, factor.scale)
                 factor.scale.lerp_(scale, (1 - decay) / average.weight)
@@ -170,7 +170,7 @@ def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float, good: Tens
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divide tensors by precision: PyTorch is slow for lists with a factor of another precision."""
+    """Group tensors by dtype: PyTorch's list operations are slow with a factor of another precision."""
     found: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
         found.setdefault(t.dtype, []).append(t)
@@ -178,18 +178,18 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class Inverted(NamedTuple):
-    """Damped inverses of some blocks of one size."""
+    """Damped inverses of blocks of one size."""
 
     inverse: Structure
-    damping: Tensor  # what was added to eigenvalues, `[stack]`
+    damping: Tensor  # damping that was added to eigenvalues, `[stack]`
     eigen: Eigenbasis | None  # averages of corrected eigenvalues, in the basis of these inverses
     input_size: Tensor  # root mean squares of inputs, `[stack]`
 
 
 def numbers_of(averages: Iterable[Average], damping: Iterable[float]) -> list[float]:
-    """Return what the host knows about averages that are inverted: five numbers for each block of the stack.
+    """Return the host's numbers for averages that are inverted: five numbers for each block of the stack.
 
-    These are weight, number of uses and damping, and weight and uses before the last factors were added.
+    These are weight, uses and damping, and weight and uses before the last factors were added.
     """
     numbers: list[float] = []
     for a, added in zip(averages, damping, strict=True):
@@ -205,11 +205,11 @@ def inverted(
 
     Args:
         averages: Averages of blocks with factors of the same kinds and sizes.
-        numbers: Those of `numbers_of`, on the device.
-        good: Whether the last factors were added, if the host does not know: see `unconfirmed`.
-        unit: What damping is measured in.
+        numbers: Result of `numbers_of`, on the device.
+        good: Flag: whether the last factors were added, if the host does not know (see `Curvature.unconfirmed`).
+        unit: Unit of damping.
         method: How damping is split between factors.
-        eigen: Whether eigenvalues are corrected. Then damping is exact.
+        eigen: Whether eigenvalues are corrected. If so, damping is exact.
     """
     K = Kronecker.stack([a.factors for a in averages])
     weight, uses, damping, weight_before, uses_before = numbers.to(K.like.dtype).reshape(-1, 5).unbind(1)
@@ -227,7 +227,7 @@ def inverted(
 
 
 def _in_new_eigenbasis(K: Kronecker, old: list[Eigenbasis]) -> Eigenbasis:
-    """Return averaged eigenvalues in the basis of new factors: the diagonal of the matrix that they stand for."""
+    """Return averaged eigenvalues in the eigenbasis of new factors: the old matrix's diagonal in this basis."""
     basis = K.eigenbasis()
     if not old:
         return basis
@@ -244,14 +244,14 @@ def copied_to(device: torch.device, state: Any) -> Any:
 
 
 def _zeros_like(factor: Factor) -> Factor:
-    """Return zeros with a scale of one. An identity stays as it is: the first average of its scale replaces it."""
+    """Return zeros with a scale of one. An identity is unchanged: the first average replaces its scale."""
     if factor.kind == "identity":
         return factor
     return replace(factor, values=torch.zeros_like(factor.values), scale=torch.ones_like(factor.scale))
 
 
 def _without_bias(factor: Factor, weight: Tensor) -> Factor:
-    """Correct the bias of averages that started at zero, by weights `[stack]`. That of an identity's scale has none."""
+    """Correct the bias of averages that started at zero, by weights `[stack]`. The scale of an identity has none."""
     return factor if factor.kind == "identity" else factor.scaled(1 / weight)
 
 

@@ -1,4 +1,4 @@
-"""What parts of the last steps cost: operations, and seconds of the host. No accelerator is waited for."""
+"""Costs of the last steps, by part: operations, and seconds on the host. Accelerators are not synchronized."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,19 +10,19 @@ from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 Part = Literal["factors", "inverses", "products", "trials"]
 PARTS: tuple[Part, ...] = ("factors", "inverses", "products", "trials")
-_STEPS = 50  # so many are kept
+_STEPS = 50  # number of steps that are kept
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 @dataclass
 class Cost:
-    """What one part costs.
+    """Cost of one part of a step.
 
     Attributes:
-        count: How many blocks were worked on, or how often the loss was evaluated.
-        operations: Floating-point operations, roughly.
-        seconds: Seconds of the host. It does not wait for an accelerator, which works in the meantime.
+        count: Number of blocks that were processed, or of evaluations of the loss.
+        operations: Approximate number of floating-point operations.
+        seconds: Seconds on the host. It does not wait for an accelerator, which works in the meantime.
     """
 
     count: float = 0.0
@@ -32,7 +32,7 @@ class Cost:
 
 @dataclass
 class Costs:
-    """What the last steps cost, part by part.
+    """Costs of the last steps, by part.
 
     Example:
         >>> costs = Costs()
@@ -48,13 +48,13 @@ class Costs:
     _now: dict[Part, Cost] = field(default_factory=lambda: {part: Cost() for part in PARTS})
 
     def add(self, part: Part, operations: float) -> None:
-        """Add work that is done in the step of now."""
+        """Add work to a part of the current step."""
         self._now[part].count += 1
         self._now[part].operations += operations
 
     @contextmanager
     def timed(self, part: Part) -> Iterator[None]:
-        """Add the time that something takes."""
+        """Add the duration of this context to a part of the current step."""
         start = perf_counter()
         try:
             yield
@@ -62,12 +62,12 @@ class Costs:
             self._now[part].seconds += perf_counter() - start
 
     def end_step(self) -> None:
-        """Begin with the next step."""
+        """Finish the current step, and begin the next one."""
         self.last.append(self._now)
         self._now = {part: Cost() for part in PARTS}
 
     def mean(self, part: Part) -> Cost:
-        """Return the average over the last steps."""
+        """Return the average cost of a part over the last steps."""
         steps = [step[part] for step in self.last]
         total = max(1, len(steps))
         return Cost(
@@ -87,7 +87,7 @@ _Owner = TypeVar("_Owner", bound=_HasCosts)
 def timed(
     part: Part,
 ) -> Callable[[Callable[Concatenate[_Owner, _P], _T]], Callable[Concatenate[_Owner, _P], _T]]:
-    """Make a method of an object that has `costs` add the time that it takes."""
+    """Decorate a method of an object with `costs`: the duration of each call is added to a part."""
 
     def decorate(method: Callable[Concatenate[_Owner, _P], _T]) -> Callable[Concatenate[_Owner, _P], _T]:
         @wraps(method)

@@ -1,7 +1,7 @@
 """The curvature of all blocks: averages of factors, damped inverses, and products with them.
 
-A number that is not finite never enters an average, and an inverse that cannot be computed leaves the last one in
-place. Such events are counted and logged. After several in a row, damping rises.
+Non-finite numbers never enter an average. If an inverse cannot be computed, the previous one stays in use. Such events
+are counted and logged. After several of them in a row, damping is raised.
 """
 
 import logging
@@ -30,15 +30,15 @@ log = logging.getLogger("kfs.optim")
 # A number of steps, or a function that returns it for the current step.
 Interval = int | Callable[[int], int]
 _DAMPING_RISE = 10.0
-# Limits for what dampings are multiplied with. A factor beyond them changes no step any more, and would overflow.
+# Limits of the factor that multiplies dampings. Beyond them, it has no further effect on steps, and may overflow.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-10, 1e10
-# Factors of a batch that are larger than this many times the largest so far are not used.
+# Factors of a batch are refused if they are more than this many times larger than the largest so far.
 _FACTORS_LIMIT = 1e4
-_RECOVERY = 20  # A rise of damping is undone after this many times `patience` successes in a row.
+_RECOVERY = 20  # A raise of damping is undone after this many times `patience` successes in a row.
 
 
 def interval_at(interval: Interval, step: int) -> int:
-    """Return the number of steps between two computations, at a step."""
+    """Return the number of steps between two computations that applies at this step."""
     return max(1, interval(step) if callable(interval) else interval)
 
 
@@ -47,15 +47,15 @@ class Events:
     """How often something went wrong.
 
     Attributes:
-        skipped_steps: Gradients were not finite, and no parameter was changed.
-        refused_gradients: Gradients were more than 100 times larger than before, and no parameter was changed.
-        refused_statistics: Factors were not finite, or more than 10,000 times larger than before, and averages were not
-            changed.
-        failed_inverses: A decomposition failed, and the last inverse stayed.
-        raised_damping: Several of these events came in a row, and damping was raised.
-        shortened_steps: With a quadratic model, the loss did not fall on the batch, and the step was shortened.
-        rejected_steps: However short the step was, the loss did not fall, and the step was taken back.
-        rising_losses: The loss was far above its lowest value for many steps.
+        skipped_steps: Steps skipped because the loss, gradients or products with inverses were not finite.
+        refused_gradients: Steps skipped because gradients were more than 100 times larger than before.
+        refused_statistics: Factors that were not added to averages, because they were not finite, or more than 10,000
+            times larger than before.
+        failed_inverses: Decompositions that failed. The previous inverse stayed in use.
+        raised_damping: Raises of damping, after several skipped steps, refused statistics or failed inverses in a row.
+        shortened_steps: With a quadratic model, steps that were shortened because the loss on the batch did not fall.
+        rejected_steps: Steps that were taken back because the loss did not fall, however short they were.
+        rising_losses: How often the loss had been far above its lowest value for many steps.
     """
 
     skipped_steps: int = 0
@@ -79,24 +79,24 @@ class Events:
 class Curvature:
     """Averages and inverses of all blocks."""
 
-    decay: float  # how much of an average is kept when new factors are added
+    decay: float  # fraction of an average that is kept when new factors are added
     inverses: Inverses  # how they are computed, and products with them
     every: Interval  # recompute each inverse every this many steps
     patience: int  # raise damping after this many events in a row
-    ranks: Ranks = field(default_factory=Ranks)  # processes that have a summand of each average (see `owners`)
-    at_owners: bool = False  # whether each inverse stays at the rank that has computed it
+    ranks: Ranks = field(default_factory=Ranks)  # processes that each have a summand of every average
+    at_owners: bool = False  # whether each inverse is kept only on the rank that computed it
     averages: dict[Key, Average] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)  # parameters that had a gradient before they had any factors
     damping_scale: float = 1.0  # multiplies all dampings
     events: Events = field(default_factory=Events)
     costs: Costs = field(default_factory=Costs)
-    # Whether the last sums were added, which the device decides; `None` if it does not, or if the flag is on its way.
+    # Flag on the device: whether the last sums were added. `None` if the host decided, or already requested it.
     unconfirmed: Tensor | None = None
     sizes: UsualSizes = field(init=False)  # of factors
     _troubles: int = 0  # events in a row
     _successes: int = 0  # steps without event in a row
-    _rises: int = 0  # rises of damping that were not undone yet
-    _credit: float = 0.0  # work on inverses that was allowed in earlier steps and not used
+    _rises: int = 0  # raises of damping that were not undone yet
+    _credit: float = 0.0  # budget for inverses that earlier steps did not use
 
     def __post_init__(self) -> None:
         self.sizes = UsualSizes(_FACTORS_LIMIT, self.patience)
@@ -108,17 +108,17 @@ class Curvature:
 
     @property
     def owners(self) -> dict[str, int]:
-        """The rank that has the inverse for a parameter, if it alone has it."""
+        """The rank that holds the inverse for a parameter, if only one rank does."""
         return {n: a.owner for a in self.averages.values() if a.owner is not None for n in a.layout.params}
 
     def train_with(self, ranks: Ranks) -> None:
-        """Train with other processes from now on, which have the same averages. Those of the first rank are kept."""
+        """Train with other processes, which have the same averages. Only rank 0 keeps them: ranks hold summands."""
         self.ranks = ranks
         if ranks.rank:  # pragma: no cover (tested in other processes)
             across_ranks.forget_summands(self.averages.values())
 
     def bases(self) -> Bases:
-        """Return new sums of squared gradients, for blocks that have an eigenbasis."""
+        """Return zero-initialized sums of squared gradients for blocks with an eigenbasis."""
         return {
             key: (average.layout, squares)
             for key, average in self.averages.items()
@@ -126,7 +126,7 @@ class Curvature:
         }
 
     def knows(self, sums: StepSums) -> bool:
-        """Whether the sums of a step change numbers alone: their blocks are known, and all blocks have inverses."""
+        """Whether the sums of a step change tensor values only: blocks are known, and all of them have inverses."""
         blocks = {key: block for key, block in sums.blocks.items() if block.terms}
         placement = BlockMap(block.layout for block in blocks.values())
         return blocks.keys() <= self.averages.keys() and all(
@@ -135,27 +135,32 @@ class Curvature:
 
     @timed("factors")
     def add(self, sums: StepSums, without: Iterable[str], finite: Tensor | None = None) -> bool:
-        """Add the sums of one step to the averages if they are finite and of a usual size; return whether they are.
+        """Add the sums of one step to the averages if they are finite and not far larger than before.
 
         Args:
-            sums: What the passes gave.
-            without: Parameters that turned out not to be covered. Their blocks are left out and forgotten.
-            finite: Whether gradients are, if nobody is to wait for the device. It decides then, and `confirm` has to be
-                called when the host knows (see `unconfirmed`). Blocks must be known.
+            sums: Sums from the passes of the step.
+            without: Parameters that turned out not to be covered. Their blocks are left out and removed.
+            finite: Flag on the device: whether gradients are usable. If given, the device decides, without
+                synchronization; blocks must be known, and `confirm` must be called when the host has read the flag (see
+                `unconfirmed`).
+
+        Returns:
+            Whether the sums were added; `True` if the device decides.
         """
         without = set(without)
-        # An expert that no token was sent to tells nothing, and keeps its average. Sorted: the order of averages, which
-        # decides who is inverted first, must not depend on what the first rank, or the first pass, has used.
+        # An expert without tokens has no statistics, and keeps its average. Blocks are sorted: the order of averages
+        # decides which are inverted first, and must not depend on the first rank or the first pass.
         used = {key: block for key, block in sorted(sums.blocks.items()) if block.terms}
         blocks = {key: block for key, block in used.items() if not without & set(block.layout.params)}
         usable = self._are_usable(blocks, sums, finite)
+        # On the host, bad sums end this method. On the device, they are replaced when averages are updated.
         good: Tensor | None = None
         if finite is not None:
             good = self.unconfirmed = finite if usable is None else finite & usable
         elif not sums.finite or (usable is not None and not usable):
             self._note_refusal()
             return False
-        # A weight that is used in another way than before, such as by rows, has other blocks now.
+        # A weight that is used in a different way than before, such as by rows, has different blocks now.
         placement = BlockMap(block.layout for block in blocks.values())
         self._remove([key for key, average in self.averages.items() if not placement.fits(average.layout)])
         pairs = []
@@ -164,7 +169,7 @@ class Curvature:
             average = self.averages.get(key)
             if average is None or average.layout != block.layout:
                 average = self.averages[key] = Average.zeros_like(block)
-                self.inverses.forget()  # The last average's inverse is not this one's.
+                self.inverses.forget()  # Stacks of inverses may contain the replaced average.
             elif average.eigen is not None and key in sums.squares:
                 squares = sums.squares[key] / sums.examples
                 if good is not None:
@@ -180,7 +185,7 @@ class Curvature:
         return True
 
     def _are_usable(self, blocks: Mapping[Key, BlockSums], sums: StepSums, finite: Tensor | None) -> Tensor | None:
-        """Return whether all sums are finite and of a usual size, on all ranks; `None` if there are none."""
+        """Return whether all sums are finite and of a usual size on all ranks; `None` if there are no sums."""
         totals = {
             f"{kind} {side} of {key[0]} {key[1]}": s.total
             for key, block in blocks.items()
@@ -194,7 +199,7 @@ class Curvature:
         return self.sizes.check(self.ranks, tuple(totals), sizes, finite)[1]
 
     def confirm(self, finite: bool, good: bool) -> None:
-        """Take note of whether gradients were finite, and whether the last sums were added, which a device decided."""
+        """Process flags of the device: whether gradients were usable, and whether the last sums were added."""
         for average in self.averages.values():
             average.confirm(good)
         if good:
@@ -203,18 +208,18 @@ class Curvature:
             self._note_refusal()
 
     def note_failures(self) -> None:
-        """Find out about inverses that have failed unseen. This waits for the latest inverses."""
+        """Count failed inverses that were not noticed yet. This synchronizes with the latest inverses."""
         for failed in self.inverses.failures():
             self._note_failure(failed)
             failed.changed = True  # It is tried again, in better precision.
 
     @timed("inverses")
     def update_inverses(self, step: int, groups: Groups, force: bool = False) -> None:
-        """Recompute inverses that are due, or all of them if `force`.
+        """Recompute outdated inverses within the budget of this step, or all of them if `force`.
 
-        Every step does a share of the work, on the oldest inverses, such that each is computed once in an interval. The
-        interval is one step at first and grows up to the one that was asked for, since curvature changes most at the
-        beginning. Blocks that are inverted together wait until there is time for all of them.
+        Every step does a share of the work, on the oldest inverses, such that each is recomputed once per interval. The
+        interval is one step at first and grows up to the requested one, since curvature changes most at the beginning.
+        Blocks that are inverted together wait until the budget suffices for all of them.
         """
         every = min(interval_at(self.every, step), 1 + step // 2)
         total = sum(average.cost for average in self.averages.values())
@@ -224,7 +229,7 @@ class Curvature:
         for together in sorted(inverted_together(due), key=lambda same: min(a.updated for a in same)):
             cost = sum(a.cost for a in together)
             too_expensive = self._credit < (1 - 1e-9) * cost
-            # A block without any inverse cannot wait.
+            # A block without an inverse cannot wait.
             if too_expensive and not force and all(a.inverse is not None for a in together):
                 break
             self._credit = max(0.0, self._credit - cost)
@@ -244,10 +249,11 @@ class Curvature:
         taken: Tensor | None = None,
         half: bool = False,
     ) -> dict[str, Tensor]:
-        """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
+        """Multiply vectors by the inverses of all blocks. If `limit`, keep each block's step in its trust region.
 
-        Vectors in `u` are whole. A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If
-        steps are not finite, the flag `taken` becomes false. Limits of gradients in `half` precision are less precise.
+        Vectors in `u` are unsharded. A parameter of a block that is in `tensors` but not in `u` counts as zero. The
+        flag `taken` becomes false, in place, if steps are not finite. For gradients in `half` precision, the trust
+        region is computed less precisely.
         """
         held = {n for a in self.averages.values() if a.has_inverse for n in a.layout.params}
         others = {n: tensors[n] for n in held - u.keys()}
@@ -256,17 +262,17 @@ class Curvature:
         return {n: steps[n] for n in u}
 
     def note_products(self) -> None:
-        """Count products with all inverses."""
+        """Count the products with all inverses."""
         for one in self.inverses.stacks(self.averages.values()):
             K = one.stack.structure
             smaller = min(K.rows, K.columns)
-            # Every number of the result is a sum over a row, and then over a column. The trust region takes two more
-            # products, for a Gram matrix and with what is computed from it.
+            # Each entry of the result is a sum over a row, and then over a column. The trust region takes two more
+            # products: one for a Gram matrix, and one with a function of that matrix.
             sums = K.rows + K.columns + 2 * smaller
             self.costs.add("products", 2.0 * len(K) * K.rows * K.columns * sums)
 
     def dampings(self) -> dict[str, Tensor]:
-        """Return what was added to the eigenvalues of each parameter's block."""
+        """Return, for each parameter, the damping that was added to the eigenvalues of its block."""
         return {n: a.damping.mean() for a in self.averages.values() if a.damping is not None for n in a.layout.params}
 
     def note_trouble(self, name: str, text: str) -> None:
@@ -284,11 +290,11 @@ class Curvature:
             self.events.note("raised_damping", f"{times}, after {self.patience} such events in a row")
 
     def note_overflow(self) -> None:
-        """Count a step that was skipped because of inverses. After several of them, damping rises."""
+        """Count a step that was skipped because products with inverses are not finite."""
         self.note_trouble("skipped_steps", "products with inverses are not finite, and the step was skipped")
 
     def note_trial(self, trial: Trial, factor: float) -> None:
-        """Count a step that had to be shortened or taken back, and multiply dampings by a factor."""
+        """Multiply dampings by a factor, and count a step that was shortened or taken back."""
         self.scale_damping(factor)
         if not trial.share:
             self.events.note("rejected_steps", "the loss does not fall along a step, which was taken back")
@@ -301,7 +307,7 @@ class Curvature:
         self.note_trouble("refused_statistics", text)
 
     def _note_success(self) -> None:
-        """Count sums that were added. After many in a row, undo a rise of damping."""
+        """Count sums that were added. After many in a row, undo one raise of damping."""
         self._troubles = 0
         self._successes += 1
         if self._rises and self._successes >= _RECOVERY * self.patience:
@@ -310,7 +316,7 @@ class Curvature:
             self.scale_damping(1 / _DAMPING_RISE)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget the blocks of some parameters."""
+        """Remove the blocks of some parameters."""
         gone = set(names)
         self._remove([key for key, average in self.averages.items() if gone & set(average.layout.params)])
 
@@ -320,17 +326,17 @@ class Curvature:
             self.inverses.forget()
 
     def scale_damping(self, factor: float) -> None:
-        """Multiply all dampings, within limits. Inverses change when they are due."""
+        """Multiply all dampings by a factor, within limits. Inverses change when they are recomputed."""
         self.damping_scale = min(max(self.damping_scale * factor, _SMALLEST_SCALE), _LARGEST_SCALE)
         for average in self.averages.values():
             average.changed = True
 
     def _invert(self, together: Sequence[Average], step: int, groups: Groups) -> None:
-        """Compute the inverses of some blocks, or keep the last ones."""
+        """Compute the inverses of some blocks, or keep the previous ones."""
         try:
             self.inverses.invert(together, self._dampings_of(together, groups))
         except (BlockError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            if len(together) > 1:  # One of them has failed. The others have nothing to do with it.
+            if len(together) > 1:  # Invert them one by one, since not all of them fail.
                 for average in together:
                     self._invert([average], step, groups)
                 return
@@ -342,7 +348,7 @@ class Curvature:
             self._note_attempt(average, step)
 
     def _invert_by_owners(self, chosen: Sequence[Sequence[Average]], step: int, groups: Groups) -> None:
-        """Compute the inverses of some blocks, each in one process, or keep the last ones."""
+        """Compute the inverses of some blocks, each on its owner rank, or keep the previous ones."""
         if not chosen:
             return
         together = [(same, self._dampings_of(same, groups)) for same in chosen]
@@ -358,9 +364,9 @@ class Curvature:
         return [float(groups[a.layout.weight]["damping"]) * self.damping_scale for a in together]
 
     def _note_attempt(self, average: Average, step: int) -> None:
-        """Take note of an inverse that was computed.
+        """Record an attempt to invert, even a failed one.
 
-        This holds after a failure, too: the block would take the other blocks' share of work otherwise.
+        Otherwise, a block that fails would use the budget of all other blocks.
         """
         self.costs.add("inverses", average.cost)
         average.updated = step
@@ -373,7 +379,7 @@ class Curvature:
         self.note_trouble("failed_inverses", text)
 
     def state(self, averages: Iterable[Average]) -> dict[str, Any]:
-        """Return everything that changes, for a file, given averages over the data of all processes."""
+        """Return the state for a checkpoint, given averages over the data of all processes."""
         return {
             "averages": [average.state() for average in averages],
             "damping_scale": self.damping_scale,
@@ -385,7 +391,7 @@ class Curvature:
         }
 
     def restore(self, state: Any, device: torch.device) -> None:
-        """Undo `state`, with copies of tensors on a device. The first rank has the averages, others add to them."""
+        """Restore `state`, with copies of tensors on a device. Rank 0 gets the averages; other ranks start at zero."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
         self.averages = {average.layout.key: average for average in averages}
         self.train_with(self.ranks)

@@ -1,4 +1,4 @@
-"""Passes for factors as CUDA graphs, beside the user's own passes."""
+"""Factor passes as CUDA graphs, which run in addition to the user's own passes."""
 
 import copy
 import logging
@@ -35,51 +35,51 @@ class Hook:
     """Calls a method of a `Watch` that still exists. Copies of a hooked module have hooks that do nothing."""
 
     def __init__(self, watch: object = None, method: str = "") -> None:
-        """Store a reference that does not keep the watch alive."""
+        """Store a weak reference to the watch."""
         self._watch = None if watch is None else weakref.ref(watch)
         self._method = method
 
     @_disable_dynamo
     def __call__(self, *args: Any) -> Any:
-        """Call the method."""
+        """Call the method; do nothing if the watch no longer exists."""
         watch = None if self._watch is None else self._watch()
         return None if watch is None else getattr(watch, self._method)(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the watch out."""
+        """Copies and pickles have no watch."""
         return Hook, ()
 
 
 def has_other_hooks(model: nn.Module) -> bool:
-    """Whether a model has hooks that are not those of an optimizer of this library."""
+    """Whether a model has hooks that this library has not registered."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = (hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values())
     return not all(isinstance(hook, Hook) for hook in hooks)
 
 
 class ModelState(cuda_graphs.ModelState):
-    """The attributes of a model's modules. Hooks of others than optimizers of this library are a difference, too."""
+    """The attributes of a model's modules. Hooks that this library has not registered count as a difference, too."""
 
     def difference(self, model: nn.Module, settings: Mapping[str, Any] | None = None) -> str:
-        """Return what is different now; an empty text if nothing is."""
+        """Return what is different now; empty if nothing is."""
         return "the model has hooks" if has_other_hooks(model) else super().difference(model, settings)
 
 
 log = logging.getLogger("kfs.optim")
-_TIMES = 2  # An input's shape must come so often before a pass for it is recorded.
+_TIMES = 2  # Passes are recorded when their input shape has occurred this many times.
 _MOST_GRAPHS = 2
-_MOST_KEYS = 64  # So many shapes are counted.
-_MOST_CHANGES = 3  # Passes for which a model was another one so often are not recorded any more.
-_MOST_REFUSALS = 3  # If so many shapes could not be recorded in one mode of the model, others are not tried.
-# Two ways to compute the same sums, in half precision, may differ by this much.
+_MOST_KEYS = 64  # number of shapes that are counted
+_MOST_CHANGES = 3  # If the model has changed this many times, such passes are no longer recorded.
+_MOST_REFUSALS = 3  # If this many shapes could not be recorded in one mode of the model, others are not tried.
+# Sums of watched and recorded passes, possibly in half precision, may have this relative difference.
 _TOLERANCE = 1e-2
 Autocast = tuple[bool, torch.dtype]
-# Of a pass: arguments of the model, number of examples, targets, index of the first example.
+# The data of a pass: arguments of the model, number of examples, targets, index of the first example.
 Data = tuple[Any, int, Tensor, int]
 
 
 class PassKey(NamedTuple):
-    """What passes have in common that one recording serves."""
+    """Key of a recording: passes with equal keys can share it."""
 
     shape: Hashable  # of the model's arguments
     mode: Hashable  # precision, and which modules are in training mode
@@ -87,16 +87,16 @@ class PassKey(NamedTuple):
 
 @dataclass(eq=False)
 class FactorPass:
-    """A pass for factors: all that it needs to know besides data.
+    """A pass that computes factors, with everything that it needs except data.
 
     Attributes:
         model: Called with the arguments.
-        loss: The declared one.
-        settings: Which curvature matrix, and how.
-        session: Has plans.
-        known: What an audit found out.
-        autocast: Whether the user's pass was run with autocast, and in which precision.
-        masks: Where arguments have a mask.
+        loss: The declared loss.
+        settings: Which curvature matrix to compute, and how.
+        session: Contains the plans.
+        known: Result of the audit.
+        autocast: Whether the user's pass ran with autocast, and its dtype.
+        masks: Finds a mask in the arguments.
     """
 
     model: nn.Module
@@ -108,15 +108,17 @@ class FactorPass:
     masks: MaskSource
 
     def run(self, arguments: Any, num_data: int, y: Tensor, first: Tensor, sums: FactorSums) -> dict[str, str]:
-        """Compute the sums of a batch, in place of earlier ones, and return parameters that have none, and why.
+        """Overwrite `sums` with the sums of a batch, and return parameters that have none, with reasons.
 
-        Numbers of positions that depend on data stay on the device: a graph does not tell the host.
+        Numbers of positions that depend on data stay on the device, because a graph cannot send them to the host.
         """
+        # Reset sums in place: a graph writes to the same memory every time.
         totals = [s.total for block in sums.blocks.values() for s in block.sums]
         roles = [role for block in sums.blocks.values() for role in block.roles.values()]
         totals += [t for role in roles for t in role.on_device]
         if totals:
             torch._foreach_zero_(totals)
+        # Run the model with a capture.
         device = self.session.device_type
         masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, num_data), device=self.session.device)
         capture = Capture(self.session, sums, num_data, self.settings.batch_axis, self.known, masks=masks)
@@ -132,6 +134,7 @@ class FactorPass:
             capture.clear_marks()
             capture.running = False
             capture.find_hidden_uses(f)
+        # Send vectors back through its graph.
         with torch.no_grad():
             at_once = columns_at_once(self.settings, f.device) if self.settings.columns_at_once else 1
             values = computable(f.detach())
@@ -144,20 +147,20 @@ class FactorPass:
 
 @dataclass(eq=False)
 class FactorGraph:
-    """A recorded pass for inputs of some shape.
+    """A recorded pass for inputs of one shape.
 
     Attributes:
         graph: The recording.
-        arguments: What it reads as arguments of the model.
-        y: What it reads as targets.
-        first: What it reads as the index of the first example.
-        sums: What it writes.
+        arguments: Arguments of the model that the recording reads.
+        y: Targets that the recording reads.
+        first: Index of the first example that the recording reads.
+        sums: Sums that the recording writes.
         counts: Numbers of positions that are the same for all data, which the host knows.
-        uncovered: Parameters without sums, and why.
-        reads: Holds what else it reads.
-        state: What the model was when it was recorded.
-        run: Computes the same without the recording.
-        user: Whoever has the sums now.
+        uncovered: Parameters without sums, with reasons.
+        reads: Keeps other tensors that the recording reads alive.
+        state: State of the model when it was recorded.
+        run: Computes the same eagerly.
+        user: The result that currently refers to the sums.
     """
 
     graph: Graph
@@ -173,14 +176,14 @@ class FactorGraph:
     user: "weakref.ref[FactorResult] | None" = None
 
     def replay(self, arguments: Any, y: Tensor, first_datum: int) -> "FactorResult":
-        """Return the sums for other data."""
+        """Return the sums for new data."""
         if y.shape != self.y.shape or y.dtype != self.y.dtype:
             sums = FactorSums(self.sums.settings)
             first = torch.full_like(self.first, first_datum)
             return FactorResult(sums, self.run(arguments, y, first, sums))
         before = None if self.user is None else self.user()
         if before is not None:
-            before.copy()  # Somebody accumulates gradients, and the sums of the last pass were not used yet.
+            before.copy()  # Gradients are accumulated, and the sums of the last pass were not used yet.
         with torch.no_grad():
             torch._foreach_copy_(list(tensors_in(self.arguments)), list(tensors_in(arguments)))
             self.y.copy_(y)
@@ -194,7 +197,7 @@ class FactorGraph:
 
 @dataclass(eq=False)
 class FactorResult:
-    """Sums of one batch, which belong to a graph, or to nobody else."""
+    """Sums of one batch, in the memory of a graph or in their own memory."""
 
     sums: FactorSums
     uncovered: dict[str, str]
@@ -202,34 +205,34 @@ class FactorResult:
 
     @property
     def blocks(self) -> dict[Key, BlockSums]:
-        """The sums. An accelerator is asked once for all numbers of positions that depend on data."""
+        """The sums. All numbers of positions that depend on data are read from an accelerator at once."""
         blocks = dict(self.sums.blocks) if self.own is None else self.own
         settle_counts(role for block in blocks.values() for role in block.roles.values())
         return blocks
 
     def copy(self) -> None:
-        """Keep a copy, since the graph will run again."""
+        """Copy the sums, because the graph will run again."""
         self.own = copy.deepcopy(self.sums.blocks)
 
 
 class FactorGraphs:
-    """Decides which passes are recorded, and keeps recordings."""
+    """Decides which passes are recorded, and stores recordings."""
 
     def __init__(self, loss: Loss, settings: Settings, replay: bool) -> None:
         self._loss = loss
         self._settings = settings
-        # With these, the user's passes are enough: no vectors are sent back.
+        # These Fisher types send no vectors back: the user's passes are enough.
         self._enabled = replay and settings.fisher not in {"empirical", "forward-only"}
         self._times: dict[Hashable, int] = {}
         self._graphs: dict[PassKey, FactorGraph] = {}
-        self._place: Hashable = None  # session and memory of the model in the last pass
-        self._changes: dict[Hashable, int] = {}  # how often the model was another one than when it was recorded
+        self._place: Hashable = None  # session and memory addresses of the model in the last pass
+        self._changes: dict[Hashable, int] = {}  # how often the model differed from its recorded state
         self._refused: set[Hashable] = set()  # passes that cannot be recorded, by key
         self._refusals: dict[Hashable, int] = {}  # by mode of the model, which is the key without the shape
         self._reasons: set[str] = set()  # Each is logged once.
 
     def key(self, model: nn.Module, session: Session, arguments: Any, autocast: Autocast) -> PassKey | None:
-        """Return what passes have in common that one recording serves; `None` if this one cannot be recorded."""
+        """Return the key of the recording for a pass; `None` if the pass cannot be recorded."""
         tensors = list(tensors_in(arguments))
         if not self._enabled or not tensors or recorder_for(tensors[0].device) is None:
             return None
@@ -239,19 +242,19 @@ class FactorGraphs:
         own = (*model.parameters(), *model.buffers())
         place = id(session), tuple(t.data_ptr() for t in own)
         if place != self._place:
-            # Nobody will come back there: recordings would only take memory, and the place of others.
+            # Recordings for another session or other memory would never be used again.
             self.forget()
             self._place = place
         mode = autocast, uses_tf32(), tuple(module.training for module in model.modules())
         return PassKey(shape, mode)
 
     def find(self, key: PassKey, model: nn.Module) -> FactorGraph | None:
-        """Return the recording for a pass, if there is one."""
+        """Return the recording for a pass, if there is one and the model has not changed."""
         found = self._graphs.get(key)
         why = "" if found is None else found.state.difference(model)
         if not why:
             return found
-        # A recording knows the numbers that Python had at that time, such as a temperature.
+        # A recording contains Python numbers of that time, such as a temperature.
         self._free(key)
         self._changes[key] = self._changes.get(key, 0) + 1
         if self._changes[key] == _MOST_CHANGES:
@@ -259,13 +262,13 @@ class FactorGraphs:
         return None
 
     def wants(self, key: PassKey) -> bool:
-        """Whether a watched pass is to be recorded. It is counted."""
+        """Count a watched pass, and return whether to record it."""
         if key in self._refused or self._refusals.get(key.mode, 0) >= _MOST_REFUSALS:
             return False
         times = self._times.pop(key, 0) + 1
         self._times[key] = times
         if len(self._times) > _MOST_KEYS:
-            del self._times[next(iter(self._times))]  # the one that was not seen for the longest time
+            del self._times[next(iter(self._times))]  # the least recent one
         return times == _TIMES
 
     def forget(self) -> None:
@@ -280,7 +283,7 @@ class FactorGraphs:
         self._times.pop(key, None)
 
     def _refuse(self, key: PassKey, why: str) -> None:
-        """Watch all further passes like one of them. Others, as those of the evaluation mode, may be recorded."""
+        """Stop recording passes with this key. Others, such as passes in evaluation mode, may still be recorded."""
         if why not in self._reasons:
             log.info("kfs.optim: passes for factors are not recorded as CUDA graphs: %s.", why)
             self._reasons.add(why)
@@ -297,10 +300,10 @@ class FactorGraphs:
         """Record passes like one that was watched.
 
         Args:
-            key: What such passes have in common.
+            key: Key of such passes.
             one: How to run them.
-            data: What the watched pass was about; see `Data`.
-            watched: Its sums.
+            data: Data of the watched pass (see `Data`).
+            watched: Sums of the watched pass.
         """
         make = recorder_for(data[2].device)
         if make is None or len(self._graphs) == _MOST_GRAPHS:
@@ -312,7 +315,7 @@ class FactorGraphs:
                 self._refuse(key, why_not(error))
 
     def _recorded(self, recorder: Recorder, one: FactorPass, data: Data, watched: dict[Key, BlockSums]) -> FactorGraph:
-        """Rehearse a pass, compare it with what was watched, and record it."""
+        """Rehearse a pass, compare its sums with the watched ones, and record it."""
         arguments, num_data, y, first_datum = data
         static = mapped(arguments, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
         targets = y.clone()
@@ -325,6 +328,7 @@ class FactorGraphs:
         if has_other_hooks(one.model):
             raise _NotRecordableError("the model has hooks")
 
+        # Rehearse without recording. The pass must be repeatable, and give the watched sums.
         def rehearse() -> None:
             one.run(static, num_data, targets, first, sums)
 
@@ -337,6 +341,7 @@ class FactorGraphs:
             raise _NotRecordableError("the model depends on chance, or keeps something from one pass to the next")
         if not _are_equal(sums.blocks, watched):
             raise _NotRecordableError("the model is not a function of its inputs")
+        # Record the pass, unless it needs too much memory.
         free, taken = memory_of(y.device)
         reads = Reads()
         uncovered: dict[str, str] = {}
@@ -347,7 +352,7 @@ class FactorGraphs:
                 uncovered.update(one.run(static, num_data, targets, first, sums))
 
         graph = _record(recorder, run, waits, sums)
-        _set_counts(sums, counts)  # It was only recorded.
+        _set_counts(sums, counts)  # recording has changed them
         taken = memory_of(y.device)[1] - taken
         if len(sums.adders) != plans or taken > SHARE * free:
             graph.reset()
@@ -361,18 +366,18 @@ class FactorGraphs:
 
 
 class _NotRecordableError(Exception):
-    """Why passes are not recorded."""
+    """Passes cannot be recorded; the message says why."""
 
 
 def _record(recorder: Recorder, run: Callable[[], None], waits: str, sums: FactorSums) -> Graph:
-    """Record a pass, given what waits for the GPU when it is not recorded."""
+    """Record a pass. `waits` describes what synchronizes with the GPU when the pass is not recorded."""
     try:
         return recorder.record(run)
     except Exception as error:
         if not waits:
             raise
         log.debug("kfs.optim: a pass for factors could not be recorded: %s.", why_not(error))
-    # The model goes another way while it is recorded, on which it may have made what the next try finds.
+    # A model may take another branch while it is recorded, and fill a cache that the next attempt finds.
     sums.finish_batch()
     try:
         return recorder.record(run)
@@ -386,7 +391,7 @@ def _set_counts(sums: FactorSums, counts: Mapping[Any, float]) -> None:
 
 
 def _are_equal(sums: dict[Key, BlockSums], others: dict[Key, BlockSums]) -> bool:
-    """Whether two ways to compute sums agree."""
+    """Whether two computations of the same sums agree."""
     if sums.keys() != others.keys():
         return False
     pairs = [(a, b) for key in sums for a, b in zip(sums[key].sums, others[key].sums, strict=True)]

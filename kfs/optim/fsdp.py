@@ -1,11 +1,11 @@
-"""Models that `fully_shard` (FSDP2) has sharded over processes, in training.
+"""Training of models that `fully_shard` (FSDP2) has sharded over processes.
 
-PyTorch makes parameters whole, layer by layer, while the model runs, and leaves each process its part of averaged
-gradients. The optimizer keeps to that: momentum and updates are those of the own parts. What needs whole tensors is
-here: an *audit*, and vectors that are sent back for factors. How gradients come to inverses is in `at_owners`.
-Computations outside of training live in `kfs.problem.whole_parameters`.
+PyTorch unshards parameters, layer by layer, while the model runs, and leaves each process its part of averaged
+gradients. The optimizer works in the same way: momentum and updates are sharded. This module contains what needs
+unsharded tensors: an *audit*, and vectors that are sent back for factors. How gradients are sent to inverses is in
+`across_ranks`. Computations outside of training live in `kfs.problem.whole_parameters`.
 
-How `fully_shard` keeps whole parameters is no public interface of PyTorch. Only this file knows about it.
+How `fully_shard` stores unsharded parameters is not a public interface of PyTorch. Only this file depends on it.
 """
 
 import sys
@@ -20,12 +20,12 @@ from kfs.distributed import Group, Ranks
 from kfs.errors import ModelError
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 
-# What is switched off while vectors of the optimizer go back: gradients of the user's loss come later.
+# Disabled while vectors of the optimizer are sent back: gradients of the user's loss come later.
 _IN_BACKWARD = ("reduce_grads", "reshard_after_backward")
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was called with a model, or with a part of it.
+    """Whether `fully_shard` was called on a model, or on a part of it.
 
     Example:
         >>> is_fully_sharded(nn.Linear(3, 2))
@@ -35,7 +35,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 
 def part_of(t: Tensor) -> Tensor:
-    """Return the part of a tensor that this process has, in the same memory; all of it if it is not sharded.
+    """Return this process's part of a tensor, in the same memory; the tensor itself if it is not sharded.
 
     Example:
         >>> import torch
@@ -46,10 +46,10 @@ def part_of(t: Tensor) -> Tensor:
 
 
 def gathered(parts: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole tensors, given the parts of all processes, which call this together.
+    """Return unsharded tensors, given the parts of all processes. All processes must call this together.
 
     Args:
-        parts: Those of this process, by name.
+        parts: Parts of this process, by name.
         like: Tensors that are sharded in the same way, or not at all.
 
     Example:
@@ -61,7 +61,7 @@ def gathered(parts: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[st
 
 
 def own_parts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `gathered`: return this process's parts of whole tensors. Nothing is exchanged.
+    """Invert `gathered`: return this process's parts of unsharded tensors, without communication.
 
     Example:
         >>> import torch
@@ -72,15 +72,15 @@ def own_parts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict
 
 
 def group_of(model: nn.Module, group: Group | None) -> Group | None:
-    """Return the processes that train a model together: those that it is sharded over.
+    """Return the processes that train a model together. A sharded model determines them.
 
     Args:
         model: Any module.
-        group: What the user says. For a model that is not sharded, this is the answer.
+        group: The group that the user passed. It is returned if the model is not sharded.
 
     Raises:
         ModelError: If the model is sharded in a way that the optimizer does not support, or over other processes than
-            those of the group.
+            the group.
     """
     named = [(name, p) for name, p in model.named_parameters() if is_sharded(p)]
     if not named:
@@ -93,31 +93,31 @@ def group_of(model: nn.Module, group: Group | None) -> Group | None:
         if mesh != meshes[0]:
             raise ModelError(
                 f"Parameters {named[0][0]!r} and {name!r} are sharded over different meshes.",
-                "Call fully_shard with the same mesh for all layers: factors are those of the data of all processes.",
+                "Call fully_shard with the same mesh for all layers: factors use the data of all processes.",
             )
     return _over_mesh(meshes[0], group)
 
 
 def reshard(model: nn.Module) -> None:
-    """Let a model have its sharded parameters, which a step is about to change.
+    """Reshard the parameters of a model, before a step changes them.
 
-    After some forward passes, parameters stay whole. The next pass would use these, as they were before the step.
+    After some forward passes, parameters stay unsharded. The next pass would use these outdated values.
 
     Raises:
-        ModelError: If gradients are not averages over processes.
+        ModelError: If gradients are not averaged over processes.
     """
     for group in _param_groups(model):
         if group.gradient_divide_factor is not None:
             raise ModelError(
                 f"Gradients of the sharded model are divided by {group.gradient_divide_factor:g}, not by the number of "
                 "processes: set_gradient_divide_factor() was called.",
-                "Leave it out, such that gradients are averages over processes, and divide the loss if it has to be.",
+                "Leave it out, so that gradients are averages over processes, and divide the loss if necessary.",
             )
         group.reshard()
 
 
 def leaves(model: nn.Module) -> list[Tensor]:
-    """Return parameters as they are in computation graphs: whole ones in place of sharded ones.
+    """Return the leaf parameters of computation graphs: unsharded parameters in place of sharded ones.
 
     Example:
         >>> [list(p.shape) for p in leaves(nn.Linear(3, 2))]
@@ -129,7 +129,7 @@ def leaves(model: nn.Module) -> list[Tensor]:
 
 
 def has_gradients(model: nn.Module) -> bool:
-    """Whether a parameter of a model has a gradient, also one that is not yet averaged over processes.
+    """Whether a parameter of a model has a gradient, even if it is not averaged over processes yet.
 
     Example:
         >>> has_gradients(nn.Linear(3, 2))
@@ -142,15 +142,15 @@ def has_gradients(model: nn.Module) -> bool:
 
 @contextmanager
 def whole_in_backward(model: nn.Module, ranks: Ranks, is_needed: bool) -> Iterator[None]:
-    """Let all parameters be whole in this context, and until the user's backward pass has come by.
+    """Unshard all parameters in this context, and until the user's backward pass has used them.
 
-    Passes in this context exchange nothing, so that processes may run different numbers of them. All processes have to
+    Passes in this context do not communicate, so that processes may run different numbers of them. All processes must
     enter it.
 
     Args:
-        model: What is trained. Without sharded parameters, nothing happens.
+        model: The model in training. Without sharded parameters, nothing happens.
         ranks: All processes.
-        is_needed: Whether this process is about to run a pass. If none is, parameters stay as they are.
+        is_needed: Whether this process is about to run a pass. If no process is, parameters stay as they are.
     """
     modules = _fsdp_modules(model)
     if not modules or not any(ranks.gather("vectors to send back", is_needed)):
@@ -185,39 +185,39 @@ def _with_part(like: Tensor, part: Tensor) -> Tensor:
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
-    """Return modules that `fully_shard` was called with."""
+    """Return the modules on which `fully_shard` was called."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # takes long to import; without it, there are none
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
-    """Return what `fully_shard` keeps about parameters that are made whole together."""
+    """Yield FSDP's internal parameter groups, which are unsharded together."""
     for module in _fsdp_modules(model):
         state = module._get_fsdp_state()
-        # Before PyTorch 2.12, there is one at most.
+        # Before PyTorch 2.12, there is at most one.
         several = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         yield from (one for one in several if one is not None)
 
 
 def _sharded_params(model: nn.Module) -> Iterator[Any]:
-    """Return what `fully_shard` keeps about each parameter."""
+    """Return FSDP's internal object for each parameter."""
     return (one for group in _param_groups(model) for one in group.fsdp_params)
 
 
 def _refuse_other_ways(name: str, p: Tensor, group: Any) -> None:
-    """Refuse a parameter that is sharded in another way than by `fully_shard` alone.
+    """Raise if a parameter is not sharded by `fully_shard` alone.
 
     Args:
         name: Its name.
         p: The parameter.
-        group: What `fully_shard` keeps about it; `None` if it was not called.
+        group: FSDP's internal parameter group; `None` if `fully_shard` was not called.
     """
     if group is None or group.mesh_info.mesh != cast("Any", p).device_mesh:
         raise ModelError(
             f"Parameter {name!r} is split by tensor or expert parallelism, which the optimizer does not support: its "
-            "gradients and factors are those of a part of a layer.",
+            "gradients and factors belong to a part of a layer only.",
             "Shard the model with torch.distributed.fsdp.fully_shard alone. Curvature outside of training, kfs.KFAC, "
-            "takes tensor-parallel models as they are.",
+            "supports tensor-parallel models.",
         )
     if any(one.offload_to_cpu for one in group.fsdp_params):
         raise ModelError(
@@ -227,7 +227,7 @@ def _refuse_other_ways(name: str, p: Tensor, group: Any) -> None:
 
 
 def _over_mesh(mesh: Any, group: Group | None) -> Group:
-    """Return the group of all processes of a mesh: each of them has data of its own."""
+    """Return the group of all processes of a mesh: each process has its own data."""
     members = sorted(mesh.mesh.flatten().tolist())
     if group is None and mesh.ndim == 1:
         result: Group = mesh

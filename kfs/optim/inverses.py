@@ -1,8 +1,8 @@
-"""Damped inverses of all blocks: how they are computed and kept, and products with them.
+"""Damped inverses of all blocks: how they are computed and stored, and products with them.
 
-On an accelerator, blocks of one size are inverted and multiplied together, and nobody waits to hear whether that has
-worked: an inverse that could not be computed does not replace the last one, and is reported later. Inverses stay where
-they are in memory, so that a recorded update (see `recorded_update`) finds them there.
+On an accelerator, blocks of one size are inverted and multiplied together, without synchronization: an inverse that
+could not be computed does not replace the previous one, and is reported later. Inverses keep their memory addresses, so
+that recorded updates (see `recorded_update`) find them there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from kfs.runtime.sync import allow_sync
 
 # The optimizer's parameter groups, by parameter name.
 Groups = Mapping[str, Mapping[str, Any]]
-# So many blocks are inverted together at most. More would not be faster, but a step could take long.
+# At most this many blocks are inverted together. More would not be faster, but one step could take long.
 _TOGETHER = 16
 # Tensor cores need rows that start at multiples of 8 numbers. Multiples of 32 fit their tiles better.
 _ALIGNED = 32
@@ -34,7 +34,7 @@ _LARGE = 512
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    """Inverses that are multiplied together, and what the trust region has to know of the inputs of their layers."""
+    """Inverses that are multiplied together, and the sizes of layer inputs for the trust region."""
 
     stack: Stack
     input_size: Tensor  # root mean squares, `[stack]`, changed in place
@@ -42,15 +42,14 @@ class Stacked:
 
 
 class _Group:
-    """Blocks that are inverted together, again and again.
+    """Blocks that are inverted together repeatedly.
 
     Args:
-        recorded: Runs that.
-        like: One number for each of them.
+        recorded: Runs the inversion.
+        like: A tensor with one number per block.
     """
 
     def __init__(self, recorded: RecordedUpdate, like: Tensor) -> None:
-        """Make room for what is known of the last inverses."""
         self.recorded = recorded
         self.good = torch.ones_like(like, dtype=torch.bool)
         self.damping = torch.zeros_like(like)
@@ -58,24 +57,24 @@ class _Group:
 
 @dataclass(eq=False)
 class Inverses:
-    """Inverses of the blocks of some averages."""
+    """Damped inverses of the blocks of some averages."""
 
     method: Method  # how damping is split between factors
-    unit: Unit  # what damping is measured in
+    unit: Unit  # unit of damping
     eigen: bool  # whether eigenvalues are corrected
-    replay: bool = False  # whether a GPU records how they are computed
+    replay: bool = False  # whether inversions are recorded on a GPU
     _stacks: list[Stacked] | None = None  # `None` after a change of blocks
-    # By id of an average, which lives as long as the stacks: what has its inverse, and where.
+    # By id of an average, which lives as long as the stacks: the stack with its inverse, and the position there.
     _places: dict[int, tuple[Stacked, slice]] = field(default_factory=dict)
-    # Blocks that were inverted together, and which of these inverses are good, `[stack]`; nobody has looked yet.
+    # Blocks that were inverted together, and which of these inverses are valid, `[stack]`; flags not read yet.
     _unseen: list[tuple[Sequence[Average], sync.Message]] = field(default_factory=list)
     # Limits of trust regions that are not the same for all blocks of a stack, `[stack, 1, 1, 1]`.
     _limits: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
-    _groups: dict[int, _Group] = field(default_factory=dict)  # by where their inverses are
-    _recorder: Recorder | None = None  # of all inverses
+    _groups: dict[int, _Group] = field(default_factory=dict)  # by memory address of their inverses
+    _recorder: Recorder | None = None  # shared by all inverses
 
     def forget(self) -> None:
-        """Forget how inverses are multiplied, after blocks were added or removed."""
+        """Discard stacks and recordings, after blocks were added or removed."""
         self._stacks = None
         for group in self._groups.values():
             group.recorded.forget()
@@ -83,17 +82,17 @@ class Inverses:
         self._limits.clear()
 
     def forget_failures(self) -> None:
-        """Forget inverses that may have failed, after all blocks were replaced."""
+        """Discard unread flags, after all blocks were replaced."""
         self._unseen.clear()
 
     def invert(self, averages: Sequence[Average], damping: Sequence[float]) -> None:
-        """Compute the inverses of blocks of one size.
+        """Compute and store the inverses of blocks of one size.
 
         Raises:
-            Exception: If one could not be computed. Then nothing has changed.
+            Exception: If an inverse could not be computed. Then nothing has changed.
         """
         known = all(a.inverse is not None and not a.failed for a in averages)
-        # Eigendecompositions wait anyway.
+        # The first inverse must succeed, or raise. Eigendecompositions synchronize anyway.
         if (
             not sync.is_asynchronous(averages[0].factors.like.device)
             or not known
@@ -103,7 +102,8 @@ class Inverses:
             self.keep(averages, self.computed(averages, damping))
             return
         place = self._last(averages)
-        if place is not None and isinstance(place[0], Kronecker):  # Others are of a state with other settings.
+        # Other structures come from a saved state with other settings.
+        if place is not None and isinstance(place[0], Kronecker):
             good = self._invert_in_place(averages, damping, *place)
         else:
             with checking_later() as checks:
@@ -115,7 +115,7 @@ class Inverses:
     def _invert_in_place(
         self, averages: Sequence[Average], damping: Sequence[float], inverse: Structure, input_size: Tensor
     ) -> Tensor:
-        """Write inverses over the last ones, where they are good, and return which of them are. A GPU records this."""
+        """Overwrite inverses where the new ones are valid, and return which ones are. This is recorded on a GPU."""
         first = inverse.like.data_ptr()
         group = self._groups.get(first)
         if group is None or len(group.good) != len(input_size):
@@ -146,7 +146,7 @@ class Inverses:
         return good
 
     def _new_recorder(self, device: torch.device) -> Callable[[], Recorder] | None:
-        """Return what has the recorder for all inverses, which share memory; `None` if nothing is recorded."""
+        """Return a function that returns the recorder, which all inverses share; `None` if nothing is recorded."""
         make = recorder_for(device, SHARE) if self.replay else None
         if make is None:
             return None
@@ -159,21 +159,21 @@ class Inverses:
         return shared
 
     def _inverted(self, averages: Sequence[Average], damping: Sequence[float]) -> Inverted:
-        """Return inverses, computed as they are."""
+        """Return inverses, computed eagerly."""
         numbers = _on_device(numbers_of(averages, damping), averages[0].factors.like.device)
         return inverted(averages, numbers, _flag(averages), self.unit, self.method, self.eigen)
 
     def computed(self, averages: Sequence[Average], damping: Sequence[float]) -> Inverted:
-        """Return the inverses of blocks of one size, and wait to hear that this has worked.
+        """Return the inverses of blocks of one size. This synchronizes, so that failures raise.
 
         Raises:
-            Exception: If one could not be computed.
+            Exception: If an inverse could not be computed.
         """
         with allow_sync():
             return self._inverted(averages, damping)
 
     def failures(self) -> list[Average]:
-        """Return blocks whose last inverse failed without anybody looking. This waits for the latest inverses."""
+        """Return blocks with a failed inverse that was not reported yet. This synchronizes with the latest inverses."""
         failed: dict[Average, None] = {}  # in order, each once
         for averages, message in self._unseen:
             owners = [a for a in averages for _ in range(a.layout.groups)]
@@ -182,7 +182,7 @@ class Inverses:
         return list(failed)
 
     def keep(self, averages: Sequence[Average], result: Inverted, good: Tensor | None = None) -> None:
-        """Write inverses to where the last ones are; if `good` is given, only those that are."""
+        """Store inverses in place of the previous ones; if `good` is given, only where it is true."""
         for a, part in _parts(averages):
             a.damping = result.damping[part]
             a.eigen = None if result.eigen is None else result.eigen[part]
@@ -203,7 +203,7 @@ class Inverses:
                 self._stacks = None
 
     def _last(self, averages: Sequence[Average]) -> tuple[Structure, Tensor] | None:
-        """Return the last inverses of some blocks, and sizes of inputs, if they are side by side in a stack."""
+        """Return the previous inverses of some blocks, and sizes of inputs, if they are adjacent in one stack."""
         places = [self._places.get(id(a)) for a in averages] if self._stacks is not None else [None]
         first, last = places[0], places[-1]
         if first is None or last is None or any(p is None or p[0] is not first[0] for p in places):
@@ -214,7 +214,7 @@ class Inverses:
         return first[0].stack.structure[part], first[0].input_size[part]
 
     def stacks(self, averages: Iterable[Average]) -> list[Stacked]:
-        """Return inverses by size, as stacks."""
+        """Return all inverses, stacked by size."""
         if self._stacks is None:
             owners = {a.layout: a for a in averages if a.has_inverse}
             self._stacks = list(_stacked(owners))
@@ -233,13 +233,13 @@ class Inverses:
         taken: Tensor | None = None,
         half: bool = False,
     ) -> dict[str, Tensor]:
-        """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
+        """Multiply by the inverses of all blocks. If `limit`, keep each block's step in its trust region.
 
         Args:
             averages: Averages of all blocks.
-            u: By parameter; it has all parameters of all blocks that have an inverse.
-            groups: Have the trust regions.
-            limit: Whether there are trust regions.
+            u: Vectors by parameter, for all parameters of blocks that have an inverse.
+            groups: Parameter groups, which contain the trust regions.
+            limit: Whether to apply trust regions.
             taken: A flag on the device that becomes false, in place, if steps are not finite.
             half: Whether gradients were computed in half precision, so that limits need no more digits.
 
@@ -250,12 +250,12 @@ class Inverses:
         stacks = self.stacks(averages)
         products = [self._product_of(one, columns, groups, limit, half) for one in stacks]
         if taken is not None and products:
-            # There are few stacks, so this takes few operations, however many parameters there are.
+            # There are fewer stacks than parameters, so this takes few operations.
             taken.logical_and_(total_size(products).isfinite())
         steps: dict[str, Tensor] = {}
         for one, product in zip(stacks, products, strict=True):
             stack = one.stack
-            # Products of aligned sizes are faster, so margins are cut off after them.
+            # Products with aligned sizes are faster. Their margins are cut off here.
             D = product[..., : stack.structure.rows, : stack.structure.columns]
             if all(layout.is_plain for layout in stack.layouts):
                 # Weight and bias are views of the result, and need not be copied.
@@ -272,7 +272,7 @@ class Inverses:
     def _product_of(
         self, one: Stacked, columns: Mapping[str, Tensor], groups: Groups, limit: bool, half: bool
     ) -> Tensor:
-        """Return the steps of a stack, `[stack, 1, d_B, d_A]`, in their trust regions if `limit`; margins stay."""
+        """Return the steps of a stack, `[stack, 1, d_B, d_A]`, in their trust regions if `limit`, with margins."""
         stack = one.stack
         like = stack.structure.like
         D = _product(stack, columns, like.dtype)
@@ -280,10 +280,10 @@ class Inverses:
         limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)
         shape = stack.structure.rows, stack.structure.columns
         sizes = one.input_size.reshape(-1, 1, 1, 1)
-        return limited(D, self._most(limits, like), sizes, one.by_column, shape, half)
+        return limited(D, self._limits_of(limits, like), sizes, one.by_column, shape, half)
 
-    def _most(self, limits: tuple[float, ...], like: Tensor) -> float | Tensor:
-        """Return the limits of a stack: a number if they are the same, as nearly always, otherwise a tensor."""
+    def _limits_of(self, limits: tuple[float, ...], like: Tensor) -> float | Tensor:
+        """Return the limits of a stack: a number if they are equal, which is the usual case, otherwise a tensor."""
         if len(set(limits)) == 1:
             return limits[0]
         if limits not in self._limits:
@@ -292,25 +292,25 @@ class Inverses:
 
 
 def _flag(averages: Iterable[Average]) -> Tensor | None:
-    """Return whether the last factors were added, if the host does not know; it is the same for all averages."""
+    """Return the flag whether the last factors were added, the same for all averages; `None` if the host knows."""
     return next((a.before.good for a in averages if a.before is not None), None)
 
 
 def _parts(averages: Sequence[Average]) -> Iterator[tuple[Average, slice]]:
-    """Yield averages, and where they are in a stack of all of them."""
+    """Yield averages, each with its slice of a stack of all of them."""
     starts = accumulate((a.layout.groups for a in averages), initial=0)
     yield from zip(averages, (slice(start, stop) for start, stop in pairwise(starts)), strict=True)
 
 
 def _on_device(numbers: list[float] | list[Scalar], device: torch.device) -> Tensor:
-    """Return numbers as a tensor: those of the host, or those that a recording reads on the device."""
+    """Return numbers as a tensor: from the host, or from tensors that a recording reads on the device."""
     found = [number for number in numbers if isinstance(number, Tensor)]
-    # A copy of numbers from the host need not be waited for.
+    # The copy from the host is asynchronous.
     return torch.stack(found) if found else torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
-    """Divide blocks into those that are inverted together: each for itself on a CPU, by size on an accelerator."""
+    """Divide blocks into groups that are inverted together: one by one on a CPU, by size on an accelerator."""
     by_key: dict[Any, list[Average]] = {}
     for a in averages:
         alone = not sync.is_asynchronous(a.factors.like.device) or a.failed
@@ -320,7 +320,7 @@ def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
 
 
 def _stacked(owners: Mapping[Layout, Average]) -> Iterator[Stacked]:
-    """Stack inverses of one size."""
+    """Stack inverses of equal size."""
     parts = [(layout, a.inverse) for layout, a in owners.items() if a.inverse is not None]
     if any(sync.is_asynchronous(inverse.like.device) for _, inverse in parts):
         stacks = [replace(stack, structure=_aligned(stack.structure)) for stack in stacked(parts)]
@@ -339,12 +339,12 @@ def _stacked(owners: Mapping[Layout, Average]) -> Iterator[Stacked]:
 
 
 def _overwrite(old: Tensor, new: Tensor, where: Tensor | None) -> None:
-    """Write numbers `[stack]` over others, all or some of them."""
+    """Overwrite numbers `[stack]`, all of them or where a mask is true."""
     old.copy_(new if where is None else torch.where(where, new, old))
 
 
 def _aligned(structure: Structure) -> Structure:
-    """Return inverses as views of memory with rows of aligned length. What is outside of the view is zero."""
+    """Return inverses as views of memory with rows of aligned length. The memory outside of the views is zero."""
     if not isinstance(structure, Kronecker):
         return structure
     return Kronecker(_aligned_factor(structure.A), _aligned_factor(structure.B))
@@ -360,7 +360,7 @@ def _aligned_factor(factor: Factor) -> Factor:
 
 
 def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Multiply a stack with the parts of `columns` that belong to it, `[stack, 1, d_B, d_A]`; margins stay."""
+    """Multiply a stack with its parts of `columns`, `[stack, 1, d_B, d_A]`. The result has margins."""
     K = stack.structure
     if not isinstance(K, Kronecker) or not (_has_margin(K.A) or _has_margin(K.B)):
         return K.multiply(stack.read(columns).to(dtype))
@@ -382,7 +382,7 @@ def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def _is_slow(K: Structure) -> bool:
-    """Whether products are much faster with margins, on a CPU: those of large matrices with odd numbers of columns."""
+    """Whether products on a CPU are much faster with margins: for large matrices with unaligned sizes."""
     if not isinstance(K, Kronecker) or not K.A.kind == K.B.kind == "dense":
         return False
     return min(K.rows, K.columns) > _LARGE and bool(K.rows % _ALIGNED or K.columns % _ALIGNED)
@@ -393,7 +393,7 @@ def _has_margin(factor: Factor) -> bool:
 
 
 def _with_margin(factor: Factor) -> Factor:
-    """Return all of the memory that a factor is a part of."""
+    """Return the aligned memory that contains a factor, as a factor."""
     if not _has_margin(factor):
         return factor
     size, values = factor.values.stride(1), factor.values

@@ -1,4 +1,4 @@
-"""KFAC as an optimizer: its options, state, report and files. The update rule lives in `kfs.optim.update_rule`."""
+"""The KFAC optimizer: its options, state, report and checkpoints. The update rule lives in `kfs.optim.update_rule`."""
 
 import sys
 import warnings
@@ -50,23 +50,22 @@ from kfs.runtime.nested import mapped
 def lost_parameters(
     sums: StepSums, trained: Collection[str], grads: Mapping[str, Tensor], known: Collection[Key], ranks: Ranks
 ) -> dict[str, str]:
-    """Return parameters that turn out not to be covered, and why.
+    """Return the parameters that turn out not to be covered by curvature, each with the reason.
 
-    A parameter without gradient, or with one of zero, is not trained in this step, and nothing is lost: it may be used
-    in others.
+    A parameter whose gradient is missing or zero is not reported: this step does not train it, but other steps may.
 
     Args:
-        sums: What the passes of a step gave.
+        sums: Sums from the passes of a step.
         trained: Names of parameters that should be covered.
         grads: Gradients by name.
-        known: Blocks that have averages.
-        ranks: Processes that train together. Each has a part of the sums, and maybe of the gradients.
+        known: Blocks that already have averages.
+        ranks: Processes that train together. Each has a part of the sums, and possibly of the gradients.
     """
     new = [block for key, block in sorted(sums.blocks.items()) if key not in known and block.terms]
-    # Such as the blocks of a second head, whose output has a loss of its own.
+    # For example, the blocks of a second head whose output has a separate loss.
     flat = _without_curvature([block for block in new if not block.forward_only], ranks)
     if flat:
-        # If there is no curvature anywhere, it is the loss that has none here, such as Huber's far from its targets.
+        # If no block has any curvature, the loss itself is flat here, such as a Huber loss far from its targets.
         used = [block for _, block in sorted(sums.blocks.items()) if block.terms and not block.forward_only]
         everywhere = _without_curvature(used, ranks)
         if len(everywhere) == sum(len(block.layout.params) for block in used):
@@ -79,35 +78,34 @@ def lost_parameters(
 
 
 def _without_curvature(blocks: Collection[BlockSums], ranks: Ranks) -> list[str]:
-    """Return parameters of blocks in which no gradient with respect to predictions has arrived."""
+    """Return the parameters of blocks whose sums over backpropagated vectors are zero on all ranks."""
     totals = [[role.gradient.total for role in block.roles.values()] for block in blocks]
     vanish = _all_vanish(totals, ranks)
     return [name for block, gone in zip(blocks, vanish, strict=True) if gone for name in block.layout.params]
 
 
 def _all_vanish(groups: Iterable[Iterable[Tensor]], ranks: Ranks) -> list[bool]:
-    """Return for each group of tensors whether all of its numbers are zero, on all ranks. This waits for a device."""
+    """Return, for each group of tensors, whether all entries are zero on all ranks. Synchronizes with the device."""
     flags = [~torch.stack([t.any() for t in tensors]).any() for tensors in groups]
     return all_true(ranks, torch.stack(flags)).tolist() if flags else []
 
 
-# The entry of the first parameter's state that carries all that does not belong to one parameter.
+# Key in the state of the first parameter. Its value carries all state that does not belong to a single parameter.
 _CARRIER = "kfac"
 
 
 class Carrier(int):
-    """A zero that carries a state: checkpoints let tensors and numbers through, and tensors only of known shapes."""
+    """An integer zero with a state attached: checkpoints accept numbers, but tensors only of known shapes."""
 
     carried: Any
 
     def __new__(cls, carried: Any = None) -> "Carrier":
-        """Take a state along."""
+        """Return a zero with `carried` attached."""
         result = super().__new__(cls, 0)
         result.carried = carried
         return result
 
     def __reduce__(self) -> Any:
-        """Copy the state, too."""
         return Carrier, (self.carried,)
 
 
@@ -115,11 +113,11 @@ torch.serialization.add_safe_globals([Carrier])
 
 
 class Consolidated(NamedTuple):
-    """The state of all processes, in each of them.
+    """The state of all processes, available on each of them.
 
     Attributes:
-        averages: Over the data of all processes.
-        tensors: Whole tensors on the CPU, by identity of the ones that are sharded.
+        averages: Averages over the data of all processes.
+        tensors: Unsharded tensors on the CPU, by `id` of the sharded tensors.
     """
 
     averages: list[Average]
@@ -127,7 +125,7 @@ class Consolidated(NamedTuple):
 
 
 def _is_for_checkpoint() -> bool:
-    """Whether a function of `torch.distributed.checkpoint` asks for a state; maybe by another optimizer around it."""
+    """Whether a function of `torch.distributed.checkpoint` requests the state, maybe through a wrapping optimizer."""
     frame = sys._getframe()
     for _ in range(5):
         if frame.f_back is None:
@@ -138,7 +136,7 @@ def _is_for_checkpoint() -> bool:
     return False
 
 
-# Gradients that are larger than this many times the largest so far are not used.
+# A step is skipped if its gradients are more than this many times larger than the largest so far.
 _GRADIENTS_LIMIT = 100.0
 
 
@@ -147,62 +145,66 @@ class KFAC(Described, Optimizer):
 
     Args:
         model: The model. Train it by calling it: `loss_function(model(x), y).backward()`. With several processes, pass
-            the `DistributedDataParallel` model, or one that `fully_shard` has sharded.
+            the `DistributedDataParallel` model, or a model that `fully_shard` has sharded.
         loss: The loss that is minimized: a loss module of `torch.nn`, or a `kfs.losses.Loss`. It defines the curvature;
-            gradients come from your backward pass. In the first steps the gradient at the predictions is compared with
-            it: another loss, or another reduction, is an error, a factor in front a warning. For losses other than
-            cross-entropies, reduction and factor are noticed only if targets are known (see `targets`).
+            gradients come from your backward pass. In the first steps, the gradient at the predictions is compared with
+            the gradient of this loss: a different loss or reduction raises an error, and a constant factor causes a
+            warning. Except for cross-entropies, reduction and factor are checked only if targets are known (see
+            `targets`).
         params: Parameters or parameter groups, as for other optimizers. By default, all parameters of the model.
-        lr: Learning rate. One is the whole natural gradient step, inside of the trust region.
-        damping: Added to eigenvalues of the curvature, in units of their mean, as `kfs.Relative` is.
-        momentum: How much of the average over gradients is kept in every step.
+        lr: Learning rate. With 1, the whole natural gradient step is taken, within the trust region.
+        damping: Added to the eigenvalues of each block. By default it is relative to their mean (see `damping_unit`);
+            `kfs.Relative` is always relative.
+        momentum: Fraction of the moving average of gradients that is kept in each step.
         weight_decay: Decoupled weight decay.
-        trust: Limits each layer's step before it is multiplied by `lr`, in every direction: how much it may change
-            outputs. `None` for no limit.
-        noise: Steps get shorter while their overshoot, be it because of noise or of curvature, is more than this share
-            of the loss: see `step_scale`. `None` for steps that never do.
-        kl_clip: Limits the whole step: how much it may change predictions according to the curvature. `None` for no
+        trust: Limits how much each layer's step, before it is multiplied by `lr`, may change the layer's outputs in any
+            direction. `None` for no limit.
+        noise: Steps are shortened while their overshoot, caused by noise or by curvature, exceeds this fraction of the
+            loss (see `step_scale`). If `None`, steps are never shortened for this reason.
+        kl_clip: Limits how much the whole step may change predictions, as measured by the curvature. `None` for no
             limit.
         fisher: Which curvature matrix: `"mc"` (one more backward pass, for labels drawn from the model's likelihood),
-            `"empirical"` (costs no pass), `"type-2"` (exact; one pass per class), `"ggn"` (likewise, for losses without
-            likelihood), or `"forward-only"` (inputs alone).
+            `"empirical"` (no additional pass), `"type-2"` (exact; one pass per class), `"ggn"` (likewise, for losses
+            without a likelihood), or `"forward-only"` (inputs only).
         sharing: As in `kfs.KFAC`.
-        eigen: Whether to correct eigenvalues, as in `kfs.EKFAC`, by running averages in the eigenbasis.
-        decay: How much of the averages over factors is kept when new factors are added.
-        factors_every: Recompute factors every this many steps: a number, or a function of the step. By default every
-            step at first, and later every 10; with a quadratic model, which needs every batch, every step.
-        inverses_every: Recompute each inverse every this many steps, likewise. The work is spread over all steps.
-        damping_method: `"factored"` (the default), `"exact"` (the default for corrected eigenvalues; takes longer), or
+        eigen: Whether to correct eigenvalues, as in `kfs.EKFAC`, with moving averages in the eigenbasis.
+        decay: Fraction of the moving averages of factors that is kept when new factors are added.
+        factors_every: Recompute factors every this many steps: an integer, or a function of the step. By default, every
+            step at first and every 10 steps later; with a quadratic model, which needs every batch, every step.
+        inverses_every: Recompute each inverse every this many steps: an integer, or a function of the step. The work is
+            spread over all steps.
+        damping_method: `"factored"` (the default), `"exact"` (the default for corrected eigenvalues; slower), or
             `"per-factor"`, as in `kfs.KFAC.inverse`.
         damping_unit: `"relative"` to each block's mean eigenvalue, or `"absolute"`.
-        quadratic_model: Whether learning rate and momentum come from a quadratic model of the loss, and damping from
-            how well it predicts the loss (Martens & Grosse, 2015). Then `step` needs a closure.
+        quadratic_model: Whether a quadratic model of the loss chooses learning rate and momentum, and the quality of
+            its predictions sets the damping (Martens & Grosse, 2015). `step` then requires a closure.
         adamw_lr: Learning rate of AdamW, relative to `lr`, for parameters that KFAC does not cover, and for groups with
             `"method": "adamw"`.
-        patience: Damping rises after this many events in a row (see `events`).
-        max_dim: Factors wider than this keep their diagonal only.
+        patience: Raise damping after this many events in a row (see `events`).
+        max_dim: Keep only the diagonal of factors that are wider than this.
         batch_axis: As in `kfs.KFAC`.
-        mask: Which positions of the inputs are there, and which ones are padding: the name of a keyword argument
-            `[N, S]` of the model, or a function of its arguments, `mask(*args, **kwargs)`. It is zero, or `False`, at
-            padding. By default `attention_mask`, if there is one. Factors leave out what no prediction that counts
-            depends on; what no mask says is measured.
+        mask: Which positions of the inputs are padding: the name of a keyword argument of the model with shape
+            `[N, S]`, or a function of the model's arguments, `mask(*args, **kwargs)`. The mask is zero or `False` at
+            padding. By default `attention_mask`, if there is one. Factors exclude positions that no counted prediction
+            depends on; positions that no mask describes are measured.
         seed: Seed for drawing labels with `fisher="mc"`.
-        audit: Whether to check, on a few examples, that watching the model changes nothing and sees all uses of
-            parameters. The model is called some more times for it; buffers, random state and attributes of modules are
+        audit: Whether to check, on a few examples, that watching the model changes nothing and captures all uses of
+            the parameters. This calls the model a few more times; buffers, random state and attributes of modules are
             restored.
-        replay: On a GPU, whether updates of parameters, and passes for factors, are recorded once and then repeated as
-            CUDA graphs. They take memory: about four times the parameters, and as much as a pass does.
-        group: Processes that train the model together, each with data of its own, if you average gradients over them
-            between `backward()` and `step()`. That of a `DistributedDataParallel` or sharded model is known.
+        replay: Whether to record parameter updates and factor passes as CUDA graphs on a GPU, and to replay them. The
+            graphs need memory: about four times the size of the parameters, and as much as one pass.
+        group: Processes that train the model together, each with its own data, if you average gradients over them
+            between `backward()` and `step()`. For a `DistributedDataParallel` or sharded model, leave it out: its group
+            is known.
 
     Attributes:
-        steps: Number of steps that were taken.
-        uncovered: Parameters that KFAC does not cover, and why. They are trained by AdamW.
+        steps: Number of steps taken.
+        uncovered: Parameters that KFAC does not cover, with reasons. They are trained by AdamW.
 
     Raises:
-        ModelError: If a setting is out of range, a parameter is not one of the model, or a KFAC optimizer of another
-            model has it.
-        LossError: If no loss is passed, or one that is not supported.
+        ModelError: If a setting is out of range, a parameter does not belong to the model, or a KFAC optimizer of
+            another model already has it.
+        LossError: If no loss is passed, or the loss is not supported.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -252,7 +254,7 @@ class KFAC(Described, Optimizer):
         replay: bool = True,
         group: Group | None = None,
     ) -> None:
-        """Check everything, then put hooks on the model."""
+        """Validate all options, then register hooks on the model."""
         check_call(model, loss)
         model, self._exchange = Exchange.of(model, group)
         ranks = self._exchange.ranks
@@ -260,7 +262,7 @@ class KFAC(Described, Optimizer):
         self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis, audit=audit)
         damping, damping_unit = number_and_unit(damping, damping_unit)
         check_options(locals())
-        replay = replay and not is_fully_sharded(model)  # Graphs exchange nothing.
+        replay = replay and not is_fully_sharded(model)  # CUDA graphs contain no communication.
         defaults = {
             "lr": lr,
             "damping": damping,
@@ -276,30 +278,30 @@ class KFAC(Described, Optimizer):
         self._factors_every = factors_every or (1 if quadratic_model else warmup_interval)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), damping_unit, eigen, replay)
         self._curvature = Curvature(decay, inverses, inverses_every, patience, ranks)
-        self._curvature.at_owners = is_fully_sharded(model) and not eigen  # Eigenvectors are needed everywhere.
+        self._curvature.at_owners = is_fully_sharded(model) and not eigen  # All ranks need eigenvectors.
         self._last_good_step = LastGoodStep(patience)
         self._gradient_sizes = UsualSizes(_GRADIENTS_LIMIT, patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}
         self._loss_check = LossCheck(self._loss, ranks.size)
         self._unit = 1.0  # The loss is this many times the average over examples.
-        self._tracked: frozenset[str] = frozenset()  # parameters whose factors were computed last
-        self._declared: set[Key] = set()  # blocks that were checked for wide factors
+        self._tracked: frozenset[str] = frozenset()  # parameters that were tracked when factors were last added
+        self._declared: set[Key] = set()  # blocks that were already checked for wide factors
         self._paused = False
-        self._whole: Consolidated | None = None  # made by `consolidate_state_dict`, until the next step
+        self._whole: Consolidated | None = None  # set by `consolidate_state_dict`, valid until the next step
         self._params = Parameters(model, self.param_groups, self.close)
         self._scale = None if noise is None or quadratic_model else StepScale(noise)
         self._trend = LossTrend()
         self._updates = Updates(self._params, self._curvature, kl_clip, replay, self._scale)
         self._pending = PendingChecks(self._curvature, self._last_good_step, self._params)
         module = loss if isinstance(loss, nn.Module) else None
-        # What the model is called with comes as positional and keyword arguments.
+        # `called` is a pair: positional and keyword arguments of the model.
         masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
         watched = (self._loss, self._settings, quadratic_model, self._curvature.costs, replay, self._exchange, masks)
         self._watch = Watch(model, module, self._wanted, *watched)
 
     def close(self) -> None:
-        """Remove all hooks from the model, so that another optimizer can have it. Afterwards, `step()` raises."""
+        """Remove all hooks from the model, so that another optimizer can watch it. Afterwards, `step()` raises."""
         self._pending.settle(self.state)
         self._watch.close()
         self._params.closed = True
@@ -307,14 +309,15 @@ class KFAC(Described, Optimizer):
     def targets(self, y: Tensor) -> None:
         """Set the targets of the last forward pass, before `backward()`, if the optimizer cannot see them.
 
-        It sees them if the loss is computed by calling the module that was passed as `loss=`. Otherwise, targets are
-        needed for losses whose curvature depends on them, and for all losses but cross-entropy with
-        `fisher="empirical"`, where the scale of gradients has to be known. An error asks for them.
+        The optimizer sees them if the loss is computed by calling the module that was passed as `loss=`. Otherwise,
+        targets are required for losses whose curvature depends on them. With `fisher="empirical"`, they are required
+        for all losses except cross-entropy, because the scale of gradients must be known. Missing targets raise an
+        error.
         """
         self._watch.set_targets(y)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model, such as those of a layer that was added to it."""
+        """Add a group of parameters of the model, such as the parameters of a new layer."""
         super().add_param_group(param_group)
         if not hasattr(self, "_params"):  # called by the constructor
             return
@@ -327,26 +330,29 @@ class KFAC(Described, Optimizer):
         self._curvature.forget(names - self._params.tensors.keys())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, and the statistics of passes since the last step."""
+        """Reset gradients, and discard the statistics of passes since the last step."""
         self._watch.forget()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step.
+        """Take one optimization step.
 
         Args:
-            closure: Computes the loss and its gradients, as for `torch.optim.LBFGS`. With `quadratic_model=True` it is
-                needed, and called again after the step, and after each time that the step is shortened.
+            closure: Computes the loss and its gradients, as for `torch.optim.LBFGS`. It is required with
+                `quadratic_model=True`, and is then called again after the step, and after each time the step is
+                shortened.
 
         Returns:
-            What the closure returned.
+            The return value of the closure.
 
         Raises:
-            ModelError: If there are no gradients, or if factors are due but no pass of the model was seen.
-            LossError: If gradients are not those of the declared loss.
-            SolverError: If the run has diverged: parameters are not finite, or very many steps were skipped.
+            ModelError: If there are no gradients, or if factors must be recomputed but no pass through the model was
+                seen.
+            LossError: If the gradients do not belong to the declared loss.
+            SolverError: If the run has diverged: parameters are not finite, or very many steps in a row were skipped.
         """
+        # `torch.distributed.checkpoint` takes an empty step to create the state before it saves or loads one.
         if closure is None and self._is_first_step_of_checkpoint():
             self._fill_state()
             return None
@@ -360,23 +366,27 @@ class KFAC(Described, Optimizer):
                     "A quadratic model needs to evaluate the loss.",
                     "Call step(closure), with a closure that zeroes gradients, calls backward() and returns the loss.",
                 )
+            # Collect gradients, and the statistics of the passes of all ranks.
             batch = None if closure is None else BatchLoss(closure, self._model, self._device, self._exchange.mean)
             result = None if batch is None else batch.result
             self._params.check_model()
             grads = {n: part_of(p.grad).to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
             sums = self._merged(self._watch.collect(), grads)
+            # Adding factors requires the outcomes of earlier steps, which may still be on the device.
             if sums is not None and sums.has_factors:
                 self._pending.settle(self.state)
                 self._last_good_step.check(self._params.tensors)
             self._check(sums, grads, result)
+            # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
             size = total_size(list(grads.values())).reshape(1)
             learn = sums is not None and sums.has_factors
             finite, good = self._gradient_sizes.check(self._exchange.ranks, ("gradients",), size, learn=learn)
             fine = GoodStep.of(self.steps, result, self.param_groups[0], self.damping_scale)
             lost = self._lost(sums, grads)
             self._note_loss(sums)
-            # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.
+            # Reading a flag from a GPU synchronizes. In a steady step, the device evaluates the flags itself.
             waits = not sync.is_asynchronous(good.device) or not self._is_steady(sums, lost)
+            # If the host decides, it skips the step here.
             if waits:
                 is_fine = self._quadratic is None or batch is None or isfinite(batch.value)
                 if not good or not is_fine:
@@ -386,9 +396,10 @@ class KFAC(Described, Optimizer):
                 self._last_good_step.note(fine)
             if sums is not None:
                 self._add_sums(sums, lost, None if waits else good)
-            # The quadratic model wants the curvature of this very step.
+            # The quadratic model needs the curvature of the current step.
             self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
             taken = self._update(sums, grads, good, batch)
+            # Flags that are still on the device are read in a later step.
             if taken is not None:
                 self._pending.add(self.state, fine, finite, good, taken)
             self._curvature.costs.end_step()
@@ -399,16 +410,16 @@ class KFAC(Described, Optimizer):
     def _update(
         self, sums: StepSums | None, grads: dict[str, Tensor], good: Tensor, batch: BatchLoss | None
     ) -> StepOutcome | None:
-        """Change parameters: those that have curvature by the natural gradient, others by AdamW.
+        """Update parameters: with curvature by the natural gradient, others by AdamW.
 
         Returns:
-            What an accelerator decides about it; `None` if all is known.
+            The outcome that is still on the accelerator; `None` if the host knows it.
         """
         taken = None
         covered = self._curvature.covered
         natural = {n: g for n, g in grads.items() if n in covered}
         rest = {n: g for n, g in grads.items() if n in self.uncovered or self._params.groups[n]["method"] == "adamw"}
-        # Parameters that were used for the first time. New factors are due until a step with factors uses them again.
+        # Parameters that have a gradient but no factors yet. Every step computes factors until they have some.
         unused = {} if sums is None else sums.uncovered
         self._curvature.awaited |= grads.keys() - natural.keys() - rest.keys() - unused.keys()
         if self._quadratic is None or batch is None:
@@ -422,7 +433,7 @@ class KFAC(Described, Optimizer):
         else:
             natural = {n: g / self._unit for n, g in natural.items()}
             with self._curvature.costs.timed("products"):
-                # The quadratic model finds out itself how long steps should be.
+                # No trust region: the quadratic model chooses the length of the step.
                 D = self._curvature.precondition(natural, self._params.tensors, self._params.groups, limit=False)
             steps = self._quadratic.steps(natural, D, self._curvature.dampings(), sums)
             noise = batch.round_off / self._unit
@@ -434,12 +445,12 @@ class KFAC(Described, Optimizer):
         return taken
 
     def _note_loss(self, sums: StepSums | None) -> None:
-        """Take note of the loss of a step with new factors, and warn if the run gets worse."""
+        """Record the loss of a step with new factors, and warn if the run is getting worse."""
         if sums is None or not sums.has_factors or not sums.examples:
             return
         loss = sums.deviance / sums.examples
         if not isfinite(loss):
-            # Without targets, residuals are those of a square loss: gradients over the reduction factor.
+            # Without targets, assume a square loss: its residuals are the gradients over the reduction factor.
             R = self._loss.reduction_factor(sums.count) * (
                 self._exchange.ranks.size if self._loss.reduction == "mean" else 1
             )
@@ -452,7 +463,7 @@ class KFAC(Described, Optimizer):
             self._curvature.events.note("rising_losses", trouble)
 
     def _change(self, batch: BatchLoss) -> float:
-        """Return the change of the loss on a batch since the last step. Passes for it give no factors."""
+        """Return the change of the batch loss since its first evaluation. The passes for it compute no factors."""
         self._paused = True
         try:
             with self._curvature.costs.timed("trials"):
@@ -463,7 +474,7 @@ class KFAC(Described, Optimizer):
             self._watch.collect()
 
     def _wanted(self) -> tuple[dict[str, Tensor], Bases] | None:
-        """Return parameters to track in the forward pass that begins, and bases; `None` if factors are not needed."""
+        """Return the parameters to track in the starting forward pass, and bases; `None` if factors are not needed."""
         if self._exchange.finds_wrapper(self._model):
             self._loss_check.ranks = self._exchange.ranks.size
             self._curvature.train_with(self._exchange.ranks)
@@ -475,27 +486,27 @@ class KFAC(Described, Optimizer):
         return due, self._curvature.bases()
 
     def _due(self) -> dict[str, Tensor]:
-        """Return all tracked parameters if factors are due: by schedule, or because other parameters are trained."""
+        """Return all tracked parameters if factors must be recomputed: by schedule, or because parameters are new."""
         tracked = self._tracked_now()
         by_schedule = self.steps % interval_at(self._factors_every, self.steps) == 0
         others = tracked.keys() != self._tracked or not self._curvature.awaited.isdisjoint(tracked)
         return tracked if by_schedule or others else {}
 
     def _has_statistics(self) -> bool:
-        """Whether the step that is running needs to know about its passes."""
+        """Whether the current step needs statistics of its passes."""
         return self._loss.reduction == "sum" or bool(self._due())
 
     def _merged(self, sums: StepSums | None, grads: Mapping[str, Tensor]) -> StepSums | None:
-        """Return what the passes of all processes gave."""
+        """Return the statistics of the passes of all processes."""
         averages, products = self._curvature.averages, self._settings.products
         return self._exchange.merged(sums, self._facts, self._params.tensors, grads, averages, products)
 
     def _facts(self) -> dict[str, dict[str, Any]]:
-        """Return what must be the same in all processes at this step, by kind and name."""
+        """Return values that must agree between processes at this step, by kind and name."""
         numbers = {"steps": self.steps, "data": self._watch.first_datum, "unit": self._unit}
         later = range(self.steps + 1, self.steps + 1000)
         next_due = next((step for step in later if step % interval_at(self._factors_every, step) == 0), -1)
-        # Steps without factors exchange nothing on a GPU, and are looked at now.
+        # On a GPU, steps without factors do not communicate. Their schedule is compared in advance.
         inverses = [interval_at(self._curvature.every, step) for step in range(self.steps, next_due)]
         due = {
             "next step with factors": next_due,
@@ -519,7 +530,7 @@ class KFAC(Described, Optimizer):
         return {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}
 
     def _check(self, sums: StepSums | None, grads: Mapping[str, Tensor], value: Any) -> None:
-        """Refuse a step without gradients, without curvature, or for another loss."""
+        """Raise if there are no gradients or no watched passes, or if another loss is minimized."""
         if not grads:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
         if sums is None and self._has_statistics():
@@ -529,18 +540,18 @@ class KFAC(Described, Optimizer):
                 "torch.autograd.grad does not count.",
             )
         if sums is not None:
-            # What a closure returns is the loss on the data of this process.
+            # The closure returns the loss on the data of this process only.
             self._loss_check.check(sums, value if self._exchange.ranks.size == 1 else None)
             self._watch.compare = self._loss_check.steps_left > 0
 
     def _lost(self, sums: StepSums | None, grads: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return parameters that turn out not to be covered, and why."""
+        """Return the parameters that turn out not to be covered, each with the reason."""
         if sums is None:
             return {}
         return lost_parameters(sums, self._params.trainable(), grads, self._curvature.averages, self._exchange.ranks)
 
     def _is_steady(self, sums: StepSums | None, lost: Mapping[str, str]) -> bool:
-        """Whether a step changes nothing but numbers: nobody has to decide anything before it is taken."""
+        """Whether the step changes only tensor values, so that the host need not read a flag before it is taken."""
         if self._quadratic is not None or lost:
             return False
         return sums is None or (sums.finite and (not sums.has_factors or self._curvature.knows(sums)))
@@ -548,17 +559,17 @@ class KFAC(Described, Optimizer):
     def _add_sums(self, sums: StepSums, lost: dict[str, str], good: Tensor | None) -> None:
         """Add the statistics of a step to the averages, and warn about parameters and factors that are left out.
 
-        If nobody has looked whether gradients are `good`, averages change only if they are.
+        If `good`, a flag on the device, is given, averages change only if it is true.
         """
         if sums.examples and sums.finite:
             mean = self._loss.reduction == "mean"
-            # Gradients are averages over processes, also those of a sum.
+            # Gradients are averaged over processes, even if the loss is a sum.
             self._unit = self._loss.scale * sums.examples / (sums.count if mean else self._exchange.ranks.size)
         if not sums.has_factors:
-            return  # Examples were only counted, or no target counts.
+            return  # Examples were only counted, or all targets are ignored.
         if not self._curvature.add(sums, lost, good):
             return
-        # Labels are never drawn with the same numbers twice, so this stays even if a device does not add the sums.
+        # The counter advances even if the device rejects the sums: random numbers for labels are never used twice.
         self._watch.first_datum += sums.num_data
         self.uncovered |= lost
         self._tracked = frozenset(self._tracked_now())
@@ -575,30 +586,27 @@ class KFAC(Described, Optimizer):
 
     @property
     def events(self) -> Events:
-        """How often something went wrong and was handled: skipped steps, refused statistics, failed inverses.
-
-        A GPU is waited for.
-        """
+        """Counts of handled problems: skipped steps, refused statistics, failed inverses. Synchronizes with a GPU."""
         self._pending.settle(self.state)
         return self._curvature.events
 
     @property
     def audit(self) -> Audit | None:
-        """What was checked for the last watched pass, and how closely; `None` if nothing was."""
+        """Report of the audit of the last watched pass: checks and errors. `None` if there was no audit."""
         return self._watch.audit
 
     @property
     def damping_scale(self) -> float:
-        """The factor that multiplies all dampings now."""
+        """The factor that currently multiplies all dampings."""
         return self._curvature.damping_scale
 
     @property
     def step_scale(self) -> float:
-        """The factor that multiplies learning rates now: how much of each step is taken. A GPU is waited for."""
+        """The factor that currently multiplies learning rates. Reading it synchronizes with a GPU."""
         return 1.0 if self._scale is None else self._scale.value()
 
     def report(self) -> Report:
-        """Return what is covered by what, what the last steps cost, and what went wrong; `print` shows it as a table.
+        """Return a report of covered parameters, costs of recent steps, and events; `print` shows it as a table.
 
         Example:
             >>> from kfs.optim import KFAC
@@ -637,7 +645,7 @@ class KFAC(Described, Optimizer):
         )
 
     def describe(self) -> Description:
-        """Describe model, loss, settings, and how far training is."""
+        """Describe model, loss, settings and progress of training."""
         tensors, curvature = self._params.tensors.values(), self._curvature
         size = sum(p.numel() for p in tensors)
         names = ("lr", "damping", "momentum", "weight_decay", "trust")
@@ -656,14 +664,15 @@ class KFAC(Described, Optimizer):
         return Description(title, (groups, kind, progress))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a continued training needs to equal one that was never stopped.
+        """Return the complete state: training that resumes from it is identical to training without interruption.
 
-        In several processes, call `consolidate_state_dict()` first, in all of them. Of a sharded model, tensors are
-        whole: the state is that of a plain model in one process. `get_optimizer_state_dict` and others of
-        `torch.distributed.checkpoint` need no call before, and leave tensors sharded.
+        With several processes, call `consolidate_state_dict()` in all of them first. For a sharded model, tensors are
+        unsharded: the state is the same as for an unsharded model in one process. `get_optimizer_state_dict` and
+        related functions of `torch.distributed.checkpoint` do not need that call, and leave tensors sharded.
 
         Raises:
-            DistributedError: If that was not done since the last step.
+            DistributedError: If there are several processes, and `consolidate_state_dict()` was not called since the
+                last step.
         """
         if _is_for_checkpoint():
             return self._state_by_parameter()
@@ -689,7 +698,7 @@ class KFAC(Described, Optimizer):
         return state
 
     def _own_state(self, averages: Iterable[Average]) -> dict[str, Any]:
-        """Return all that is not the state of one parameter, given averages over the data of all processes."""
+        """Return all state that does not belong to one parameter, given averages over all processes."""
         return {
             "curvature": self._curvature.state(averages),
             "steps": self.steps,
@@ -704,14 +713,14 @@ class KFAC(Described, Optimizer):
         }
 
     def _is_first_step_of_checkpoint(self) -> bool:
-        """Whether a step is there to make a state: the first one, without pass, with gradients and rates of zero."""
+        """Whether this step only creates state: the first one, without passes, with gradients and rates of zero."""
         if self.state or self.steps or self._watch.has_passes or any(group["lr"] for group in self.param_groups):
             return False
         grads = [part_of(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         return bool(grads) and not any(bool(g.any()) for g in grads)
 
     def _fill_state(self) -> None:
-        """Make the state of all parameters that are trained, where there is none yet, with a place for the carrier."""
+        """Create missing state for all trainable parameters, and an entry for the carrier."""
         trained = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         for p, group in trained:
             adamw = group["method"] == "adamw" or "exp_avg" in self.state[p]
@@ -721,24 +730,24 @@ class KFAC(Described, Optimizer):
         self._keep_place_for_carrier()
 
     def _keep_place_for_carrier(self) -> None:
-        """Let the state of the first trained parameter have an entry for the carrier: others are not read again."""
+        """Add an entry for the carrier to the first trainable parameter: checkpoints restore existing entries only."""
         trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
         for p in islice(trained, 1):
             self.state[p].setdefault(_CARRIER, Carrier())
 
     def _state_by_parameter(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, which all ranks ask for. Tensors of sharded parameters are sharded."""
+        """Return the state for a distributed checkpoint. All ranks call this. Sharded state stays sharded."""
         self._pending.settle(self.state)
         self._fill_state()
         averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
         state = super().state_dict()
-        adamw: dict[str, Any] = {}  # states of parameters that were to have curvature, and turned out not to be covered
+        adamw: dict[str, Any] = {}  # AdamW state of parameters in KFAC groups that are not covered
         packed = [i for group in state["param_groups"] for i in group["params"]]
         for i, name in zip(packed, self._params.ordered(self.param_groups), strict=True):
             mine = dict(state["state"].get(i, {}))
             if "exp_avg" in mine and self._params.groups[name]["method"] == "kfac":
                 adamw[name] = {key: mine[key] for key in ("exp_avg", "exp_avg_sq", "age")}
-                # What a new optimizer has at this place.
+                # Replace it by the entries of a new optimizer.
                 mine = {key: value for key, value in mine.items() if key == _CARRIER}
                 names = ("average",) if self._scale is None else ("average", "mean_step")
                 mine |= {"age": 0} | {key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names}
@@ -747,11 +756,11 @@ class KFAC(Described, Optimizer):
         carried = {"kfac": self._own_state(averages), "adamw": mapped(adamw, whole)}
         carriers = (one for one in state["state"].values() if _CARRIER in one)
         for one in islice(carriers, 1):
-            one[_CARRIER] = Carrier(copied_to(torch.device("cpu"), carried))  # A file may be written later.
+            one[_CARRIER] = Carrier(copied_to(torch.device("cpu"), carried))  # Copied: the file may be written later.
         return state
 
     def _from_checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Undo `_state_by_parameter`; other states are returned as they are."""
+        """Invert `_state_by_parameter`; other states are returned unchanged."""
         found = [one[_CARRIER] for one in state.get("state", {}).values() if _CARRIER in one]
         carried = next((one.carried for one in found if isinstance(one, Carrier) and one.carried), None)
         if "kfac" in state or carried is None:
@@ -766,10 +775,10 @@ class KFAC(Described, Optimizer):
     @torch.no_grad()
     @agreed("consolidate_state_dict()")
     def consolidate_state_dict(self) -> None:
-        """Add up the state of all processes, so that each of them can call `state_dict()` before the next step.
+        """Sum the state over all processes, so that each of them can call `state_dict()` before the next step.
 
-        All processes have to call it. In one process it does nothing. `torch.distributed.optim.ZeroRedundancyOptimizer`
-        has a method of the same name.
+        All processes must call it. In a single process, it is not needed.
+        `torch.distributed.optim.ZeroRedundancyOptimizer` has a method of the same name.
 
         Example:
             >>> from kfs.optim import KFAC
@@ -782,19 +791,19 @@ class KFAC(Described, Optimizer):
         self._whole = Consolidated(averages, self._whole_tensors())
 
     def _whole_tensors(self) -> dict[int, Tensor]:
-        """Return all that is sharded in the state of parameters, on the CPU, by identity of what is sharded."""
+        """Return unsharded copies of all sharded state tensors on the CPU, by `id` of the sharded tensor."""
         sharded = [t for one in self.state.values() for t in one.values() if is_sharded(t)]
         return {id(t): whole(t).cpu() for t in sharded}
 
     def __reduce__(self) -> Any:
-        """Refuse copies: two optimizers would watch one model."""
+        """Raise: a copy would be a second optimizer that watches the same model."""
         raise ModelError(
             "An optimizer that watches a model cannot be copied or pickled.",
             "Copy its state: KFAC(other_model, ...).load_state_dict(optimizer.state_dict()).",
         )
 
     def _check_complete(self, mine: Mapping[str, Any]) -> None:
-        """Refuse a state that lacks something, before anything is changed."""
+        """Raise if the state lacks entries, before anything is changed."""
         own = self._own_state(())
         missing = (own.keys() - mine.keys()) | (own["curvature"].keys() - mine["curvature"].keys())
         for average in mine["curvature"]["averages"]:
@@ -808,13 +817,13 @@ class KFAC(Described, Optimizer):
     @torch.no_grad()
     @agreed("load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Undo `state_dict`. In several processes, load the same state in all of them.
+        """Restore a state that `state_dict` returned. With several processes, load the same state in all of them.
 
-        Their number need not be that of the processes which have saved it, and the model may be sharded or not. Tensors
-        may be sharded themselves, in any way.
+        The number of processes may differ from the run that saved the state, and the model may be sharded or not.
+        Tensors of the state may be sharded in any way.
 
         Raises:
-            StorageError: If the state is that of another optimizer, of another model, or of another version of kfs.
+            StorageError: If the state belongs to another optimizer, another model, or another version of kfs.
         """
         self._params.check_open()
         state_dict = self._from_checkpoint(state_dict)

@@ -1,4 +1,4 @@
-"""Is the declared loss the one that is minimized? What passes and gradients show about it, targets included."""
+"""Checks that the declared loss is the loss that is minimized, using gradients, targets and values of the loss."""
 
 import sys
 import warnings
@@ -25,31 +25,31 @@ from kfs.optim.step_sums import StepSums
 
 _SOFTMAX = (CrossEntropy, TokenCrossEntropy)
 _SHOWN = (*_SOFTMAX, BinaryCrossEntropy)
-# What a user writes may be any loss, and is not compared with others.
+# Losses that are written by users are not compared with other losses.
 _COMPARED = (*_SHOWN, Square, Huber, Poisson, Gaussian)
-# A gradient that fits another loss to this relative distance is that loss's. Half precision rounds by less.
+# A gradient belongs to another loss if it fits up to this relative distance. Half precision rounds by less.
 _FITS = 0.02
-# While predictions are near zero, gradients of many losses are alike. They have to differ from those at zero by this.
+# For predictions near zero, gradients of many losses are alike. The gradient must differ from the one at zero by this.
 _DIFFERS_FROM_ZERO = 0.1
 # Fewer numbers may fit by accident.
 _ENOUGH_NUMBERS = 8
 
 
 def shows_targets(loss: Loss) -> bool:
-    """Whether targets can be read off a loss's gradient, so that its scale is known, too."""
+    """Whether targets can be recovered from a loss's gradient, so that its scale is known, too."""
     return isinstance(loss, _SHOWN)
 
 
 def other_losses(declared: Loss, f: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Compare a gradient with those of other losses than the declared one.
+    """Compare a gradient with the gradients of losses other than the declared one.
 
     Args:
         declared: The declared loss.
         f: Predictions.
-        g: The gradient of the loss that is minimized with respect to them.
+        g: Gradient, with respect to predictions, of the loss that is minimized.
 
     Returns:
-        By name of a loss: whether the gradient is its own. Nothing is waited for.
+        Flags by name of a loss: whether the gradient belongs to it. This does not synchronize.
     """
     if type(declared) not in _COMPARED or f.numel() < _ENOUGH_NUMBERS:
         return {}
@@ -57,14 +57,14 @@ def other_losses(declared: Loss, f: Tensor, g: Tensor) -> dict[str, Tensor]:
 
 
 def fit(g: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor that brings a direction closest to `g`, and the distance that is left, relative to `g`."""
+    """Return the factor that brings a direction closest to `g`, and the remaining distance relative to `g`."""
     tiny = torch.finfo(g.dtype).tiny
     scale = (g * direction).sum() / direction.square().sum().clamp(min=tiny)
     return scale, (g - scale * direction).norm() / g.norm().clamp(min=tiny)
 
 
 def _candidates(declared: Loss, f: Tensor) -> Iterator[Loss]:
-    """Yield losses of other families that take such predictions."""
+    """Yield losses of other families that accept such predictions."""
     if not isinstance(declared, BinaryCrossEntropy):
         yield BinaryCrossEntropy(nn.BCEWithLogitsLoss())
     if isinstance(declared, _SOFTMAX):
@@ -84,31 +84,31 @@ def _is_gradient_of(loss: Loss, f: Tensor, g: Tensor) -> Tensor:
     return (scale > 0) & (distance < _FITS) & (from_zero > _DIFFERS_FROM_ZERO)
 
 
-# Beyond this relative distance, a gradient is that of other targets. Half precision rounds by less.
+# Beyond this relative distance, a gradient belongs to other targets. Half precision rounds by less.
 _TOLERANCE = 0.05
 _UNITS = 8.0  # of round-off, in each of two gradients
 
 
 @dataclass
 class Targets:
-    """The targets of a pass, as far as they are known, and what the gradient of the loss says about them."""
+    """The targets of a pass, as far as they are known, and how well they explain the loss's gradient."""
 
     y: Tensor | None
-    given: bool = False  # whether the user or the loss module gave them; if not, they are a guess
+    given: bool = False  # whether they come from the user or the loss module; otherwise, they are a guess
     scale: Tensor | float = 1.0  # the loss is this many times the sum of criteria; one if it is not needed
-    mismatch: Tensor | float = 0.0  # relative distance between the gradient and that of the declared loss
-    calls_for_changed: int = 0  # how often the loss module was called with labels, for predictions that were changed
-    compare: bool = False  # whether to look for the scale, and for other losses, where that is not needed otherwise
-    fit: tuple[Tensor, Tensor] | None = None  # scale, and how well it fits, if targets are known or shown
-    others: dict[str, Tensor] = field(default_factory=dict)  # by name of a loss: whether the gradient is its own
+    mismatch: Tensor | float = 0.0  # relative distance between the gradient and the declared loss's gradient
+    calls_for_changed: int = 0  # how often the loss module was called with labels and modified predictions
+    compare: bool = False  # whether to find the scale, and other losses, even if not needed otherwise
+    fit: tuple[Tensor, Tensor] | None = None  # scale and relative distance, if targets are known or recovered
+    others: dict[str, Tensor] = field(default_factory=dict)  # by name of a loss: whether the gradient belongs to it
 
     def give(self, y: Tensor, changed: bool = False) -> None:
-        """Set the targets. If two different ones are given (mixed labels), neither belongs to the whole loss.
+        """Set the targets. If they are set twice (mixed labels), they are unknown: neither belongs to the whole loss.
 
         Args:
             y: The targets.
-            changed: Whether they are those of predictions that were changed, such as a part of them. Then they may not
-                fit these predictions, and are only counted.
+            changed: Whether they belong to modified predictions, such as a part of them. Then they may not fit these
+                predictions, and are only counted.
         """
         if changed:
             self.calls_for_changed += 1
@@ -117,14 +117,14 @@ class Targets:
         self.given = True
 
     def match(self, f: Tensor, g: Tensor, loss: Loss, fisher: Fisher) -> Tensor:
-        """Return the targets, or others with the same curvature, and set scale and mismatch.
+        """Return the targets, or substitutes with the same curvature, and set scale and mismatch.
 
         Predictions are in float32 or better. What has to be known depends on `fisher`.
 
         Raises:
-            LossError: If targets are needed and not known.
+            LossError: If targets are needed but unknown.
         """
-        # Half precision has lost the small entries that would show whether sums are zero.
+        # Half precision loses the small entries that show whether sums are zero.
         precise = g.dtype == f.dtype
         g = computable(g)
         if self.compare:
@@ -145,7 +145,7 @@ class Targets:
         return self._stand_in(f, g, loss, fisher)
 
     def _stand_in(self, f: Tensor, g: Tensor, loss: Loss, fisher: Fisher) -> Tensor:
-        """Return targets that are as good as the true ones, which are not known, and set the scale."""
+        """Return substitutes for unknown targets, with the same curvature, and set the scale."""
         self.scale = distance = g.new_ones(())
         try:
             if fisher == "ggn" and loss.hessian_needs_targets:
@@ -161,10 +161,10 @@ class Targets:
         if fisher == "empirical" and not distance < _TOLERANCE:
             raise LossError(
                 f"The scale of the gradient is not known, because the targets of {loss.name} are not known.",
-                "Call the optimizer's targets(y) between the forward pass and backward(), or compute the loss by the "
-                "module of loss=.",
+                "Call the optimizer's targets(y) between the forward pass and backward(), or compute the loss with the "
+                "module that was passed as loss=.",
             )
-        # Labels explain the gradient if changes are harmless, such as another order or precision.
+        # If predictions were modified in a harmless way, such as order or precision, labels explain the gradient.
         if self.calls_for_changed == 1 and self.fit is not None and distance > _round_off(f, g, y, loss):
             self.mismatch = torch.maximum(torch.as_tensor(self.mismatch), distance)
         # Labels that do not explain the gradient are not the true ones, which may be soft, smoothed or mixed.
@@ -173,24 +173,24 @@ class Targets:
         return y
 
     def known_scale(self) -> float | None:
-        """Return how many times the sum of criteria the loss is; `None` if that is not known."""
+        """Return the factor between the loss and the sum of criteria; `None` if it is unknown."""
         if self.fit is None:
             return None
         scale, distance = map(float, self.fit)
-        # A gradient that vanishes has no scale.
+        # A zero gradient has no scale.
         return scale if scale and distance < _TOLERANCE else None
 
     def other_loss(self) -> str:
-        """Return the name of another loss that the gradient is of; empty if none, or if the declared one fits."""
+        """Return the name of another loss that the gradient belongs to; empty if none, or if the declared one fits."""
         if self.known_scale() is not None:
             return ""
         return next((name for name, is_its_own in self.others.items() if is_its_own), "")
 
 
 def _round_off(f: Tensor, g: Tensor, y: Tensor, loss: Loss) -> Tensor:
-    """Return how far a gradient that nearly vanishes may be from another way to compute it, relative to its length.
+    """Return the round-off of a gradient that nearly vanishes, relative to its length.
 
-    Its entries are differences of a prediction and a target, or of their probabilities, and rounded like these.
+    Its entries are differences of a prediction and a target, or of their probabilities, and have their round-off.
     """
     terms = len(f) if y.is_floating_point() else y.numel()
     weight = loss.scale / (terms if loss.reduction == "mean" else 1)
@@ -200,42 +200,42 @@ def _round_off(f: Tensor, g: Tensor, y: Tensor, loss: Loss) -> Tensor:
     return result
 
 
-# Relative distance between gradients beyond which a loss has an additional term, or is another loss.
+# Relative distances between gradients beyond which a loss has an additional term, or is another loss.
 _DISTANCE_TO_WARN = 0.05
 _DISTANCE_TO_REFUSE = 0.5
-# Numbers that differ by less are the same. Gradients in half precision are rounded by less.
+# Numbers with a smaller relative difference count as equal. Gradients in half precision are rounded by less.
 _SAME = 0.05
 # A mean over fewer targets than these may be a sum with a factor in front.
 _FEW_TARGETS = 4
-# Other losses, and factors, are looked for in this many steps that have sums, since a program does not change.
+# Other losses and factors are looked for in this many steps with sums only, since a program does not change.
 _STEPS_TO_COMPARE = 10
 _CHANGE_THE_LOSS = (
-    "Pass the loss that you minimize as loss=, for what the model returns. What happens to that before the loss, such "
-    "as a softmax or a temperature, belongs into the model."
+    "Pass the loss that you minimize as loss=, as a function of the model's output. Operations between output and "
+    "loss, such as a softmax or a temperature, must be part of the model."
 )
 
 
 @dataclass(eq=False)
 class LossCheck:
-    """The declared loss.
+    """Compares the declared loss with the loss that is minimized.
 
     Attributes:
-        loss: Its description.
-        ranks: Over how many processes gradients are averaged.
+        loss: The declared loss.
+        ranks: Number of processes over which gradients are averaged.
         steps_left: Compare passes with other losses and reductions in this many further steps.
     """
 
     loss: Loss
     ranks: int = 1
     steps_left: int = _STEPS_TO_COMPARE
-    _warned: set[str] = field(default_factory=set)  # kinds of warnings, each of which comes once
+    _warned: set[str] = field(default_factory=set)  # kinds of warnings that were given; each is given once
 
     def check(self, sums: StepSums, value: Any = None) -> None:
-        """Compare it with what the passes of a step show.
+        """Compare the declared loss with the gradients of a step.
 
         Args:
-            sums: What they gave.
-            value: What a closure returned.
+            sums: Sums from the passes of the step.
+            value: Return value of the closure.
 
         Raises:
             LossError: If another loss, or another reduction, is minimized.
@@ -248,24 +248,24 @@ class LossCheck:
         if sums.mismatch > _DISTANCE_TO_REFUSE:
             raise LossError(text, _CHANGE_THE_LOSS)
         if sums.mismatch > _DISTANCE_TO_WARN:
-            self._warn("term", f"{text} Curvature is that of the declared loss, of what the model returns.", 0)
+            self._warn("term", f"{text} Curvature is computed for the declared loss of the model's output.", 0)
         elif self.steps_left and sums.examples:
             self._compare_scales(sums, value)
         self.steps_left = max(0, self.steps_left - 1)
 
     def _compare_scales(self, sums: StepSums, value: Any) -> None:
-        """Find a factor between the loss and the declared one, or another reduction."""
+        """Detect a factor between the minimized and the declared loss, or another reduction."""
         parts = [(scale, count) for scale, count in sums.scales if scale is not None]
         if not parts or len(parts) < len(sums.scales):
             self._compare_value(sums, value)
             return
-        self.steps_left = 0  # It is known now.
-        if self._is(self.loss.reduction, parts, sums.count) or _called_by_scaler():
+        self.steps_left = 0  # The scale is known now.
+        if self._matches(self.loss.reduction, parts, sums.count) or _called_by_scaler():
             return
         self._refuse_reduction(parts, sums.count)
         expected = self.loss.scale / (sums.count / self.ranks if self.loss.reduction == "mean" else 1.0)
         factors = [scale / expected for scale, _ in parts]
-        # Parts with weights of their own are no accident. And trainers divide what a model computes by other counts.
+        # Different weights for parts are intentional. Trainers divide the loss that a model computes by other counts.
         if sums.in_model or not all(_same(factor, factors[0]) for factor in factors):
             return
         over_data = all(_same(scale, self.loss.scale / (sums.num_data / self.ranks)) for scale, _ in parts)
@@ -273,35 +273,35 @@ class LossCheck:
         self._warn(
             "factor",
             f"The loss that is minimized is {factors[0]:.3g} times {self.loss.name} with reduction="
-            f"{self.loss.reduction!r}{hint}. Steps are longer or shorter by this factor. Announce the loss that you "
+            f"{self.loss.reduction!r}{hint}. Steps are longer or shorter by this factor. Declare the loss that you "
             "minimize, or multiply lr instead of the loss.",
             1,
         )
 
     def _compare_value(self, sums: StepSums, value: Any) -> None:
-        """Find another reduction of a square loss without targets, by its value.
+        """Detect another reduction of a square loss without targets, using its value.
 
         With residuals `r`, the value is `R |r|^2 / 2` and the gradient is `R r`. Terms that do not depend on
-        predictions are part of the value, so a ratio that is not exactly that of the other reduction says nothing.
+        predictions are part of the value, so a ratio that does not match the other reduction exactly has no meaning.
         """
         value = float(value.detach()) if isinstance(value, torch.Tensor) and value.numel() == 1 else 0.0
         if isinstance(self.loss, Square) and value > 0 and sums.square > 0 and len(sums.scales) == 1:
             self._refuse_reduction([(sums.square / (2 * value), sums.count)], sums.count)
 
     def _refuse_reduction(self, parts: list[tuple[float, float]], total: float) -> None:
-        """Raise if the loss has the other reduction than the declared one."""
+        """Raise if the minimized loss has the other reduction."""
         declared, other = self.loss.reduction, "sum" if self.loss.reduction == "mean" else "mean"
-        if min(count for _, count in parts) > _FEW_TARGETS and self._is(other, parts, total):
+        if min(count for _, count in parts) > _FEW_TARGETS and self._matches(other, parts, total):
             raise LossError(
                 f"The loss that is minimized is a {other}, but {self.loss.name} was declared with "
                 f"reduction={declared!r}. Steps would be {total:g} times too {'long' if other == 'sum' else 'short'}.",
                 f"Pass the loss with reduction={other!r} as loss=.",
             )
 
-    def _is(self, reduction: str, parts: list[tuple[float, float]], total: float) -> bool:
-        """Whether scales of parts are those of a reduction: a mean may be one over all parts, or over each.
+    def _matches(self, reduction: str, parts: list[tuple[float, float]], total: float) -> bool:
+        """Whether the scales of parts match a reduction. A mean may be one over all parts, or over each of them.
 
-        Gradients are averages over processes. So a mean over all parts has so many times the scale in each process.
+        Gradients are averaged over processes, so a mean over all parts has this many times the scale in each process.
         """
         scale = self.loss.scale
         if reduction == "sum":
@@ -310,7 +310,7 @@ class LossCheck:
         return over_each or all(_same(s, scale / (total / self.ranks)) for s, _ in parts)
 
     def _warn(self, kind: str, text: str, frames: int) -> None:
-        """Warn once, at the call of `step`, given the number of functions between `check` and this one."""
+        """Warn once per kind, at the call of `step`, given the number of frames between `check` and this method."""
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, KfsWarning, stacklevel=7 + frames)
@@ -321,7 +321,7 @@ def _same(a: float, b: float) -> bool:
 
 
 def _called_by_scaler() -> bool:
-    """Whether a gradient scaler takes the step: it has multiplied the loss, and has divided gradients since."""
+    """Whether a gradient scaler calls the step: it has multiplied the loss, and then divided the gradients."""
     file = sys.modules[GradScaler.__module__].__file__
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Options of the optimizer, checked once, with an answer for callers who know other optimizers."""
+"""Validation of the optimizer's options, with hints for users of other optimizers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,31 +17,31 @@ def check_call(model: Any, loss: Any) -> None:
     """Check that a model and a loss were passed, in this order.
 
     Raises:
-        ModelError: If the first argument is no model.
-        LossError: If the second one is none, or parameters, or something else that cannot be a loss.
+        ModelError: If the first argument is not a model.
+        LossError: If the second argument is missing, or is not a loss, for example parameters.
     """
     if not isinstance(model, nn.Module):
         given = "parameters" if _may_be_parameters(model) else f"a {type(model).__name__}"
         raise ModelError(
             f"KFAC needs the model (a torch.nn.Module), but the first argument is {given}: factors come from the "
             "inputs and gradients of its layers, which parameters alone do not show.",
-            f"Pass model and loss: {_CALL}. Parameters or groups, if they are not all of the model's, are params=.",
+            f"Pass model and loss: {_CALL}. To train only some parameters, or groups of them, pass params=.",
         )
     if loss is None:
         raise LossError(
-            "KFAC needs the loss. Curvature is that of the loss as a function of the model's predictions (its Hessian, "
+            "KFAC needs the loss. Curvature depends on the loss as a function of the model's predictions (its Hessian, "
             "or the likelihood that labels are drawn from), which gradients do not show.",
             "Pass the loss that you minimize: KFAC(model, nn.CrossEntropyLoss()), or nn.MSELoss(), or one of "
             "kfs.losses. The training loop stays as it is.",
         )
     if _may_be_parameters(loss):
         raise LossError(
-            "The second argument of KFAC is the loss, but parameters came.",
-            "Pass them as the third one: KFAC(model, nn.CrossEntropyLoss(), model.parameters()).",
+            "The second argument of KFAC is the loss, but parameters were passed.",
+            "Pass them as the third argument: KFAC(model, nn.CrossEntropyLoss(), model.parameters()).",
         )
     if isinstance(loss, int | float):
         raise LossError(
-            f"The second argument of KFAC is the loss, but {loss!r} came.",
+            f"The second argument of KFAC is the loss, but {loss!r} was passed.",
             f"Pass settings by name: KFAC(model, nn.CrossEntropyLoss(), lr={loss!r}).",
         )
     if isinstance(loss, type):
@@ -52,16 +52,16 @@ def check_call(model: Any, loss: Any) -> None:
 
 
 def _may_be_parameters(given: Any) -> bool:
-    """Whether something is a parameter, a group, or several of these."""
+    """Whether an argument looks like a parameter, a parameter group, or several of these."""
     if isinstance(given, Tensor | dict):
         return True
     return isinstance(given, Iterable) and not isinstance(given, nn.Module | str)
 
 
-# Half-open ranges of numbers. `None` is allowed, too: the signature says where it has a meaning.
+# Half-open ranges of values. `None` is accepted for all of them; the signature says where it has a meaning.
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("lr", "damping", "weight_decay"), (0, torch.inf)),
-    # Steps, or their overshoot, are divided by them; nothing moves at zero.
+    # Steps, or their overshoot, are divided by these. With zero, parameters would never change.
     **dict.fromkeys(("trust", "kl_clip", "noise"), (1e-12, torch.inf)),
     **dict.fromkeys(("momentum", "decay"), (0, 1)),
     "adamw_lr": (1e-12, torch.inf),  # Weight decay is divided by it.
@@ -69,7 +69,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 _IN_GROUPS = ("lr", "damping", "momentum", "weight_decay", "trust", "adamw_lr")
 _METHODS = ("kfac", "adamw")
 _INTERVALS = ("factors_every", "inverses_every", "patience")
-# Options that are one for all parameters.
+# Options that must be the same for all parameters.
 _NOT_IN_GROUPS = (
     *("kl_clip", "noise", "fisher", "sharing", "eigen", "decay", "factors_every", "inverses_every", "damping_method"),
     *("damping_unit", "quadratic_model", "patience", "max_dim", "batch_axis", "seed", "audit", "replay"),
@@ -78,7 +78,7 @@ _CHOICES = {"damping_method": (None, *METHODS), "damping_unit": ("relative", "ab
 
 
 def number_and_unit(damping: Any, unit: Any) -> tuple[Any, Any]:
-    """Return damping as a number, with its unit: `kfs.Relative(0.1)` is 0.1 with the unit `"relative"`."""
+    """Return damping as a number and a unit: `kfs.Relative(0.1)` is 0.1 with the unit `"relative"`."""
     return (damping.fraction, "relative") if isinstance(damping, Relative) else (damping, unit)
 
 
@@ -86,7 +86,7 @@ def check_options(given: Mapping[str, Any]) -> None:
     """Check the arguments of `KFAC`, by name.
 
     Raises:
-        ModelError: If one is out of range, or if two do not fit together.
+        ModelError: If a value is out of range, or if two options are incompatible.
     """
     for name in _RANGES:
         _check_number(name, given[name])
@@ -112,16 +112,16 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 
 def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Check what parameter groups say. They may have other entries: schedulers and trainers make notes there.
+    """Check parameter groups. Unknown entries are allowed, because schedulers and trainers add some.
 
     Raises:
-        ModelError: If a number is out of range, or an option is one for all parameters.
+        ModelError: If a number is out of range, or an option must be the same for all parameters.
     """
     for group in groups:
         for name in _NOT_IN_GROUPS:
             if name in group:
                 raise ModelError(
-                    f"A parameter group has the option {name}, which is one for all parameters.",
+                    f"A parameter group sets {name}, which must be the same for all parameters.",
                     f"Pass {name}= to KFAC itself. Groups may have lr, weight_decay, damping, trust, adamw_lr, method.",
                 )
         if group["method"] not in _METHODS:
@@ -130,10 +130,10 @@ def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def check_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Check the numbers of parameter groups, which a schedule may have changed.
+    """Check the numbers in parameter groups, which a schedule may have changed.
 
     Raises:
-        ModelError: If one is out of range, or not a number.
+        ModelError: If a value is out of range, or not a number.
     """
     for group in groups:
         for name in _IN_GROUPS:
@@ -148,7 +148,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def warmup_interval(step: int) -> int:
-    """Return how often factors are computed by default: curvature changes most at the beginning.
+    """Return the default interval between factors. It is short at first, when curvature changes most.
 
     Example:
         >>> [warmup_interval(step) for step in (0, 9, 10, 50, 90, 1000)]

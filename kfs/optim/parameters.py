@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: their names in the model, their groups, and that no other optimizer has them."""
+"""The parameters of an optimizer: their names in the model, their groups, and their exclusive ownership."""
 
 import gc
 import warnings
@@ -26,20 +26,20 @@ class Parameters:
     """The parameters of an optimizer.
 
     Args:
-        model: The model that they belong to.
+        model: The model that contains them.
         groups: The optimizer's parameter groups.
-        close: A method that closes the optimizer. It is called when another one takes the model over; its object is not
-            kept alive.
+        close: A method that closes the optimizer. It is called when another optimizer takes the model over. Only a weak
+            reference to it is stored.
 
     Attributes:
-        tensors: By name.
-        groups: The group of each, by name.
-        closed: Whether other optimizers may have them.
+        tensors: Parameters by name.
+        groups: Parameter groups by name of the parameter.
+        closed: Whether the optimizer was closed, so that other optimizers may own the parameters.
     """
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], close: Callable[[], None]) -> None:
-        """Find names, and take the parameters over from an earlier optimizer of the same model."""
-        refuse_scripted(model, [("", model)])  # parts of a model that nobody can look into are trained by AdamW
+        """Look up names, and take the parameters over from an earlier optimizer of the same model."""
+        refuse_scripted(model, [("", model)])  # scripted parts of a model are trained by AdamW
         self.closed = False
         self._taken_over = False
         self._model = model
@@ -47,14 +47,15 @@ class Parameters:
         self.read(groups, take_over=True)
 
     def read(self, groups: list[dict[str, Any]], take_over: bool = False) -> None:
-        """Find names, after groups have changed.
+        """Look up names, after groups have changed.
 
         Args:
             groups: The optimizer's parameter groups.
-            take_over: Whether to close another optimizer of the same model that has some of them.
+            take_over: Whether to close another optimizer of the same model that owns some of the parameters.
 
         Raises:
-            ModelError: If a parameter is not one of the model, another optimizer has it, or a group has a bad setting.
+            ModelError: If a parameter does not belong to the model, another optimizer owns it, or a group has an
+                invalid setting.
         """
         reshard(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}
@@ -75,16 +76,16 @@ class Parameters:
         self.tensors: dict[str, Tensor] = {names[id(p)]: p for p, _ in found}
         self.groups: dict[str, dict[str, Any]] = {names[id(p)]: group for p, group in found}
         self._shapes = self._shapes_now()
-        # The modules with their children and parameters, to compare quickly. No other tensor can get the ids of these.
+        # Modules with their children and parameters, to compare quickly. They stay alive, so their ids stay unique.
         self._parts = [(m, list(m._modules.values()), list(m._parameters.values())) for m in self._model.modules()]
 
     def ordered(self, groups: list[dict[str, Any]]) -> list[str]:
-        """Return names in the order of groups."""
+        """Return parameter names in the order of groups."""
         names = {id(p): name for name, p in self.tensors.items()}
         return [names[id(p)] for group in groups for p in group["params"]]
 
     def check_open(self) -> None:
-        """Refuse to go on after the optimizer was closed."""
+        """Raise if the optimizer was closed."""
         if self._taken_over:
             raise ModelError(
                 "The model of this optimizer was taken over by another KFAC optimizer, which was made later for the "
@@ -99,7 +100,7 @@ class Parameters:
         return {n: p for n, p in self.tensors.items() if p.requires_grad and self.groups[n]["method"] == "kfac"}
 
     def are_the_models(self) -> bool:
-        """Whether the model has the same parameters as before; not so while `functional_call` runs it."""
+        """Whether the model still has the same parameters. `functional_call` replaces them while it runs."""
         for module, children, params in self._parts:
             now = list(module._parameters.values())
             same = len(now) == len(params) and all(map(_is_same, now, params))
@@ -108,7 +109,7 @@ class Parameters:
         return all(p.shape == self._shapes[id(p)] for _, _, params in self._parts for p in params if p is not None)
 
     def check_model(self) -> None:
-        """Refuse a model whose parameters were replaced, added, removed or reshaped, before they are changed."""
+        """Raise if parameters of the model were replaced, added, removed or reshaped."""
         reshard(self._model)
         if self.are_the_models():
             return
@@ -120,7 +121,7 @@ class Parameters:
         )
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a model that was moved away from the device of its statistics."""
+        """Raise if the model was moved away from the device of the optimizer's state."""
         where = {p.device for p in self.tensors.values()}
         if device not in where:
             raise ModelError(
@@ -129,7 +130,7 @@ class Parameters:
             )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of another optimizer, or of another model."""
+        """Raise if the state belongs to another optimizer or another model."""
         if "kfac" not in state:
             raise StorageError(
                 "The state is not one of kfs.optim.KFAC.", "Load what state_dict() of such an optimizer returned."
@@ -147,9 +148,9 @@ class Parameters:
         return {id(p): p.shape for p in self._model.parameters()}
 
     def _claim(self, params: list[Tensor], take_over: bool) -> None:
-        """Become the owner of some parameters."""
+        """Register these parameters as owned by this optimizer."""
         if self._other_owners(params):
-            gc.collect()  # The other optimizer may be waiting to be collected.
+            gc.collect()  # The other optimizer may be unreachable.
         others = self._other_owners(params)
         if others and not (take_over and all(other._model is self._model for other in others)):
             raise ModelError(
@@ -158,7 +159,7 @@ class Parameters:
             )
         if others:
             text = "A KFAC optimizer for this model exists already. The new one takes the model over, and the first "
-            text += "one's step() raises from now on. Call close() of the first one before, to make this silent."
+            text += "one's step() raises from now on. To avoid this warning, call close() of the first one before."
             warnings.warn(text, KfsWarning, stacklevel=6)
         for other, close in others.items():
             close()
@@ -167,14 +168,14 @@ class Parameters:
             _OWNERS[p] = weakref.ref(self)
 
     def _other_owners(self, params: list[Tensor]) -> dict["Parameters", Callable[[], None]]:
-        """Return what other optimizers have of some parameters, and the method that closes each of them."""
+        """Return other open optimizers that own some of these parameters, and the method that closes each of them."""
         owners = {owner() for p in params if (owner := _OWNERS.get(p)) is not None} - {None, self}
         open_ones = [owner for owner in owners if not owner.closed]
         return {owner: close for owner in open_ones if (close := owner._close()) is not None}
 
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
-    """Whether a parameter is the one that it was, or all of the one that was sharded."""
+    """Whether this is the same parameter object, or its unsharded copy."""
     if now is before:
         return True
     is_whole = isinstance(now, nn.Parameter) and not is_sharded(now)

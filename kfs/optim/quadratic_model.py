@@ -1,4 +1,4 @@
-"""Steps from a quadratic model of the loss, and steps that are tried on their own batch."""
+"""Steps that minimize a quadratic model of the loss, and steps that are shortened until the batch loss falls."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from kfs.problem.isolation import restored
 from kfs.problem.outputs import prediction_in
 from kfs.problem.torch_fixes import ExactDerivatives, explained
 
-# The share of the change that the slope predicts which has to come true (Armijo's condition).
+# The loss must change by at least this fraction of the change that the slope predicts (Armijo's condition).
 _SUFFICIENT = 1e-4
-# A step is shortened to something between these shares of it: the loss cannot be trusted to be a parabola.
+# Bounds of the factor by which a step is shortened: the loss is not exactly a parabola.
 _SHORTEST, _LONGEST = 0.1, 0.5
 _MOST_TRIALS = 10
 # Two evaluations of one loss may differ by this many units of round-off, relative to its value.
@@ -31,10 +31,10 @@ _ROUND_OFF = 4.0
 
 @dataclass(frozen=True)
 class Trial:
-    """How a step went.
+    """Result of trying a step.
 
     Attributes:
-        share: How much of the step was taken. Zero if it was taken back.
+        share: Fraction of the step that was taken; zero if it was taken back.
         change: Change of the loss after the whole step.
     """
 
@@ -77,8 +77,8 @@ def _or_infinite(change: float) -> float:
 
 
 def _next_share(change: float, slope: float) -> float:
-    """Return how much of a step to try next: the minimum of the parabola through what is known, within limits."""
-    beyond = change - slope  # what the loss rises above the line of its slope
+    """Return the factor to try next: the minimum of the parabola through the known values, within bounds."""
+    beyond = change - slope  # excess of the loss over the line of its slope
     share = 0.0 if beyond <= 0 else -0.5 * slope / beyond
     return min(max(share, _SHORTEST), _LONGEST)
 
@@ -87,19 +87,18 @@ class BatchLoss:
     """The loss on the batch of a step, as the user's closure computes it.
 
     Args:
-        closure: The user's.
-        model: What it trains.
-        device: That of the model.
+        closure: The user's closure.
+        model: The model that it trains.
+        device: Device of the model.
         mean: Returns the mean of a number over all processes.
 
     Attributes:
-        result: What the closure returned at first.
+        result: Return value of the first call of the closure.
     """
 
     def __init__(
         self, closure: Callable[[], Any], model: nn.Module, device: torch.device, mean: Callable[[float], float]
     ) -> None:
-        """Call the closure."""
         self._mean = mean
         self._closure = closure
         self._model = model
@@ -112,18 +111,18 @@ class BatchLoss:
 
     @cached_property
     def value(self) -> float:
-        """The loss at first. This waits for an accelerator, and for other processes."""
+        """The loss of the first call. This synchronizes with an accelerator, and with other processes."""
         return self._mean(_value_of(self.result))
 
     @property
     def round_off(self) -> float:
-        """By how much two evaluations may differ."""
+        """How much two evaluations of the loss may differ."""
         tensors = [torch.as_tensor(self.result), *self._model.parameters()]
         dtypes = {t.dtype for t in tensors if t.is_floating_point()}
         return _ROUND_OFF * max(torch.finfo(dtype).eps for dtype in dtypes) * abs(self.value)
 
     def evaluate(self) -> float:
-        """Return the loss with the parameters of now. Buffers do not change, and the same random numbers are drawn."""
+        """Return the loss with the current parameters. Buffers do not change, and the same random numbers are drawn."""
         with restored(self._model, self._device, refuse=False), torch.enable_grad():
             torch.set_rng_state(self._random_state)
             if self._device.type == "cuda":  # pragma: no cover (tested on a GPU)
@@ -132,29 +131,29 @@ class BatchLoss:
 
 
 def _value_of(result: object) -> float:
-    """Return the loss that a closure returned.
+    """Return the loss as a number, given the return value of a closure.
 
     Raises:
-        ModelError: If it returned something else.
+        ModelError: If the closure returned something else.
     """
     try:
         return float(torch.as_tensor(result).detach())
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"The closure returned a {type(result).__name__} instead of the loss.",
-            "Let it return the loss that it has called backward() of.",
+            "Return the loss on which the closure has called backward().",
         ) from error
 
 
 Step = dict[str, Tensor]
-_DECREASE = 0.95**5  # of damping, after a good prediction; the inverse of a rise after a bad one
-_FAST_DECREASE = 0.5  # after one that came true, or was too careful
-# Limits for the rise of damping after a step that had to be shortened.
+_DECREASE = 0.95**5  # factor for damping after a good prediction; its inverse after a bad one
+_FAST_DECREASE = 0.5  # factor for damping after an accurate or too careful prediction
+# Bounds of the factor for damping after a step that had to be shortened.
 _LEAST_RISE, _LARGEST_RISE = 2.0, 10.0
 
 
 class QuadraticModel:
-    """Finds steps along the natural gradient and the last step.
+    """Finds steps along the natural gradient and the previous step.
 
     Attributes:
         previous: The last step that was taken, by parameter name. Its length does not matter.
@@ -170,7 +169,7 @@ class QuadraticModel:
     def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], sums: StepSums | None) -> Step:
         """Return the step that minimizes the quadratic model, given the gradient and the natural gradient."""
         self._predicted = (0.0, 0.0)
-        if sums is None or not sums.examples or not natural:  # No target counts, or AdamW trains all parameters.
+        if sums is None or not sums.examples or not natural:  # All targets are ignored, or AdamW trains all parameters.
             return {n: torch.zeros_like(d) for n, d in natural.items()}
         directions = [{n: -d for n, d in natural.items()}]
         if self.previous.keys() == natural.keys():
@@ -186,20 +185,20 @@ class QuadraticModel:
         }
 
     def finish(self, steps: Step, trial: Trial, lr: float, noise: float) -> float:
-        """Remember a step that was tried, and return what to multiply damping with.
+        """Store a step that was tried, and return the factor to multiply damping with.
 
-        After a step that was taken back, the last step is still the one before: only damping has changed.
+        If the step was taken back, the previous step stays the last one, and only damping changes.
 
         Args:
             steps: The step.
-            trial: How `lr` times the step went.
+            trial: Result of trying `lr` times the step.
             lr: The learning rate.
             noise: Round-off of losses. Predicted changes below it leave damping as it is.
         """
         if trial.share:
             self.previous = steps
         if trial.share < 1:
-            # The model is wrong by more than a ratio can tell. How much too long the step was says by how much.
+            # The model is too inaccurate for a ratio. Damping rises by how much too long the step was.
             return min(max(1 / trial.share, _LEAST_RISE), _LARGEST_RISE) if trial.share else _LARGEST_RISE
         predicted = lr * self._predicted[0] + 0.5 * lr**2 * self._predicted[1]
         if abs(predicted) <= noise:
@@ -212,7 +211,7 @@ class QuadraticModel:
         return 1.0 if ratio >= 0.25 else 1 / _DECREASE
 
     def _curvature(self, directions: list[Step], damping: Mapping[str, Tensor], sums: StepSums) -> Tensor:
-        """Return the damped Fisher matrix on all data of the step, along the directions."""
+        """Return the damped Fisher matrix on all data of the step, projected onto the directions."""
         C = torch.zeros(len(directions), len(directions), dtype=torch.float64)
         for args, kwargs, y in sums.inputs:
             pushed = [self._push_forward(d, args, kwargs) for d in directions]
@@ -223,7 +222,7 @@ class QuadraticModel:
         return (C + C.T) / 2
 
     def _push_forward(self, direction: Step, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return predictions for a batch, and their derivative along a direction of the parameters."""
+        """Return predictions for a batch, and their derivative along a direction in parameter space."""
         params = {n: p.detach() for n, p in self._model.named_parameters() if n in direction}
         device = next(iter(params.values())).device
 

@@ -1,8 +1,8 @@
 """Updates of all parameters, and of inverses, as CUDA graphs.
 
-An update consists of hundreds of small operations, and starting them takes longer than computing them. If the same
-parameters are updated again and again, with the same tensors for state and inverses, the operations are recorded once.
-What differs between steps is copied to where the graph reads it: gradients, and numbers such as the learning rate.
+An update consists of hundreds of small operations, and launching them takes longer than computing them. If the same
+parameters are updated repeatedly, with the same tensors for state and inverses, the operations are recorded once.
+Values that differ between steps, such as gradients and the learning rate, are copied to where the graph reads them.
 """
 
 import logging
@@ -17,31 +17,31 @@ from kfs.optim.update_rule import Scalar
 from kfs.runtime.cuda_graphs import CudaRecorder, Graph, Reads, Recorder, why_not
 
 log = logging.getLogger("kfs.optim")
-# What is recorded: it takes gradients, a flag, and numbers, and changes parameters and state in place. The flag says
-# whether gradients are finite. On an accelerator, where nobody has looked, it becomes false, in place, if the step is
-# not finite either; nothing changes then.
+# A function that can be recorded. It takes gradients, a flag and numbers, and changes parameters and state in place.
+# The flag says whether gradients are finite. On an accelerator, the function sets it to false, in place, if the step
+# is not finite; parameters and state do not change then.
 Update = Callable[[list[Tensor], Tensor, list[Scalar]], None]
-# A recording holds memory of its own. Where it is large, it may take this share of what is free.
+# A recording has its own memory. A large recording may take this share of the free memory.
 SHARE = 0.25
-_SAME = 3  # An update is recorded when it comes for this many times in a row.
+_SAME = 3  # An update is recorded when it is requested this many times in a row.
 
 
 class _Recorded(NamedTuple):
-    """A graph, and what it reads."""
+    """A graph and the tensors that it reads."""
 
     graph: Graph
     grads: list[Tensor]
     finite: Tensor
     numbers: Tensor
-    reads: Reads  # holds what else it reads
+    reads: Reads  # keeps other tensors that it reads alive
 
 
 class RecordedUpdate:
     """Runs updates, and records them if they repeat.
 
     Args:
-        new_recorder: Makes what records a graph; `None` to run all updates as they are.
-        what: What is updated, for messages.
+        new_recorder: Returns a recorder of graphs; `None` to run all updates eagerly.
+        what: Name of the updates in messages.
     """
 
     def __init__(self, new_recorder: Callable[[], Recorder] | None, what: str = "updates") -> None:
@@ -62,10 +62,10 @@ class RecordedUpdate:
         """Run an update.
 
         Args:
-            key: Updates with the same key do the same, with the same tensors, up to their arguments.
-            update: Runs it.
+            key: Updates with equal keys perform the same operations on the same tensors, except for their arguments.
+            update: Performs the update.
             grads: Gradients.
-            finite: Whether they are.
+            finite: Flag: whether gradients are finite.
             numbers: All numbers that may differ between updates.
 
         Returns:
@@ -85,14 +85,14 @@ class RecordedUpdate:
         if grads:
             torch._foreach_copy_(recorded.grads, list(grads))
         recorded.finite.copy_(finite)
-        # A copy of numbers from the host need not be waited for.
+        # This copy from the host is asynchronous.
         recorded.numbers.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
         recorded.graph.replay()
         return recorded.finite
 
     @staticmethod
     def _run(update: Update, grads: Sequence[Tensor], finite: Tensor, numbers: Sequence[float]) -> Tensor:
-        """Run an update as it is."""
+        """Run an update eagerly."""
         flag = finite.clone()
         update(list(grads), flag, list(numbers))
         return flag
@@ -107,7 +107,7 @@ class RecordedUpdate:
     def _record(
         self, recorder: Recorder, update: Update, grads: Sequence[Tensor], finite: Tensor, numbers: Sequence[float]
     ) -> _Recorded | None:
-        """Record an update without running it; `None` if that is not possible."""
+        """Record an update without running it; return `None` if that is not possible."""
         inputs = [torch.zeros_like(g) for g in grads]
         flag = torch.empty_like(finite)
         values = torch.zeros(len(numbers), dtype=torch.float64, device=finite.device)
@@ -119,7 +119,7 @@ class RecordedUpdate:
 
         try:
             graph = recorder.record(run)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the update may well run as it is)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the update can run eagerly)
             log.info("kfs.optim: %s are not recorded as CUDA graphs: %s.", self._what, why_not(error))
             self._new_recorder = None
             return None
@@ -127,11 +127,11 @@ class RecordedUpdate:
 
 
 def recorder_for(device: torch.device, share: float | None = None) -> Callable[[], Recorder] | None:
-    """Return what makes recorders for a device; `None` if there are none.
+    """Return a function that makes recorders for a device; `None` if the device has none.
 
     Args:
-        device: Of all tensors.
-        share: How much of the free memory recordings may take; as much as they need by default.
+        device: Device of all tensors.
+        share: Share of the free memory that recordings may take. By default, they take as much as they need.
     """
     if device.type != "cuda":
         return None
@@ -140,7 +140,7 @@ def recorder_for(device: torch.device, share: float | None = None) -> Callable[[
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Return how many bytes are free on a GPU, and how many PyTorch has reserved."""
+    """Return how many bytes are free on a GPU, including PyTorch's cache, and how many PyTorch has reserved."""
     if device.type != "cuda":
         return 1, 0
     free, _ = torch.cuda.mem_get_info(device)  # pragma: no cover (tested on a GPU)

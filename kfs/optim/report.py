@@ -1,4 +1,4 @@
-"""What an optimizer covers and does: a table in a terminal, HTML in a notebook."""
+"""The report of an optimizer: blocks, costs and events, as tables in a terminal or HTML in a notebook."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,17 +21,17 @@ _NUMBERS = ("bytes", "damping added", "inverse of step", "count", "operations", 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """One block of the curvature.
+    """A block of the curvature, as a row of the report.
 
     Attributes:
-        block: Its name.
+        block: Name of the block.
         params: Names of its parameters.
-        matrix: Shape of the matrix that they make, `[groups, d_B, d_A]`.
+        matrix: Shape of the matrix that contains these parameters, `[groups, d_B, d_A]`.
         A: Structure and size of the input-based factor.
         B: Structure and size of the gradient-based factor.
         nbytes: Bytes of factors and inverse.
-        damping: What was added to eigenvalues for the inverse, the mean over groups. `None` without inverse.
-        updated: The step of the last attempt to invert.
+        damping: Damping that was added to eigenvalues for the inverse, averaged over groups. `None` without inverse.
+        updated: Step of the last attempt to invert.
     """
 
     block: str
@@ -46,27 +46,26 @@ class BlockRow:
 
 @dataclass(frozen=True, repr=False)
 class Report(DescribedByTables):
-    """What an optimizer covers and does; printing it shows it.
+    """What an optimizer covers and what its steps cost; printing it shows tables.
 
     Attributes:
         summary: A few lines about model, loss and settings, as `repr` shows them.
         blocks: One row per block.
-        uncovered: Parameters that KFAC does not cover, and why. AdamW trains them.
+        uncovered: Parameters that KFAC does not cover, with reasons. AdamW trains them.
         adamw: Parameters in groups that AdamW trains.
-        waiting: Other parameters without factors: they had no gradient yet.
-        costs: What a step cost, on average over the last ones, by part: new `"factors"`, `"inverses"`, `"products"`
-            with them, and `"trials"` of steps with a quadratic model. Factors are timed with the vectors that are sent
-            back for them. What happens while your own passes run is left out: adding up inputs, and gradients with
-            `fisher="empirical"`.
-        num_steps: How many steps these averages are over.
-        on_host: Whether seconds are those of the host alone, which does not wait for an accelerator.
-        events: What went wrong and was handled.
+        waiting: Other parameters without factors, because they had no gradient yet.
+        costs: Average cost of the last steps, by part: new `"factors"`, `"inverses"`, `"products"` with them, and
+            `"trials"` of steps with a quadratic model. The time for factors includes the vectors that are sent back for
+            them. Work during your own passes is not included: summing inputs, and gradients with `fisher="empirical"`.
+        num_steps: Number of steps in these averages.
+        on_host: Whether seconds are measured on the host alone, which does not wait for an accelerator.
+        events: Problems that were handled.
         lr: Learning rate of each group.
         damping: Damping of each group, times `damping_scale`.
-        damping_scale: The factor that multiplies all dampings now.
-        step_scale: The factor that multiplies learning rates now.
-        history: Steps with new factors: their numbers, the losses of their batches, above the smallest that there
-            could be, and how much of each was taken. When there are many, every second one is forgotten.
+        damping_scale: The factor that currently multiplies all dampings.
+        step_scale: The factor that currently multiplies learning rates.
+        history: Steps with new factors: their numbers, the losses of their batches above the smallest possible loss,
+            and the scales of the steps. If there are many, every second one is dropped.
     """
 
     summary: str
@@ -85,13 +84,13 @@ class Report(DescribedByTables):
     history: tuple[PastStep, ...]
 
     def plot(self, *, axes: "Axes | None" = None) -> "Axes":
-        """Draw losses over steps, and how much of each step was taken.
+        """Plot losses and scales of steps over steps.
 
         Args:
-            axes: Where to draw; by default in a new figure.
+            axes: Matplotlib axes to draw in; by default in a new figure.
 
         Returns:
-            Axes of matplotlib.
+            The axes.
         """
         steps = [past.step for past in self.history]
         losses = [past.loss for past in self.history]
@@ -99,7 +98,7 @@ class Report(DescribedByTables):
         return draw_training(steps, losses, scales, f"scale of steps: {self.step_scale:.3g}", axes)
 
     def describe(self) -> Description:
-        """Describe all of it."""
+        """Describe the report, with its tables."""
         title, *facts = (line.strip() for line in self.summary.splitlines())
         return Description(title, tuple(facts), self._tables(), tuple(self._lines()))
 
@@ -129,7 +128,7 @@ class Report(DescribedByTables):
         return of_blocks, Table(title, _OF_COST, costs, _NUMBERS)
 
     def _lines(self) -> list[str]:
-        """Return sentences about what tables do not show."""
+        """Return sentences about facts that the tables do not show."""
         lines = [f"AdamW trains {name!r}: {why}" for name, why in self.uncovered.items()]
         if self.adamw:
             lines.append(f"AdamW trains, as asked for: {', '.join(self.adamw)}.")

@@ -8,21 +8,21 @@ $$
 c = \tfrac{1}{2}\, g^\top (\theta - \bar\theta).
 $$
 
-It is negative as long as steps lead downhill. It is positive if they have gone too far, be it because of curvature or
-because of noise in their gradients, so that the average is the better place: for a parabola that has its minimum
-there, $c$ is what the loss would fall by. The next batch knows nothing of the noise of earlier ones, so that noise
-alone does not make $c$ positive.
+It is negative as long as steps lead downhill. It is positive if they have gone too far, because of curvature or because
+of noise in their gradients, so that the average is the better place: for a parabola with its minimum there, the loss
+would fall by $c$. The next batch is independent of the noise of earlier ones, so that noise alone does not make $c$
+positive.
 
-Steps that are a little too long are the price of progress. Overshoot may be a share of the loss, the setting `noise`,
-as long as the loss falls. Where it does not, most of it may be noise of the data that no step removes, and overshoot
-may be no more than twice what the loss has fallen by lately. The *scale* multiplies learning rates. While the average
-of $c$ over some steps exceeds what is allowed, it falls, and otherwise it rises, up to one. If a schedule has lowered
-the learning rate, noise ends with it sooner or later, and more is allowed: by the square of the factor.
+Progress requires steps that are a little too long. Overshoot may be a fraction of the loss, the setting `noise`, as
+long as the loss falls. If the loss does not fall, most of it may be noise of the data that no step removes, and
+overshoot may be at most twice the recent decrease of the loss. The *scale* multiplies learning rates. While the average
+of $c$ over some steps exceeds the allowed value, the scale falls, and otherwise it rises, up to one. If a schedule has
+lowered the learning rate, noise ends with it sooner or later, and more is allowed: by the square of the factor.
 
-Overshoot shows after the harm is done. So the first steps are short, whatever the learning rate is, and the scale
-rises fast while nothing speaks against it: a warm-up of seven steps. And after overshoot that was far too large,
-the scale rises slowly, since the same step length would do the same harm again: networks that learn their data by heart
-have no overshoot until their loss jumps up by orders of magnitude.
+Overshoot becomes visible only after it has done harm. So the first steps are short, whatever the learning rate is, and
+the scale rises fast while there is no overshoot: a warm-up of seven steps. After overshoot that was far too large, the
+scale rises slowly, since the same step length would do the same harm again: networks that memorize their data have no
+overshoot until their loss jumps up by orders of magnitude.
 
 This is neither the longest nor the best step for the next batch. Such steps are too short in the long run, since they
 avoid all noise, and noise can be undone by shorter steps at the end (Wu et al., 2018, call it short-horizon bias).
@@ -39,9 +39,9 @@ from torch import Tensor
 from kfs.optim.update_rule import KEPT_OF_STEPS, Scalar, Tensors
 from kfs.runtime.sync import numbers as read_numbers
 
-# How much the average of overshoots keeps in every step.
+# Fraction of the average of overshoots that is kept in every step.
 _KEPT_OF_OVERSHOOTS = 0.8
-# The scale falls only if their average has this share of its weight: after five steps.
+# The scale falls only if this average has at least this weight: after five steps.
 _ENOUGH = 0.6
 # The logarithm of the scale falls by at most twice this number in a step, and rises by at most this number; in early
 # steps by more: `_EARLY` over their number, up to `_FASTEST_RISE`.
@@ -49,22 +49,22 @@ _RATE = 0.03
 _FASTEST_FALL = 2.0
 _EARLY = 3.0
 _FASTEST_RISE = 0.3
-# The first learning rate is at most this one, if `lr` is not smaller.
+# The first learning rate, including the scale, is at most this.
 _FIRST_LR = 0.2
-# Overshoot may be this many times the progress of the loss, and in any case this part of the share `noise`.
+# Overshoot may be this many times the progress of the loss, and in any case this fraction of the setting `noise`.
 _PER_PROGRESS = 2.0
 _LEAST = 0.03
-# A learning rate that is this small, relative to the largest so far, counts as zero.
+# A learning rate below this fraction of the largest so far counts as zero.
 _TINY = 1e-6
-# Overshoot is far too large if it is this many times what is allowed. Then the scale rises slowly, by this number.
+# Overshoot is far too large if it is this many times the allowed one. Then the scale rises slowly, by this number.
 _FAR_TOO_LARGE = 3.0
 _SLOW_RISE = 0.01
-# Smaller tensors are put side by side before they are multiplied: there are many of them.
+# Smaller tensors are concatenated before they are multiplied, because there are many of them.
 _SMALL = 2**16
 
 
 def inner_product(left: Tensors, right: Tensors) -> Tensor:
-    """Return the sum of products of all numbers, in float64.
+    """Return the sum of products of all entries, in float64.
 
     Example:
         >>> inner_product([torch.ones(2), torch.ones(3)], [torch.ones(2), 2 * torch.ones(3)])
@@ -83,7 +83,7 @@ def inner_product(left: Tensors, right: Tensors) -> Tensor:
 def displacement_factor(lr: Scalar) -> Scalar:
     """Return the factor between an average of steps and the displacement of parameters from their average.
 
-    Both averages keep `KEPT_OF_STEPS`. Learning rates count as if they had always been the current one.
+    Both averages keep `KEPT_OF_STEPS`. The learning rate is treated as if it had always been the current one.
     """
     return -lr * KEPT_OF_STEPS / (1 - KEPT_OF_STEPS)
 
@@ -92,11 +92,11 @@ class Numbers(NamedTuple):
     """The numbers of a scale, on the device of parameters.
 
     Attributes:
-        overshoot: Its average over the latest steps, times `weight`.
-        weight: Of that average: it starts at zero and tends to one.
-        logarithm: Of the scale.
-        ceiling: The largest logarithm for now.
-        steps: How many have been taken.
+        overshoot: Average over the latest steps, times `weight`.
+        weight: Weight of this average: it starts at zero and tends to one.
+        logarithm: Logarithm of the scale.
+        ceiling: The largest logarithm that is currently allowed.
+        steps: Number of steps taken.
     """
 
     overshoot: Tensor
@@ -110,9 +110,9 @@ def next_numbers(numbers: Tensor, overshoot: Tensor, allowed: Scalar) -> Tensor:
     """Return the numbers of a scale after another step.
 
     Args:
-        numbers: Those before it, `[5]`: see `Numbers`.
-        overshoot: That of the latest steps.
-        allowed: The largest one that is allowed; infinite if nobody knows.
+        numbers: Numbers before the step, `[5]` (see `Numbers`).
+        overshoot: Overshoot of the latest steps.
+        allowed: The largest allowed overshoot; infinite if it is unknown.
 
     Example:
         >>> numbers = torch.zeros(5, dtype=torch.float64)
@@ -141,7 +141,7 @@ class StepScale:
     """How much of each step is taken.
 
     Attributes:
-        noise: The share of the loss that overshoot may be.
+        noise: Allowed overshoot, as a fraction of the loss.
     """
 
     noise: float
@@ -149,17 +149,17 @@ class StepScale:
     _peak: float = 0.0  # the largest learning rate so far
 
     def numbers_on(self, device: torch.device) -> Tensor:
-        """Return `Numbers`, on the device of parameters, where they change in place."""
+        """Return `Numbers` as a tensor on the device of parameters, where they change in place."""
         self._numbers = self._numbers.to(device)
         return self._numbers
 
     def allowed(self, loss: float, progress: float, groups: Sequence[Mapping[str, Any]]) -> float:
-        """Return the largest overshoot that is allowed.
+        """Return the largest allowed overshoot.
 
         Args:
-            loss: The loss, above the smallest one that predictions could have; infinite if nobody knows.
-            progress: How much it has fallen lately; infinite if nobody knows.
-            groups: Parameter groups, with the learning rates of now.
+            loss: The loss above the smallest loss that predictions could have; infinite if it is unknown.
+            progress: How much the loss has fallen lately; infinite if it is unknown.
+            groups: Parameter groups, with the current learning rates.
         """
         lr = max(float(group["lr"]) for group in groups)
         if self._peak == 0 and lr > _FIRST_LR:
@@ -167,19 +167,19 @@ class StepScale:
         self._peak = max(self._peak, lr)
         share = self.noise * loss
         share = min(share, max(_PER_PROGRESS * progress, _LEAST * share))
-        # A schedule that ends in rates of zero, or nearly so, ends noise.
+        # A schedule that ends with learning rates near zero ends noise.
         allowed = share * (self._peak / lr) ** 2 if lr > _TINY * self._peak else inf
         return allowed if allowed > 0 else inf
 
     def value(self) -> float:
-        """Return the scale. This waits for the device."""
+        """Return the scale. This synchronizes with the device."""
         return read_numbers([self._numbers[2].exp()])[0]
 
     def state(self) -> dict[str, Any]:
-        """Return everything that changes, for a file. This waits for the device."""
+        """Return everything that is saved in a checkpoint. This synchronizes with the device."""
         return {"numbers": read_numbers(list(self._numbers)), "peak": self._peak}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Undo `state`."""
+        """Restore `state`."""
         self._numbers = torch.tensor(state["numbers"], dtype=torch.float64)
         self._peak = float(state["peak"])

@@ -1,4 +1,4 @@
-"""What the passes of one step give: sums for factors, squares of gradients in eigenbases, and counts."""
+"""Sums from the passes of one step: sums for factors, squares of gradients in eigenbases, and counts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,34 +11,34 @@ from kfs.factors.layout import Key, Layout
 from kfs.factors.rows import RowMap
 from kfs.factors.settings import Settings
 
-# By block: its layout, and a sum of its squared gradients that starts at zero.
+# By block: its layout, and a sum of squared gradients in its eigenbasis that starts at zero.
 Bases = Mapping[Key, tuple[Layout, Squares]]
 
 
 @dataclass
 class StepSums:
-    """What the passes of one step give."""
+    """Sums and counts from the passes of one step."""
 
     num_data: int
-    examples: float = 0.0  # what an average over examples divides by
-    count: float = 0.0  # what a mean over targets divides by
+    examples: float = 0.0  # divisor of an average over examples
+    count: float = 0.0  # divisor of a mean over targets
     finite: bool = True  # whether predictions, and gradients of the loss with respect to them, were finite
-    mismatch: float = 0.0  # relative distance between gradients of the loss and those of the declared loss
-    other: str = ""  # name of another loss, which gradients are those of
-    # For each pass: how many times the sum of criteria the loss is (`None` if not known), and `count`.
+    mismatch: float = 0.0  # relative distance between gradients of the loss and of the declared loss
+    other: str = ""  # name of another loss that the gradients belong to
+    # For each pass: the factor between the loss and the sum of criteria (`None` if unknown), and `count`.
     scales: list[tuple[float | None, float]] = field(default_factory=list)
-    in_model: bool = False  # whether a model was given labels, so that it computes the loss itself
+    in_model: bool = False  # whether a model was given labels, and computes the loss itself
     square: float = 0.0  # squared length of the loss's gradients
-    deviance: float = 0.0  # sum over data; NaN if targets are not known
+    deviance: float = 0.0  # sum over examples; NaN if targets are unknown
     blocks: dict[Key, BlockSums] = field(default_factory=dict)
     squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-example gradients, in given bases
-    uncovered: dict[str, str] = field(default_factory=dict)  # parameters without usable block, and why
+    uncovered: dict[str, str] = field(default_factory=dict)  # parameters without a usable block, with reasons
     inputs: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # args, kwargs and targets, if kept
 
     def merge(self, other: "StepSums") -> None:
-        """Add what another pass has given."""
-        # A parameter that one pass does not use may have a block in the other pass, and is covered then. But if a pass
-        # has a block for it and still reports it, the block lacks a use.
+        """Add the sums of another pass."""
+        # A parameter that one pass does not use may have a block in the other pass, which covers it. But if a pass has
+        # a block for it and still reports it as uncovered, a use is missing in the block.
         both = self.uncovered.keys() & other.uncovered.keys()
         reasons = [(one, name, why) for one in (self, other) for name, why in one.uncovered.items()]
         self.uncovered = {name: why for one, name, why in reasons if name in both or name in one.covered}
@@ -61,17 +61,17 @@ class StepSums:
 
     @property
     def has_factors(self) -> bool:
-        """Whether there is something to add to averages, or to refuse. Otherwise, examples were counted at most."""
+        """Whether there are factors to add to averages, or to refuse. If not, examples were only counted."""
         return bool(self.blocks or self.uncovered) or not self.finite
 
     @property
     def covered(self) -> set[str]:
-        """The parameters that have blocks."""
+        """Names of the parameters that have blocks."""
         return {name for block in self.blocks.values() for name in block.layout.params}
 
 
 class FactorAndSquareSums(FactorSums):
-    """Adds inputs and gradients to factors, and per-example gradients to squares, in one pass."""
+    """Sums for factors, and sums of squared per-example gradients, in one pass."""
 
     def __init__(self, settings: Settings, bases: Bases) -> None:
         super().__init__(settings)
@@ -81,16 +81,16 @@ class FactorAndSquareSums(FactorSums):
         self.by_datum = True
 
     def adder_of(self, plan: PlannedUse) -> Adder:
-        """Return what adds the uses of a plan to both sums."""
+        """Return an adder for the uses of a plan that adds to both sums."""
         return _Both(super().adder_of(plan), self._squares.adder_of(plan))
 
     def finish_backward(self) -> None:
-        """Add what had to wait for the end of a backward pass."""
+        """Add terms that had to wait for the end of the backward pass."""
         super().finish_backward()
         self._squares.finish_backward()
 
     def finish_batch(self) -> None:
-        """Forget the batch."""
+        """Discard the data of the batch."""
         super().finish_batch()
         self._squares.finish_batch()
 

@@ -1,4 +1,4 @@
-"""Watching a model in training: factors from its forward passes and from the backward passes of any loss of them."""
+"""Watches a model in training: computes factors from its forward passes and from the backward passes of its loss."""
 
 import sys
 import threading
@@ -43,12 +43,12 @@ from kfs.runtime.cuda_graphs import unchanged_attributes
 from kfs.runtime.nested import mapped, tensors_in
 from kfs.runtime.sync import DeferredChecks, number, numbers
 
-# Graphs of other models are large. What happens to predictions before the loss is a few operations.
+# Graph nodes to visit at most: few operations lie between predictions and loss, and graphs of other models are large.
 _MOST_OPERATIONS = 50
 
 
 class KeepsPass(torch.autograd.Function):
-    """The identity. Its node in the graph keeps a pass alive as long as a gradient can be sent back through it."""
+    """The identity. Its node in the autograd graph keeps a pass alive while a gradient can be sent back through it."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, one: object, alias: bool, predicted: bool) -> Tensor:  # noqa: D102
@@ -56,18 +56,18 @@ class KeepsPass(torch.autograd.Function):
         ctx.predicted = predicted
         if t.ndim == 0:
             return t.clone()
-        # An alias has the same memory but is no view, so operations in place may follow. If the operation before has
-        # saved its result, these have to be noticed, and only a view does that.
+        # An alias shares memory but is not a view, so in-place operations may follow. If the previous operation has
+        # saved its result, autograd must detect in-place operations, and only a view allows that.
         return t.detach() if alias else t.view_as(t)
 
     @staticmethod
     def backward(_: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        """Pass the gradient on."""
+        """Return the gradient unchanged."""
         return g, None, None, None
 
 
 def passes_behind(t: Tensor) -> list[Any]:
-    """Return the passes that a tensor was computed from the predictions of, in a few operations."""
+    """Return the passes that computed the predictions behind a tensor, within a few operations."""
     found = []
     nodes: list[Any] = [t.grad_fn]
     for node in nodes:
@@ -87,7 +87,7 @@ def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
         parts: list[Any] = [function(part) if isinstance(part, Tensor) else part for part in output]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     items = output if isinstance(output, Mapping) else vars(output)
-    # Mappings of Hugging Face also set an attribute when an item is set.
+    # Setting an item of a Hugging Face mapping also sets the attribute.
     put = output.__setitem__ if isinstance(output, MutableMapping) else partial(setattr, output)
     for key, value in list(items.items()):
         if isinstance(value, Tensor):
@@ -95,17 +95,17 @@ def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return output
 
 
-# With these, the user's backward pass is enough.
+# These Fisher types need no vectors: the user's backward pass provides the gradients.
 _WITHOUT_VECTORS = {"empirical", "forward-only"}
 
 
 def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
-    """Return how many examples a model is called with, by a tensor that has a batch axis; `None` without one.
+    """Return the number of examples in the arguments of a model; `None` if no tensor has a batch axis.
 
     Args:
         arguments: Arguments of the model.
         axis: The batch axis.
-        place: Which of these tensors has as many rows as there are data; by default the first one.
+        place: Among the tensors with a batch axis, the index of one with a row per example.
     """
     lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
     return lengths[place] if place < len(lengths) else None
@@ -113,26 +113,26 @@ def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass, and the backward pass that follows it."""
+    """A forward pass of the model, and the backward pass that follows it."""
 
-    owner: "weakref.ref[Any]"  # what watches it
-    loss: Loss  # the declared one
+    owner: "weakref.ref[Any]"  # the `Watch` that created it
+    loss: Loss  # the declared loss
     settings: Settings
     session: InitVar[Session | None]  # tracks parameters; `None` to count examples only
-    known: InitVar[AuditResult | None]  # what an audit found out
-    bases: Bases  # in which to sum squared gradients
+    known: InitVar[AuditResult | None]  # result of the audit
+    bases: Bases  # eigenbases for sums of squared gradients
     arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
-    keep_inputs: bool  # whether the result has the arguments
-    place: int = 0  # which tensor among the arguments has as many rows as there are data
+    keep_inputs: bool  # whether the result includes the arguments
+    place: int = 0  # index of the argument tensor with one row per example
     compare: bool = False  # whether to compare the loss with others, and its scale with the declared one
-    graph: FactorGraph | None = None  # computes the sums, if the pass is not watched
-    costs: Costs = field(default_factory=Costs)  # counts the time that factors take in the user's backward pass
-    masks: MaskSource = field(default_factory=MaskSource)  # where the arguments have a mask
-    # Given a number of examples: how many examples of other processes come before them, and how many there are of all.
+    graph: FactorGraph | None = None  # recording that computes the sums, so that the pass is not captured
+    costs: Costs = field(default_factory=Costs)  # accumulates the time for factors in the user's backward pass
+    masks: MaskSource = field(default_factory=MaskSource)  # finds a mask in the arguments
+    # Maps the number of examples to an offset, which is the number of examples on lower ranks, and the total number.
     place_of_data: Callable[[int], tuple[int, int]] | None = None
-    wants_factors: bool = False  # whether factors are due; of other processes, too, if this one has no data
-    has_gradient: bool = False  # whether the gradient of a loss has arrived
-    # If passes like this one are to be recorded: what they have in common, how they run, and the data of this one.
+    wants_factors: bool = False  # whether factors are computed, at least by other processes
+    has_gradient: bool = False  # whether a gradient of the predictions has arrived
+    # If passes like this one are to be recorded: their key, how to run them, and the data of this one.
     to_record: tuple[PassKey, FactorPass, Data | None] | None = None
 
     def __post_init__(self, session: Session | None, known: AuditResult | None, arguments: tuple[Any, Any]) -> None:
@@ -140,8 +140,8 @@ class Pass:
         axis = self.settings.batch_axis or 0
         num_data = number_of_data(arguments, axis, self.place)
         self.num_data = 1 if num_data is None else num_data
-        self.all_data = self.num_data  # also those of other processes
-        self.problem: Exception | None = None  # It is raised if somebody trains with this pass, and only then.
+        self.all_data = self.num_data  # including examples of other processes
+        self.problem: Exception | None = None  # It is raised when a gradient arrives: passes without one are harmless.
         if num_data is None:
             self.problem = DataError(
                 "The model was called without any tensor that has a batch axis.",
@@ -155,9 +155,9 @@ class Pass:
         self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
         self._replayed: FactorResult | None = None
         self._capture: Capture | None = None
-        self._padding: DeferredChecks | None = None  # takes note of padding that no rule about rows explains
+        self._padding: DeferredChecks | None = None  # records padding that no rule about rows explains
         if session is not None:
-            # Which targets count is known when the gradient of the loss is.
+            # Which targets are counted is known once the gradient of the loss arrives.
             masks = BatchMasks(
                 mask=self.masks.find(arguments, self.num_data),
                 pending=self.loss.class_axis is not None,
@@ -170,7 +170,7 @@ class Pass:
             )
 
     def start(self) -> Any:
-        """Enter the capture, and return marked arguments for the model, or `None` to leave them as they are."""
+        """Enter the capture. Return marked arguments for the model, or `None` to leave them unchanged."""
         if self._capture is None:
             return None
         marked = mapped(self._arguments, self._capture.mark_data)
@@ -179,7 +179,7 @@ class Pass:
         return marked
 
     def stop(self) -> None:
-        """Leave the capture."""
+        """Exit the capture."""
         self._stack.close()
         if self._capture is not None:
             self._capture.clear_marks()
@@ -187,13 +187,13 @@ class Pass:
 
     @property
     def sends_vectors(self) -> bool:
-        """Whether vectors go back through the graph before the user's gradient does."""
+        """Whether vectors are sent back through the graph before the user's gradient."""
         if self._capture is None or self.settings.fisher not in _WITHOUT_VECTORS:
             return self._capture is not None
         return self._capture.sites is not None and self._capture.sites.need_probes
 
     def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:
-        """Return the model's output such that `receive` is called, with this pass, when a gradient arrives there."""
+        """Return the model's output with a hook that calls `receive` with this pass when a gradient arrives."""
         f: Tensor | None
         try:
             f = prediction_in(output)
@@ -205,7 +205,7 @@ class Pass:
         if f.shape[:1] != (self.num_data,) and self.problem is None:
             self.problem = DataError(
                 f"The model was called with {self.num_data} examples, but its prediction has shape {list(f.shape)}.",
-                "Put the batch axis first in predictions; say where it is in inputs with batch_axis=.",
+                "Put the batch axis first in predictions; pass its position in inputs as batch_axis=.",
             )
         if self._capture is not None:
             self._capture.find_hidden_uses(f)
@@ -233,25 +233,26 @@ class Pass:
         return with_parts(output, kept)
 
     def receive_gradient(self, g: Tensor, first_datum: int) -> None:
-        """Take the gradient of a loss with respect to predictions, and send vectors back if curvature needs them."""
+        """Process the gradient of a loss at the predictions, and send vectors back if the curvature needs them."""
         if self.problem is not None:
             raise self.problem
         self.has_gradient = True
-        if not self.num_data:  # There is nothing to look at, and no target that counts.
+        if not self.num_data:  # an empty batch
             del self._f, self._edge, self._arguments
             return
         f, g, result = computable(self._f), g.detach(), self._result
-        # A prediction of minus infinity is a class that was masked.
+        # A prediction of minus infinity is a masked class.
         result.finite = bool(g.isfinite().all() & ~(f.isnan() | (f == torch.inf)).any())
         y = self.targets.match(f, g, self.loss, self.settings.fisher) if result.finite else None
         result.mismatch = float(self.targets.mismatch)
-        # The empirical Fisher of a vanishing gradient has no scale, and is not used.
+        # The empirical Fisher of a zero gradient has no scale, and is not used.
         if y is not None and (self.settings.fisher != "empirical" or bool(self.targets.scale)):
             result.examples = number(self.loss.examples(y))
             result.count = number(self.loss.count(y))
             if self.keep_inputs and result.examples:
                 args, kwargs = self._arguments
                 result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]
+        # Read the loss and the size of the gradient, to notice a run that gets worse.
         if y is not None:
             with sync.allow_sync():
                 result.square, result.deviance = numbers([computable(g).square().sum(), self._deviance(f, y)])
@@ -260,16 +261,16 @@ class Pass:
                 self._replayed = self.graph.replay(self._arguments, y, first_datum)
             if self._capture is not None:
                 self._capture_gradients(self._capture, f, y, first_datum)
-        del self._f, self._edge, self._arguments  # The graph and the inputs are large.
+        del self._f, self._edge, self._arguments  # Free them early: the graph and the inputs are large.
 
     def _deviance(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the sum of deviances; NaN if targets are not known."""
+        """Return the sum of deviances; NaN if targets are unknown."""
         if y is self.targets.y or shows_targets(self.loss):
             return self.loss.deviance(f, y).sum()
         return f.new_full((), torch.nan)
 
     def _capture_gradients(self, capture: Capture, f: Tensor, y: Tensor | None, first_datum: int) -> None:
-        """Send vectors back through the graph, or let the user's backward pass show gradients."""
+        """Send vectors back through the graph, or capture gradients in the user's backward pass."""
         if y is None or not self._result.examples:
             return
         if capture.masks.pending:
@@ -281,9 +282,9 @@ class Pass:
             self._sums.finish_forward()
         else:
             at_once = self.settings.columns_at_once or 1
-            # On an accelerator, one kernel draws, as in passes that are recorded. The numbers are the same.
-            behind = sync.is_asynchronous(f.device)
-            first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if behind else first_datum
+            # On an accelerator, a tensor lets one kernel draw all labels, as in recorded passes, with the same result.
+            on_device = sync.is_asynchronous(f.device)
+            first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if on_device else first_datum
             vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once)
             if self.to_record is not None:
                 self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
@@ -292,11 +293,11 @@ class Pass:
 
     @property
     def shows_padding(self) -> bool:
-        """Whether there was padding, after `collect`, that the audited data did not have."""
+        """Whether there was padding that the audited data did not have. Call it after `collect`."""
         return self._padding is not None and self._padding.first_failure() is not None
 
     def collect(self) -> StepSums:
-        """Return what the pass has given, after its backward pass."""
+        """Return the sums of the pass, after its backward pass."""
         result, capture = self._result, self._capture
         if self.compare and self.num_data:
             result.other = self.targets.other_loss()
@@ -306,7 +307,7 @@ class Pass:
             result.uncovered = self._replayed.uncovered
         if capture is None or not result.examples:
             return result
-        if capture.listening:  # The user's backward pass has shown gradients.
+        if capture.listening:  # Gradients were captured in the user's backward pass.
             with torch.no_grad():
                 pass_derived(capture)
             self._sums.finish_backward()
@@ -329,58 +330,58 @@ class Pass:
 
 @dataclass
 class _Call:
-    """The outermost call of the model that is running."""
+    """The outermost call of the model that is running now."""
 
     frame: FrameType | None
-    thread: threading.Thread = field(default_factory=threading.current_thread)  # that has called it
+    thread: threading.Thread = field(default_factory=threading.current_thread)  # the calling thread
     depth: int = 1  # number of nested calls, the outermost one included
     watched: Pass | None = None  # `None` if neither factors nor counts are needed
 
     @property
     def is_mine(self) -> bool:
-        """Whether it was called in the thread that asks."""
+        """Whether the current thread has called it."""
         return self.thread is threading.current_thread()
 
 
 @dataclass(eq=False)
 class Watch:
-    """Watches a model while somebody trains it."""
+    """Watches the passes of a model in training."""
 
-    model: InitVar[nn.Module]  # It is called as usual.
+    model: InitVar[nn.Module]  # the model, which the user calls as usual
     module: InitVar[nn.Module | None]  # the loss module, if the loss was given as one
-    # A method that returns the parameters to track in a forward pass, and the bases in which to sum squared gradients;
-    # `None` if factors are not needed. Its object is not kept alive.
+    # A method that returns the parameters to track in a forward pass, and eigenbases for sums of squared gradients;
+    # `None` if factors are not needed. Only a weak reference to it is stored.
     wanted: InitVar[Callable[[], tuple[dict[str, Tensor], Bases] | None]]
     loss: Loss
     settings: Settings
-    keep_inputs: bool  # whether the result has the inputs of all passes
-    costs: Costs  # counts the time that factors take in passes
+    keep_inputs: bool  # whether results include the inputs of all passes
+    costs: Costs  # accumulates the time for factors in passes
     replay: InitVar[bool] = False  # whether passes for factors may be recorded
-    exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # with other processes
-    masks: MaskSource = field(default_factory=MaskSource)  # where arguments of the model have a mask
+    exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # communication with other processes
+    masks: MaskSource = field(default_factory=MaskSource)  # finds a mask in the arguments of the model
     compare: bool = True  # whether passes compare the loss with others, and its scale with the declared one
-    first_datum: int = 0  # number of examples in earlier steps, on which the labels that are drawn depend
-    audit: Audit | None = None  # what was checked for the last pass
+    first_datum: int = 0  # number of examples in earlier steps; drawn labels depend on it
+    audit: Audit | None = None  # report of the last audit
     in_half_precision: bool = False  # whether the last pass was run with autocast
-    _place: int = 0  # which tensor among the model's arguments has as many rows as there are data
+    _place: int = 0  # index of the argument tensor with one row per example
     _session: Session | None = None
     _call: _Call | None = None
     _latest: "weakref.ref[Pass] | None" = None
     _complete: list[Pass] = field(default_factory=list)
     _backward: int = -1  # identifies the last backward pass
-    _problem: Exception | None = None  # what went wrong in a backward pass, if other processes have to hear of it
+    _problem: Exception | None = None  # error of a backward pass, which the step raises on all processes
 
     def __post_init__(
         self, model: nn.Module, module: nn.Module | None, wanted: Callable[[], Any], replay: bool
     ) -> None:
-        """Put hooks on model and loss."""
+        """Register hooks on the model and the loss."""
         self._sharded = is_fully_sharded(model)
         self._graphs = FactorGraphs(self.loss, self.settings, replay)
         self._model = weakref.ref(model)
         self._wanted = weakref.WeakMethod(wanted)
         before, after = Hook(self, "_before_forward"), Hook(self, "_after_forward")
         hooks = ExitStack()
-        # Before the hook of `fully_shard`: then, all parameters are sharded.
+        # Run before the hook of `fully_shard`, while all parameters are still sharded.
         first = model.register_forward_pre_hook(before, with_kwargs=True, prepend=self._sharded)
         hooks.callback(first.remove)
         hooks.callback(model.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
@@ -389,14 +390,14 @@ class Watch:
         self._remove_hooks = weakref.finalize(self, hooks.close)
 
     def close(self) -> None:
-        """Remove all hooks, and forget everything."""
+        """Remove all hooks, and discard passes and recordings."""
         self._forget_interrupted()
         self._remove_hooks()
         self.forget()
         self._graphs.forget()
 
     def collect(self) -> StepSums | None:
-        """Return the sum over all passes with a backward pass since the last call, or `None` if there were none."""
+        """Return the sum over all passes with a backward pass since the last call; `None` if there were none."""
         self._forget_interrupted()
         if self._problem is not None:
             problem = self._problem
@@ -420,13 +421,13 @@ class Watch:
         return bool(self._complete) or self._problem is not None
 
     def _distrust_audit_of(self, one: Pass) -> None:
-        """Measure in every batch which rows count, if a pass has shown padding that the audited data did not have."""
+        """If a pass had padding that the audited data lacked, measure in every later batch which rows count."""
         model = self._model()
         if model is not None and one.audited is not None and one.shows_padding:
             distrust(model, one.audited)
 
     def forget(self) -> None:
-        """Forget passes that were not collected."""
+        """Discard passes that were not collected."""
         self._complete.clear()
         self._problem = None
 
@@ -437,19 +438,20 @@ class Watch:
             one.targets.give(y)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Start to capture, unless the model calls itself."""
+        """Start a pass before the outermost forward call of the model."""
         if module is not self._model():
             return None
         self._forget_interrupted()
         call = self._call
         if call is not None and call.is_mine:
-            call.depth += 1  # with or without gradients: the end of every inner call is counted
+            call.depth += 1  # with or without gradients: `_after_forward` counts the end of every nested call
             return None
         if not torch.is_grad_enabled() or _is_elsewhere():
             return None
         _refuse_other_thread(call)
         self.in_half_precision = torch.is_autocast_enabled("cuda")
         self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
+        # Find out whether this pass computes factors, counts examples, or is not needed.
         method = self._wanted()
         wanted = None if method is None else method()
         session = None
@@ -459,22 +461,24 @@ class Watch:
             params, bases = wanted
             session, problem = self._session_for(params, self._call.frame)
         elif self.loss.reduction != "sum":
-            # Examples have to be counted in every step if the loss is a sum over them, and only then.
+            # Without factors, examples are counted only if the loss is a sum over them.
             return None
         arguments = (args, kwargs)
         if number_of_data(arguments, self.settings.batch_axis or 0, self._place) == 0:
-            session = None  # An empty batch has no curvature, and is no step of other optimizers either.
+            session = None  # An empty batch has no curvature.
             bases = {}
+        # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
         autocast = _autocast("cuda" if session is None else session.device_type)
         key = None if session is None or bases else self._graphs.key(module, session, arguments, autocast)
         graph = None if key is None else self._graphs.find(key, module)
+        # Otherwise, the first pass with such arguments is audited before the user's own call.
         known = None
         if graph is None and problem is None:
             try:
                 with _outside_of_captures():
                     known = self._known(module, session, arguments, wanted)
             except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
-                session, problem = None, self._told(error)
+                session, problem = None, self._raise_or_defer(error)
                 bases = {}
         one = Pass(
             weakref.ref(self),
@@ -494,28 +498,29 @@ class Watch:
             place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
         )
         one.problem = problem or one.problem
+        # Record passes like this one if they repeat.
         if session is not None and graph is None and key is not None and self._graphs.wants(key):
             factors = FactorPass(module, self.loss, self.settings, session, known, autocast, self.masks)
             one.to_record = key, factors, None
         self._call.watched = one
         return one.start()
 
-    def _told(self, error: BaseException) -> Exception:
-        """Return an error such that the step raises it, or raise it, after other processes have heard of it.
+    def _raise_or_defer(self, error: BaseException) -> Exception:
+        """Return an error for the step to raise, or raise it now on all processes.
 
-        Beside other processes, the forward pass goes on without being watched: these are about to wait for gradients of
-        this one. Those of a sharded model meet before the forward pass.
+        With several processes, the forward pass continues unwatched, because the others will wait for gradients of this
+        one. With a sharded model, all processes synchronize before the forward pass, and raise there.
         """
         if self.exchange.ranks.are_several and not self._sharded and isinstance(error, Exception):
             return error
-        self._call = None  # PyTorch calls no other hook then
+        self._call = None  # PyTorch does not call `_after_forward` then
         with self.exchange.ranks.agreed("audits") if isinstance(error, Exception) else nullcontext():
             raise error
 
     def _known(self, model: nn.Module, session: Session | None, arguments: Any, wanted: Any) -> AuditResult | None:
-        """Return what an audit finds out, or an earlier one has found out; `None` without audit.
+        """Return the result of an audit, or of an earlier one; `None` if the model is not audited.
 
-        The parameters of a sharded model are gathered for an audit, if one process needs it.
+        If a process needs to audit a sharded model, the parameters are gathered on all processes.
         """
         audits = None
         if session is not None and self.settings.audit:
@@ -534,10 +539,10 @@ class Watch:
             return self._audited(model, audits, arguments)
 
     def _audited(self, model: nn.Module, audits: Audits | None, arguments: Any) -> AuditResult | None:
-        """Check, on a few examples, that watching changes nothing and sees everything.
+        """Check, on a few examples, that watching changes nothing and captures all uses of the parameters.
 
         Returns:
-            What was found; `None` if nobody wants to know, or if the model returns nothing that can be trained.
+            The result; `None` if no audit is wanted, or if the model returns nothing that can be trained.
         """
         axis = self.settings.batch_axis or 0
         num_data = number_of_data(arguments, axis, self._place)
@@ -546,7 +551,7 @@ class Watch:
         try:
             try:
                 known = audits.of(partial(_predictions, model), arguments, num_data)
-            except _OtherNumberError as error:  # as in a batch of graphs, whose nodes come first
+            except _OtherNumberError as error:  # as in a batch of graphs, where the nodes come first
                 lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
                 if error.num_data not in lengths:
                     return None
@@ -564,14 +569,14 @@ class Watch:
     def _session_for(
         self, params: dict[str, Tensor], frame: FrameType | None
     ) -> tuple[Session | None, Exception | None]:
-        """Return the session that has plans from earlier passes, or a new one if other parameters are tracked.
+        """Return the session with the plans of earlier passes, or a new one if other parameters are tracked.
 
-        Or an error, if the model was called from compiled code, and other processes have to hear of it.
+        If the model was called from compiled code, raise an error, or return it if the step has to raise it.
         """
         try:
             _refuse_compiled(frame)
         except ModelError as error:
-            return None, self._told(error)
+            return None, self._raise_or_defer(error)
         session = self._session
         known = {} if session is None else session.tracker.params
         if session is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
@@ -580,7 +585,7 @@ class Watch:
         return session, None
 
     def _after_forward(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
-        """Stop to capture, and wait for a gradient. The output is `None` if the forward pass has failed."""
+        """Finish the pass after the outermost forward call. `output` is `None` if the forward pass has failed."""
         call = self._call
         if module is not self._model() or call is None or not call.is_mine:
             return None
@@ -602,13 +607,13 @@ class Watch:
         are_labels = isinstance(f, Tensor) and isinstance(y, Tensor) and not y.is_floating_point()
         passes = [reference() for reference in getattr(f, "_kfs_passes", ())]
         changed = passes_behind(f) if are_labels and not passes else []
-        # Other optimizers may watch the same model or have the same loss module. Their hooks are called, too.
+        # Other optimizers may watch the same model or loss module. Their own hooks are called as well.
         for one in (*passes, *changed):
             if one is not None and one.owner() is self and isinstance(y, Tensor):
                 one.targets.give(y, changed=bool(changed))
 
     def _receive_gradient(self, one: Pass, g: Tensor) -> None:
-        """Show a pass the first gradient with respect to its predictions that trains the model."""
+        """Give a pass the first gradient of its predictions that comes from a training backward pass."""
         model = self._model()
         if one.has_gradient or model is None or not _trains(model):
             return
@@ -620,7 +625,7 @@ class Watch:
             ranks = self.exchange.ranks
             with whole_in_backward(model, ranks, one.sends_vectors) if one.wants_factors else nullcontext():
                 problem = self._receive_beside_others(one, g, first_datum)
-        # If the user has set gradients to None since, the passes that they came from do not count.
+        # If gradients have been set to `None` since the last backward pass, earlier passes do not count.
         backward = torch._C._current_graph_task_id()
         if backward != self._backward and not has_gradients(model):
             self.forget()
@@ -629,12 +634,13 @@ class Watch:
         self._problem = self._problem or problem
 
     def _receive_beside_others(self, one: Pass, g: Tensor, first_datum: int) -> Exception | None:
-        """Show a pass its gradient, if other processes do the same with other data.
+        """Give a pass its gradient, while other processes do the same with other data.
 
-        They would wait for gradients forever if an error ended this backward pass.
+        An error is returned, not raised: if it ended this backward pass, other processes would wait for gradients
+        forever.
 
         Returns:
-            The error, to be raised in the step; `None` if all is well.
+            The error for the step to raise; `None` if there was none.
         """
         before = 0
         if one.place_of_data is not None:
@@ -646,21 +652,21 @@ class Watch:
         return None
 
     def _forget_interrupted(self) -> None:
-        """Leave the capture of a forward pass that was interrupted from the keyboard: no hook is called then."""
+        """Exit the capture of a forward pass that was interrupted from the keyboard: PyTorch calls no hook for it."""
         call = self._call
         if call is None or call.frame is None:
             return
-        # A call in another thread goes on there, whoever calls here.
+        # A call in another thread is not interrupted as long as that thread is alive.
         if any(frame is call.frame for frame in _callers()) if call.is_mine else call.thread.is_alive():
             return
-        if call.watched is not None and call.is_mine:  # A thread that has ended has taken its captures along.
+        if call.watched is not None and call.is_mine:  # Captures of a thread end with it.
             call.watched.stop()
         self._call = None
 
 
 @contextmanager
 def _outside_of_captures() -> Iterator[None]:
-    """Suspend the capture of another optimizer of the same model, which has been started for the same pass."""
+    """Suspend captures that other optimizers of the same model have started for the same pass."""
     with ExitStack() as stack:
         while isinstance(_get_current_function_mode(), Capture):
             stack.enter_context(_pop_mode_temporarily())
@@ -668,11 +674,11 @@ def _outside_of_captures() -> Iterator[None]:
 
 
 class _NoPredictionsError(Exception):
-    """The model returned something that nobody trains."""
+    """The model returned nothing that can be trained."""
 
 
 class _OtherNumberError(_NoPredictionsError):
-    """The model returned another number of predictions than there are data."""
+    """The number of predictions differs from the number of examples."""
 
     def __init__(self, num_data: int) -> None:
         super().__init__()
@@ -680,11 +686,11 @@ class _OtherNumberError(_NoPredictionsError):
 
 
 def _predictions(model: nn.Module, arguments: Any, num_data: int, within: AbstractContextManager[Any] | None) -> Tensor:
-    """Evaluate a model on a few examples, and leave it as it is."""
+    """Evaluate a model on a few examples without changing it."""
     device = next(model.parameters()).device
-    # Layers that drop out draw the same numbers every time, and running statistics stay as they are.
+    # Random state is restored, so that dropout draws the same numbers every time. Running statistics do not change.
     with restored(model, device, refuse=False), unchanged_attributes(model), within or nullcontext(), evaluating():
-        output = model(*arguments[0], **arguments[1])  # Another optimizer of the same model does not watch this.
+        output = model(*arguments[0], **arguments[1])  # no optimizer watches this call
     try:
         f = prediction_in(output)
     except ModelError as error:
@@ -697,40 +703,40 @@ def _predictions(model: nn.Module, arguments: Any, num_data: int, within: Abstra
 
 
 def _trains(model: nn.Module) -> bool:
-    """Whether the running backward pass leaves gradients at parameters: `backward()`, not `autograd.grad`."""
+    """Whether the running backward pass accumulates gradients in parameters: `backward()`, not `autograd.grad`."""
     edges = (get_gradient_edge(p).node for p in leaves(model) if p.requires_grad)
     try:
         return any(map(torch._C._will_engine_execute_node, edges))
-    except RuntimeError:  # PyTorch does not answer for leaves that autograd.grad asks for.
+    except RuntimeError:  # PyTorch raises for leaves that are inputs of autograd.grad.
         return False
 
 
 def _refuse_other_thread(call: _Call | None) -> None:
-    """Refuse a pass while one of another thread is running."""
+    """Raise if a pass of another thread is running."""
     if call is not None:
         raise ModelError(
             "The model is called with gradients in two threads at the same time; the optimizer watches one pass "
             "after the other.",
-            "Train in one thread. Others may call the model within torch.no_grad(), or train a copy of it.",
+            "Train in one thread. Other threads may call the model within torch.no_grad(), or train a copy of it.",
         )
 
 
 def _autocast(kind: str) -> Autocast:
-    """Return whether autocast is on for a kind of device, and in which precision it multiplies."""
+    """Return whether autocast is enabled for a device type, and its dtype."""
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _is_elsewhere() -> bool:
-    """Whether a pass is none of those that a model is trained with."""
+    """Whether a pass is not part of training: in a functorch transform, a trace, an evaluation or a backward pass."""
     if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
         return True
-    # Nobody trains with what is computed for a risk. Within a backward pass, a checkpoint runs the model again: its
-    # first run was watched, or was not to be.
+    # Computations for a risk are not training. In a backward pass, activation checkpointing runs the model again: its
+    # first run was already watched if necessary.
     return is_evaluating() or torch._C._current_graph_task_id() != -1
 
 
 def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
-    """Yield a frame, by default the current one, and the frames that it was called from."""
+    """Yield a frame, by default the current one, and its callers."""
     frame = frame or sys._getframe()
     while frame is not None:
         yield frame
@@ -738,10 +744,10 @@ def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
 
 
 def _refuse_compiled(frame: FrameType | None) -> None:
-    """Refuse a call from compiled code, which hides the model's operations.
+    """Raise if the model is called from compiled code, which hides its operations.
 
     Raises:
-        ModelError: If there is compiled code among the callers.
+        ModelError: If a caller is compiled code.
     """
     names = [caller.f_code.co_name for caller in _callers(frame)]
     if any(name.startswith("torch_dynamo_resume") or name == "compile_wrapper" for name in names):

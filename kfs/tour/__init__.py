@@ -1,1 +1,1 @@
-"""The tour: runs every definition, verifies its claims, and writes one HTML report that stands alone."""
+"""The tour: runs every definition, verifies its claims, and writes one self-contained HTML report."""

@@ -1,6 +1,6 @@
-"""KFAC at a glance: the GGN of a small network, its layers' blocks, and KFAC of it. The picture of the README.
+"""KFAC at a glance: the GGN of a small network, its diagonal blocks by layer, and its KFAC. The README's picture.
 
-These are three panels of `synthetic_kfac`, which says what its rows and columns are.
+These are three panels of `synthetic_kfac`, which describes their rows and columns.
 
 Run it: `python kfs/tour/at_a_glance.py docs/assets`.
 """
@@ -18,11 +18,11 @@ def draw(folder: str | Path, formats: tuple[str, ...] = ("png",)) -> list[Path]:
     """Draw the figure.
 
     Args:
-        folder: Where to write it.
-        formats: Which files to write.
+        folder: Folder to write to.
+        formats: File formats to write.
 
     Returns:
-        Where the files are.
+        Paths of the files.
     """
     risk = problem()
     matrices = synthetic_kfac.data("cvec", risk)

@@ -1,4 +1,4 @@
-"""The training data behind predictions, as a table for the terminal and as a page of HTML that stands alone."""
+"""The training data behind predictions, as a table for the terminal and as a self-contained HTML page."""
 
 import base64
 import struct
@@ -23,11 +23,11 @@ from kfs.runtime.nested import tensors_in
 from kfs.tour.play import asset
 from kfs.version import __version__
 
-_SMALLEST = 4  # rows and columns; smaller matrices are numbers, and not images
+_SMALLEST = 4  # smallest number of rows and columns of an image; smaller matrices are shown as numbers
 
 
 def as_image(x: Tensor, shape: Sequence[int] | None = None) -> Tensor | None:
-    """Return an input as an image, `[rows, columns]` or `[rows, columns, 3]`; `None` if it is none.
+    """Return an input as an image, `[rows, columns]` or `[rows, columns, 3]`; `None` if it is not an image.
 
     Args:
         x: The input of one example: `[rows, columns]`, or with one or three channels first or last.
@@ -54,7 +54,7 @@ def as_image(x: Tensor, shape: Sequence[int] | None = None) -> Tensor | None:
 
 
 def data_uri(image: Tensor) -> str:
-    """Return an image as text for a page. Its smallest number is black, and its largest one white.
+    """Return an image as a data URI for a page. Its smallest number is black, and its largest one white.
 
     Args:
         image: `[rows, columns]` or `[rows, columns, 3]`.
@@ -67,7 +67,7 @@ def data_uri(image: Tensor) -> str:
 
 
 def _png(pixels: Tensor) -> bytes:
-    """Write the PNG format: a header, and rows that start with a zero, for "no filter"."""
+    """Return pixels in PNG format. Each row starts with a zero byte, for "no filter"."""
     rows, columns = pixels.shape[:2]
     color = 2 if pixels.ndim == 3 else 0
     header = struct.pack(">IIBBBBB", columns, rows, 8, color, 0, 0, 0)
@@ -79,8 +79,8 @@ def _png(pixels: Tensor) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-_SHOWN = 4  # numbers of an input that is no image, or of a target
-_IN_TERMINAL = 20  # queries
+_SHOWN = 4  # how many numbers of an input or target are shown as text
+_IN_TERMINAL = 20  # how many queries are shown in a terminal
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Datum:
     """One example.
 
     Attributes:
-        index: Its place in the data set.
-        x: Its input, or the first tensor of it.
+        index: Its index in the data set.
+        x: Its input, or the first tensor of its input.
         y: Its target.
     """
 
@@ -100,17 +100,17 @@ class Datum:
 
 @dataclass(frozen=True)
 class Attribution:
-    """What was found out.
+    """Result of a search for the training data behind predictions.
 
     Attributes:
-        title: About which model, with which curvature.
+        title: Describes the model and the curvature.
         queries: The data that are explained.
         train: The data that they are explained by.
-        top: The most helpful and most harmful data of each query.
-        own: Scores of training data with themselves, if they were asked for.
+        top: The most helpful and most harmful examples of each query.
+        own: Self-scores of training data, if they were requested.
         shape: Shape of images that are stored as vectors.
-        most: How many examples with large scores with themselves are shown.
-        normalized: Whether scores were divided by something.
+        most: How many examples with large self-scores are shown.
+        normalized: Whether scores were normalized.
     """
 
     title: str
@@ -124,7 +124,7 @@ class Attribution:
 
     @property
     def suspects(self) -> list[int]:
-        """The training data with the largest scores with themselves."""
+        """Indices of the training data with the largest self-scores."""
         if self.own is None:
             return []
         return [int(index) for index in self.own.topk(min(self.most, len(self.own))).indices]
@@ -132,14 +132,14 @@ class Attribution:
 
 @dataclass(frozen=True)
 class Request:
-    """What to find out.
+    """Options of a search for the training data behind predictions.
 
     Attributes:
-        top: How many helpful and how many harmful data of each query.
-        own: Whether to compute scores of training data with themselves.
+        top: Number of helpful and of harmful examples of each query.
+        own: Whether to compute self-scores of training data.
         normalize: As in `Influence.top`.
-        folder: Where to keep gradients; `None` for nowhere.
-        rank: Rank of the index there.
+        folder: Folder for an index of gradients; `None` for no index.
+        rank: Rank of this index.
         shape: Shape of images that are stored as vectors.
     """
 
@@ -155,7 +155,8 @@ def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, 
     """Find the training data behind predictions.
 
     Raises:
-        ModelError: If a rank is given, and no folder for what it compresses; or if inputs do not fit the shape.
+        ModelError: If a rank is given without a folder for the index that it compresses, or if inputs do not fit the
+            shape.
     """
     if wish.rank is not None and wish.folder is None:
         raise ModelError(
@@ -178,7 +179,7 @@ def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, 
 
 
 def _check_shape(queries: EmpiricalRisk, shape: Sequence[int]) -> None:
-    """Refuse a shape of images that inputs do not fit: the page would silently have no pictures."""
+    """Raise if inputs do not fit the shape of images; otherwise, the page would silently lack pictures."""
     count = data_at(queries, [0])[0].x.numel()
     wanted = torch.Size(shape).numel()
     if count != wanted:
@@ -189,7 +190,7 @@ def _check_shape(queries: EmpiricalRisk, shape: Sequence[int]) -> None:
 
 
 def data_at(risk: EmpiricalRisk, wanted: Iterable[int]) -> dict[int, Datum]:
-    """Fetch some data by their indices, in one pass over all of them."""
+    """Return some examples by their indices, using one pass over the data."""
     indices = set(wanted)
     found = {}
     for batch in risk.batches():
@@ -202,7 +203,7 @@ def data_at(risk: EmpiricalRisk, wanted: Iterable[int]) -> dict[int, Datum]:
 
 
 def first_data(risk: EmpiricalRisk, number: int) -> EmpiricalRisk:
-    """Return the same risk of the first data alone."""
+    """Return the same risk over the first examples only."""
     batches = []
     left = number
     for batch in risk.batches():
@@ -215,7 +216,7 @@ def first_data(risk: EmpiricalRisk, number: int) -> EmpiricalRisk:
 
 
 def tables(found: Attribution) -> list[Table]:
-    """Return tables for a terminal: helpful and harmful data by query, and data with large self-scores."""
+    """Return tables for a terminal: helpful and harmful examples by query, and examples with large self-scores."""
     top = found.top
     targets = _targets(found)
     table = Table(title=found.title, title_justify="left")
@@ -236,7 +237,7 @@ def tables(found: Attribution) -> list[Table]:
 
 
 def page(found: Attribution) -> str:
-    """Return a page that stands alone: pictures of images, otherwise indices and numbers."""
+    """Return a self-contained HTML page: images as pictures, other inputs as indices and numbers."""
     title = escape(found.title)
     factor = found.train.reduction_factor
     meaning = (
@@ -260,12 +261,12 @@ def page(found: Attribution) -> str:
 def fragment(
     found: Attribution, notes: Mapping[int, str] | None = None, of_queries: Mapping[int, str] | None = None
 ) -> str:
-    """Return queries with their training data, and data with large self-scores, as a part of a page.
+    """Return a part of a page: queries with their training data, and data with large self-scores.
 
     Args:
-        found: What was found out.
-        notes: What else to say about training data, by index.
-        of_queries: What else to say about queries, by index.
+        found: The result to show.
+        notes: Notes on training data, by index.
+        of_queries: Notes on queries, by index.
     """
     notes, of_queries = notes or {}, of_queries or {}
     top = found.top
@@ -292,7 +293,7 @@ def fragment(
 
 
 def _group(words: str, data: Sequence[str]) -> str:
-    """Put data in a row, which breaks where the page ends."""
+    """Return a row of examples, which wraps at the end of the page."""
     title = f'<span class="words">{words}</span>' if words else ""
     return f'<div class="data">{title}{"".join(data)}</div>'
 
@@ -309,20 +310,20 @@ def _datum(datum: Datum, shape: Sequence[int] | None, score: str, note: str) -> 
 
 
 def _targets(found: Attribution) -> dict[int, str]:
-    """Return the targets of all training data that a terminal shows."""
+    """Return the targets of all training data that are shown in a terminal."""
     ranked = (found.top.helpful, found.top.harmful)
     wanted = {int(index) for part in ranked for index in part.indices[:_IN_TERMINAL].flatten()}
     return {index: _text(one.y) for index, one in data_at(found.train, wanted | set(found.suspects)).items()}
 
 
 def _cell(ranked: Ranked, place: int, targets: Mapping[int, str]) -> str:
-    """Return the data of one query, line by line."""
+    """Return the training data of one query, one line each."""
     pairs = zip(ranked.indices[place].tolist(), ranked.values[place].tolist(), strict=True)
     return "\n".join(f"{index} ({targets[index]}) {score:.4g}" for index, score in pairs)
 
 
 def _text(t: Tensor) -> str:
-    """Return the first few numbers of a tensor."""
+    """Return the first few numbers of a tensor as text."""
     numbers = t.flatten()[:_SHOWN].tolist()
     more = ", ..." if t.numel() > _SHOWN else ""
     return ", ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in numbers) + more

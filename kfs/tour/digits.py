@@ -1,4 +1,4 @@
-"""KFAC on real data: a small net trained on scikit-learn's digits, how good structures are, and what they cost."""
+"""KFAC on real data: a small net trained on scikit-learn's digits, errors of structures, and their cost."""
 
 import time
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from kfs.problem.risk import EmpiricalRisk
 
 @dataclass(frozen=True)
 class Digits:
-    """What was found out.
+    """Results on digits.
 
     Attributes:
-        accuracy: Share of right predictions on data that were not trained on.
+        accuracy: Share of correct predictions on held-out data.
         factors: KFAC of the net.
         comparison: Errors of structures, layer by layer.
-        inspection: What layers cost.
+        inspection: Cost of layers.
         density: Eigenvalues of the Hessian.
-        solution: The system of the damped GGN and the gradient.
-        ratios: Time of a program divided by that of forward and backward pass over the same data.
+        solution: Solution of the linear system with the damped GGN and the gradient.
+        ratios: Time of a program divided by the time of a forward and backward pass over the same data.
     """
 
     accuracy: float
@@ -47,7 +47,7 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def trained(X: Tensor, y: Tensor, steps: int) -> nn.Module:
-    """Train a net with two hidden layers; the global random state is not touched."""
+    """Return a trained net with two hidden layers; the global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 10)).double()
@@ -60,10 +60,10 @@ def trained(X: Tensor, y: Tensor, steps: int) -> nn.Module:
 
 
 def examine(quick: bool = False) -> Digits:
-    """Train, compare and measure.
+    """Train a net, compare structures and measure times.
 
     Args:
-        quick: Whether to take fewer data and steps.
+        quick: Whether to use fewer data and steps.
     """
     X, y = load()
     half = len(X) // 2
@@ -83,7 +83,7 @@ def examine(quick: bool = False) -> Digits:
 
 
 def _ratios(model: nn.Module, X: Tensor, y: Tensor, repeats: int) -> dict[str, float]:
-    """Measure programs in turn, in units of forward and backward pass."""
+    """Measure times of programs in turn, relative to a forward and backward pass."""
     loss = nn.CrossEntropyLoss()
     risk = EmpiricalRisk(model, loss, (X, y), progress=False)
 

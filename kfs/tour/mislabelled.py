@@ -1,4 +1,4 @@
-"""Influence on real data: digits, some of which are mislabelled on purpose, and what their scores say."""
+"""Influence on real data: digits, some of which are mislabelled on purpose, and their scores."""
 
 from dataclasses import dataclass
 
@@ -18,15 +18,15 @@ _TOP = 6
 
 @dataclass(frozen=True)
 class Mislabelled:
-    """What was found out.
+    """Results on digits with wrong labels.
 
     Attributes:
         found: Helpful and harmful data of some digits, and all self-scores.
-        labels: The right labels of training data.
+        labels: The correct labels of training data.
         flipped: Whether the label of a training example was changed.
-        predicted: What the net takes the queries for.
-        auroc: The probability that a mislabelled digit has a larger self-score than another one.
-        accuracy: Share of right predictions on data that were not trained on.
+        predicted: Predicted labels of the queries.
+        auroc: The probability that a mislabelled digit has a larger self-score than another digit.
+        accuracy: Share of correct predictions on held-out data.
     """
 
     found: Attribution
@@ -38,10 +38,10 @@ class Mislabelled:
 
 
 def examine(quick: bool = False) -> Mislabelled:
-    """Change labels, train, and ask which data made the net predict what it does.
+    """Change labels, train a net, and find the training data behind its predictions.
 
     Args:
-        quick: Whether to take fewer data and steps.
+        quick: Whether to use fewer data and steps.
     """
     X, y = load()
     half = 300 if quick else len(X) // 2
@@ -52,7 +52,7 @@ def examine(quick: bool = False) -> Mislabelled:
     model = trained(X[:half], labels, 30 if quick else 100)
     rest = model(X[half:]).argmax(1)
     right = rest == y[half:]
-    # Some that are predicted wrongly, and some that are not.
+    # Queries: some digits with wrong predictions, and some with correct ones.
     wrong = (~right).nonzero().flatten()[: _QUERIES // 2]
     others = right.nonzero().flatten()[: _QUERIES - len(wrong)]
     chosen = half + torch.cat([wrong, others])
@@ -85,7 +85,7 @@ def area_under_curve(scores: Tensor, positive: Tensor) -> float:
 
 
 def section(result: Mislabelled) -> str:
-    """Show digits with the training images that help and harm most, and mislabelled ones by self-scores."""
+    """Return HTML: digits with the training images that help and harm most, and mislabelled images by self-scores."""
     found = result.found
     notes = {int(index): f"is a {int(result.labels[index])}" for index in result.flipped.nonzero().flatten()}
     of_queries = {place: f"taken for a {int(label)}" for place, label in enumerate(result.predicted)}

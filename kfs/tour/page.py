@@ -1,4 +1,4 @@
-"""The page: what was verified, where KFAC is exact, the paper's figures, things to play with, and real data."""
+"""The page: verified claims, settings in which KFAC is exact, the paper's figures, interactive plots, and real data."""
 
 import ast
 import base64
@@ -85,16 +85,16 @@ Step = Callable[[str], None]
 
 
 def write_report(out: Path, reports: Sequence[Report], quick: bool = False, step: Step = lambda _: None) -> Path:
-    """Compute what remains, and write everything into one page.
+    """Compute the remaining results, and write everything into one page.
 
     Args:
-        out: The folder; it is made if it is missing.
-        reports: What running the definitions gave.
-        quick: Whether to leave out what takes long.
-        step: Is told what is done next.
+        out: The folder; it is created if it is missing.
+        reports: Results of running the definitions.
+        quick: Whether to leave out slow parts.
+        step: Called with the name of each part before it starts.
 
     Returns:
-        The page.
+        Path of the page.
     """
     out.mkdir(parents=True, exist_ok=True)
     sections = {"What was verified": _verified(reports), "Where KFAC is exact, and why": _exact()}
@@ -119,7 +119,7 @@ def write_report(out: Path, reports: Sequence[Report], quick: bool = False, step
 
 
 def left_out() -> list[str]:
-    """Return what the page leaves out because a package is missing, and how to install it."""
+    """Return messages about parts that the page lacks because a package is missing, and how to install it."""
     return [sentence for package, sentence in _MISSING.items() if find_spec(package) is None]
 
 
@@ -160,7 +160,7 @@ def _with_places(text: str, place: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Return a table; cells are text, and some columns are numbers."""
+    """Return an HTML table with text cells. Columns in `numbers` contain numbers."""
     kinds = [' class="number"' if place in numbers else "" for place in range(len(head))]
     top = "".join(f"<th{kind}>{escape(cell)}</th>" for kind, cell in zip(kinds, head, strict=True))
     body = "\n".join(
@@ -171,7 +171,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
 
 
 def _verified(reports: Sequence[Report]) -> str:
-    """Show every claim with its number of cases and largest error."""
+    """Return every claim with its number of cases and largest error."""
     rows = []
     for report in reports:
         for claim, checks in by_claim(report.checks).items():
@@ -187,7 +187,7 @@ def _verified(reports: Sequence[Report]) -> str:
 
 
 def _exact() -> str:
-    """Say where KFAC is exact: the files that verify it, and the settings of the conformance kit."""
+    """Return the settings in which KFAC is exact: files that verify it, and cases of the conformance kit."""
     items = []
     for file in chapters()["Where KFAC is exact"]:
         docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
@@ -198,7 +198,7 @@ def _exact() -> str:
 
 
 def _figures(quick: bool) -> str:
-    """Draw all figures, and put them into the page itself."""
+    """Draw all figures, and embed them in the page."""
     modules = (linearized_rosenbrock, synthetic_hessian, synthetic_fisher, synthetic_kfac)[: 1 if quick else None]
     parts = []
     with tempfile.TemporaryDirectory() as folder:
@@ -213,14 +213,14 @@ def _figures(quick: bool) -> str:
 
 
 def _figure(image: bytes, caption: str) -> str:
-    """Put a picture into the page itself."""
+    """Return a figure with an embedded image."""
     source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     picture = f'<img alt="{escape(caption)}" src="{source}">'
     return f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _plots(found: digits.Digits) -> str:
-    """Draw what layers cost, factors, eigenvalues, how a solver converges, and errors of structures."""
+    """Draw cost of layers, factors, eigenvalues, convergence of a solver, and errors of structures."""
     from matplotlib import pyplot  # noqa: PLC0415 (optional)
 
     plots = {
@@ -252,7 +252,7 @@ def _plots(found: digits.Digits) -> str:
 
 
 def _digits(found: digits.Digits) -> str:
-    """Show errors layer by layer, and what programs cost."""
+    """Return errors layer by layer, and times of programs."""
     ratios = _table(
         ("program", "time on one thread / (forward and backward pass)"),
         [(n, f"{r:.2f}") for n, r in found.ratios.items()],

@@ -1,4 +1,4 @@
-"""Things to play with: fragments of HTML with their data. `assets/play.js` brings them to life."""
+"""Interactive plots: fragments of HTML with their data, for `assets/play.js`."""
 
 import json
 from html import escape
@@ -29,7 +29,7 @@ HINTS = {
 
 
 def play_data(quick: bool = False) -> dict[str, dict[str, Any]]:
-    """Compute what the three pieces show.
+    """Compute the data of the three interactive plots.
 
     Args:
         quick: Whether to draw fewer samples.
@@ -46,8 +46,10 @@ def play_data(quick: bool = False) -> dict[str, dict[str, Any]]:
 
 
 def fragment(name: str, data: dict[str, Any], title: bool = True) -> str:
-    """Return the HTML of one piece: title and hint unless somebody else writes them, its place, and its data."""
-    heading = f"<h3>{escape(TITLES[name])}</h3>\n<p>{escape(HINTS[name])}</p>\n" if title else ""
+    """Return the HTML of one plot: a title and a hint unless `title` is false, a placeholder, and its data."""
+    heading = f"<h3>{escape(TITLES[name])}</h3>
+<p>{escape(HINTS[name])}</p>
+" if title else ""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'{heading}<div class="play" id="play-{name}" data-widget="{name}"></div>\n'
@@ -56,12 +58,12 @@ def fragment(name: str, data: dict[str, Any], title: bool = True) -> str:
 
 
 def asset(name: str) -> str:
-    """Return a file that pages need: `"play.js"` brings pieces to life, `"play.css"` and `"report.css"` are styles."""
+    """Return a file that pages need: `"play.js"` for interactive plots, or a style, `"play.css"` or `"report.css"`."""
     return (files("kfs.tour") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _samples(risk: EmpiricalRisk, counts: tuple[int, ...]) -> dict[str, Any]:
-    """Return Monte Carlo Fishers with more and more samples, and their errors against the GGN."""
+    """Return Monte Carlo Fishers with increasing numbers of samples, and their errors relative to the GGN."""
     G = GGN(risk).to_dense()
     fishers = [Fisher(risk, "type-1", mc_samples=count).to_dense() for count in counts]
     size = torch.linalg.matrix_norm(G, ord=2)
@@ -105,5 +107,5 @@ def _blocks(risk: EmpiricalRisk) -> list[list[Any]]:
 
 
 def _rounded(matrix: Tensor) -> list[list[float]]:
-    """Return numbers with four digits: nobody sees more, and the page stays small."""
+    """Return numbers with four digits, which keep the page small."""
     return [[float(f"{value:.3e}") for value in row] for row in matrix.tolist()]

@@ -1,6 +1,6 @@
-"""The tour: run every definition as a program, show progress, and end in a table of what was verified.
+"""The tour: runs every definition as a program, shows progress, and prints a table of verified claims.
 
-It knows how to run and report. What is verified, and how, is said by each definition itself.
+This module only runs and reports. Each definition contains its claims and verifies them itself.
 """
 
 import runpy
@@ -25,22 +25,22 @@ from kfs import basics, kfac_tests
 from kfs.errors import VerificationError
 from kfs.verification import Check, recording
 
-# Files of kfs/kfac that run, in reading order.
+# Files of kfs/kfac that can be run, in reading order.
 LISTINGS = ("scaffold", "backpropagated_vectors", "expand_Linear", "reduce_Linear", "expand_Conv", "reduce_Conv")
 ALGEBRA = ("blocks/kronecker", "blocks/damping", "ekfac", "alternatives")
-# What a quick tour leaves out: half of the time. Most claims there are about averages and shared weights.
+# Files that a quick tour leaves out: half of the time. Most of their claims are about averages and shared weights.
 SLOW = ("mc_fisher_convergence", "deep_linear_regression", "weight_sharing_expand", "weight_sharing_reduce")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What running one definition gave.
+    """Result of running one definition.
 
     Attributes:
-        name: The definition's file name without ending.
-        checks: What it verified, in order.
-        seconds: How long it took.
-        failure: Why it failed; `None` if it did not.
+        name: File name of the definition without ending.
+        checks: Verified claims, in order.
+        seconds: Duration in seconds.
+        failure: Reason of a failure; `None` if there was none.
     """
 
     name: str
@@ -66,9 +66,9 @@ def definitions() -> list[Path]:
 
 
 def run_definition(file: Path) -> Report:
-    """Run one file as `python FILE` would, in this process; the global random state is restored afterwards.
+    """Run one file as `python FILE` would, in this process. The global random state is restored afterwards.
 
-    A failure is reported, not raised. A file that verifies nothing has failed.
+    A failure is reported, not raised. A file that verifies nothing counts as failed.
     """
     failure = None
     start = time.perf_counter()
@@ -88,11 +88,11 @@ def run_tour(console: Console, quick: bool = False) -> list[Report]:
     """Run all definitions with a live progress display, print the table, and return the reports.
 
     Args:
-        console: Where to print.
-        quick: Whether to leave out what takes long, and say so.
+        console: Console to print to.
+        quick: Whether to leave out slow definitions, and print their names.
 
     Returns:
-        What running each definition gave, in reading order.
+        Results of the definitions, in reading order.
     """
     files = definitions()
     left_out = [file.stem for file in files if quick and file.stem in SLOW]
@@ -115,7 +115,7 @@ def run_tour(console: Console, quick: bool = False) -> list[Report]:
 def one_thread() -> Iterator[None]:
     """Compute with one thread in this context.
 
-    Tensors of the tour are small. On two busy cores, threads that wait for each other took five times as long.
+    Tensors of the tour are small. On two busy cores, synchronizing threads took five times as long.
     """
     before = get_num_threads()
     set_num_threads(1)
@@ -126,14 +126,14 @@ def one_thread() -> Iterator[None]:
 
 
 def _command() -> str:
-    """Return a command that runs a definition here: with this interpreter, from the folder that the user is in."""
+    """Return a shell command that runs a definition with this interpreter, relative to the current folder."""
     paths = (Path(sys.executable), Path(basics.__file__).parent / "ggns.py")
     here = Path.cwd()
     return shlex.join(str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths)
 
 
 def _with_progress(files: list[Path], console: Console) -> Iterator[Report]:
-    """Run the files one by one, showing which one runs and how many are done."""
+    """Run the files one by one, and show the current file and the number of finished ones."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description:<30}"),
@@ -150,7 +150,7 @@ def _with_progress(files: list[Path], console: Console) -> Iterator[Report]:
 
 
 def _table(reports: list[Report]) -> Table:
-    """Make a table: definition, what was verified, largest error. A claim made for several cases is one row."""
+    """Return a table of definitions, claims and largest errors. A claim for several cases is one row."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("definition", no_wrap=True, style="bold")
     table.add_column("what was verified")
@@ -169,7 +169,7 @@ def _table(reports: list[Report]) -> Table:
 
 
 def by_claim(checks: Iterable[Check]) -> dict[str, list[Check]]:
-    """Group checks of the same claim, in the order in which the claims were first made."""
+    """Group checks of the same claim, in the order in which claims were first made."""
     grouped: dict[str, list[Check]] = {}
     for check in checks:
         grouped.setdefault(check.claim, []).append(check)

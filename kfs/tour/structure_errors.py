@@ -1,4 +1,4 @@
-"""How far structures are from the exact blocks of a small convolutional network, before and after training.
+"""Errors of structures relative to the exact blocks of a small convolutional network, before and after training.
 
 Run it: `python kfs/tour/structure_errors.py errors.svg`.
 """
@@ -16,7 +16,7 @@ NAMES = {1: "convolution", 4: "hidden", 6: "output"}
 
 
 def data(num_data: int = 300) -> tuple[Tensor, Tensor]:
-    """Make small images of ten classes: a pattern for each class, and noise."""
+    """Return small images of ten classes: a pattern for each class, plus noise."""
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(10, (num_data,), generator=generator)
     patterns = torch.randn(10, 64, generator=generator, dtype=torch.float64)
@@ -24,7 +24,7 @@ def data(num_data: int = 300) -> tuple[Tensor, Tensor]:
 
 
 def compared(steps: int) -> Comparison:
-    """Compare structures after some steps of training."""
+    """Compare structures with exact blocks after some steps of training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -51,11 +51,11 @@ def draw(path: str | Path, steps: int = 40) -> dict[str, Comparison]:
     """Draw the figure.
 
     Args:
-        path: Where to write it.
+        path: File to write.
         steps: Number of training steps.
 
     Returns:
-        What is shown, by panel.
+        The comparisons, by panel.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
 

@@ -76,7 +76,7 @@ def test_matrices_are_heat_maps(make: Any) -> None:
     assert torch.equal(drawn(part), A.submatrix("2.weight").to_dense())
     with pytest.raises(ModelError, match=r"no parameters \['x'\]"):
         A.plot("x")
-    with pytest.raises(ShapeError, match=r"23 x 23: too large to draw.*most=22.*submatrix"):
+    with pytest.raises(ShapeError, match=r"23 x 23, which is too large to draw.*most=22.*submatrix"):
         A.plot(most=22)
     assert len(A.plot("2.bias", most=2)) == 1
 

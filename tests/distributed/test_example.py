@@ -16,4 +16,4 @@ def test_the_example_runs_as_it_says() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Shard of rank 1 of 2: data 50 to 100 of 101" in done.stdout
-    assert "2 processes have computed what one does." in done.stdout
+    assert "2 processes have computed the same as one process." in done.stdout

@@ -139,7 +139,7 @@ def test_ranks_that_round_in_another_way(ranks: Pool) -> None:
     for equal, messages in ranks(2, with_drift):
         assert equal
         assert len(messages) == 1
-        assert "Those of rank 0 are taken over" in messages[0]
+        assert "The parameters of rank 0 are copied" in messages[0]
 
 
 def no_gradients_anywhere() -> str:

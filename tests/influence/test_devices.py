@@ -135,5 +135,5 @@ def test_bad_data_are_named() -> None:
     K = kfs.KFAC(kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), train))
     train[1][0][2, 0, 0, 0] = torch.nan
     bad = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), train)
-    with pytest.raises(DataError, match=r"[dD]atum 8\b"):
+    with pytest.raises(DataError, match=r"[eE]xample 8\b"):
         kfs.Influence(K, DAMPING).self_scores(bad)

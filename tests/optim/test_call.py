@@ -75,8 +75,8 @@ def test_a_class_instead_of_a_model() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "match"),
     [
-        ("fisher", "type-2", r"has the option fisher, which is one for all.*Pass fisher= to KFAC itself"),
-        ("decay", 0.5, "has the option decay"),
+        ("fisher", "type-2", r"sets fisher, which must be the same for all.*Pass fisher= to KFAC itself"),
+        ("decay", 0.5, "sets decay"),
         ("lr", -1.0, r"lr is -1\.0"),
         ("damping", Relative(0.1), r"damping is Relative\(0\.1\)\. Use a number"),
     ],

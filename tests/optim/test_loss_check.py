@@ -155,7 +155,7 @@ def test_the_announced_module_computes_the_loss(loss: nn.Module, y: Tensor, fact
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda f: 20 * f, "error: differs by.*softmax or a temperature, belongs into the model"),
+        (lambda f: 20 * f, "error: differs by.*softmax or a temperature, must be part of the model"),
         (lambda f: (3 * f).softmax(1), "warning: differs by"),
         (lambda f: f.float(), FINE),
         (lambda f: f.flip(0).flip(0), FINE),

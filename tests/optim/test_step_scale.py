@@ -316,7 +316,7 @@ def test_bad_settings(noise: Any) -> None:
     with pytest.raises(ModelError, match="noise is"):
         KFAC(mlp(), LOSS, noise=noise)
     model = mlp()
-    with pytest.raises(ModelError, match="one for all parameters"):
+    with pytest.raises(ModelError, match="the same for all parameters"):
         KFAC(model, LOSS, [{"params": model.parameters(), "noise": 0.1}])
 
 
