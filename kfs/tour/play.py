@@ -47,9 +47,7 @@ def play_data(quick: bool = False) -> dict[str, dict[str, Any]]:
 
 def fragment(name: str, data: dict[str, Any], title: bool = True) -> str:
     """Return the HTML of one plot: a title and a hint unless `title` is false, a placeholder, and its data."""
-    heading = f"<h3>{escape(TITLES[name])}</h3>
-<p>{escape(HINTS[name])}</p>
-" if title else ""
+    heading = f"<h3>{escape(TITLES[name])}</h3>\n<p>{escape(HINTS[name])}</p>\n" if title else ""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'{heading}<div class="play" id="play-{name}" data-widget="{name}"></div>\n'
