@@ -1,4 +1,8 @@
-"""The checks of the kit: factors where KFAC is exact, Monte Carlo convergence, relations, and the user's state."""
+"""The checks of the kit: factors where KFAC is exact, Monte Carlo convergence, relations, and the user's state.
+
+`exact` checks compare with definitions where KFAC has no error, `draws` checks do so for the Monte Carlo Fisher.
+`relation` checks compare an implementation with itself. `state` checks look at what it leaves behind.
+"""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,8 @@
-"""Diagnosis of wrong factors: known bugs, and the factors that each of them would give."""
+"""Diagnosis of wrong factors: known bugs, and the factors that each of them would give.
+
+Every guess is a question with a number as an answer: is the block that one would get from this bug the one that we
+see?
+"""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,6 +2,27 @@
 
 `Checkpoint` is the user's option, `Journal` writes and reads the files. Files store digests of the data and settings
 that they belong to.
+
+Which data were seen: half-open ranges of indices, and a digest that does not depend on batches or ranks.
+
+Each example has a digest of its index, its inputs and its target. The digest of several examples is the sum of
+theirs, so
+that it can be computed in parts, by different processes, whatever the batches are.
+
+Journals: sums over data in files, from which an interrupted computation continues with the same results.
+
+A journal writes all sums after some batches, atomically, together with what they belong to: settings, loss, values
+of
+parameters and buffers, the ranges of data that were seen, and a digest of these. If the same computation is started
+again, it leaves out the data that are done. Other settings, parameters or data are refused.
+
+With several processes, each of them writes a file of its own. A file says which data are in it, and not who wrote
+it.
+So any number of processes can continue: each goes on with the file of its own name, if there is one, and sums in
+other
+files are added at the end, each by one of the processes that see it. When all sums are added up, rank 0 writes them
+to
+one file, which replaces all others.
 """
 
 import glob

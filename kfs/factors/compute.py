@@ -1,6 +1,26 @@
 """The five steps of KFAC over all batches: from a risk, or a file, to the sums of all blocks.
 
 A single forward and backward pass lives in `kfs.factors.capture`, the addition of sums in `kfs.factors.accumulate`.
+
+What is sent back for a batch, which determines the curvature matrix: `backpropagated_vectors`, for the engine.
+
+The listing has three curvature matrices, example by example. Here are all of them, for whole batches, several
+vectors at a
+time:
+
+- `"type-2"`: the columns of a factor of the Fisher matrix in prediction space,
+- `"ggn"`: the columns of a factor of the criterion's Hessian (the same for most losses),
+- `"mc"`: gradients for labels drawn from the model's likelihood, over the root of their number,
+- `"empirical"`: the gradient for the label at hand,
+- `"forward-only"`: zeros. The gradient-based factor is then a multiple of the identity.
+
+All batches, once: the engine's way through the five steps of KFAC.
+
+`scaffold` has the steps in their simplest form, for reading. Here they are for all operations, losses and data:
+passes
+that are audited, recorded, interrupted and resumed, in one process or in many. What is specific lives elsewhere:
+`vectors` for the curvature matrix, `rules` for each kind of operation, `capture` for how operations are seen, `sums`
+for how their inputs and gradients are added up.
 """
 
 import logging

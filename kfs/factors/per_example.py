@@ -1,6 +1,20 @@
-"""Per-example gradients as sums over rows of outer products: the primitive for new statistics.
+r"""Per-example gradients as sums over rows of outer products: the primitive for new statistics.
 
 Algebra on rows is in `kfs.factors.accumulate.row_products`.
+
+The gradients of every example with respect to one block, as sums over rows of outer products, and what they
+multiply.
+
+Matrices `[n, groups, d_B, d_A]` are formed only where that takes fewer operations; see
+`kfs.factors.accumulate.row_products`.
+
+Per-example gradients, batch by batch, as sums over rows of outer products: the primitive of new statistics.
+
+The gradient of example $n$ with respect to a block is $G_n = \sum_s g_{n,s}\, x_{n,s}^\top$, summed over shared
+positions
+and over all uses of the parameter. `kfs.Influence` is built on what `per_datum` yields, and EKFAC's eigenvalues on
+the
+same rows (`kfs.factors.accumulate.row_products`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,14 @@
-"""Ways to compute inner products of gradients with the inverse of a block, their costs, and low-rank gradients."""
+r"""Ways to compute inner products of gradients with the inverse of a block, their costs, and low-rank gradients.
+
+A score is $\langle G_q, H^{-1} G_n \rangle$, for each query $q$ and each training example $n$. Gradients of queries
+are
+multiplied once, and kept:
+
+- `"rows"`: as rows, which inverses that are Kronecker products leave rows.
+- `"matrices"`: as matrices, to be multiplied with gradients of training data as they are.
+- `"rotated"`: as matrices in the basis of the inverse, where gradients of training data are rotated, too.
+- `"low rank"`: as the leading singular vectors of those matrices, which are rows, too (Grosse et al., 2023).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,4 +1,16 @@
-"""A curvature backend for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`."""
+"""A curvature backend for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`.
+
+Curvature of one batch at a time, for a loop that is not ours: what is found out about a model is found out once.
+
+A pass over data needs a session with plans, and an audit. Both outlast batches. So there is one pass, which takes a
+batch when it is given one, and leaves the sums of this batch. Between two batches nothing of the model is changed.
+
+Curvature for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`.
+
+That library is needed only where the backend is used. It asks for the curvature of one batch after the other, and
+adds
+them up. Its `Kron` holds one Kronecker product for each parameter, of rows and of all other axes.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,19 @@
-"""The marginal likelihood of the data as a function of the prior, and its maximization."""
+r"""The marginal likelihood of the data as a function of the prior, and its maximization.
+
+With the prior $\mathcal N(0, \delta^{-1} I)$, the Laplace approximation of the log marginal likelihood is
+
+$$
+\log p(\mathcal D \mid \theta)
+- \frac12 \Big( \sum_i \log \frac{\lambda_i + \delta}{\delta} + \delta \|\theta\|^2 \Big)
+$$
+
+with the eigenvalues $\lambda_i$ of the log-likelihood's negative curvature. Its derivative with respect to
+$\log \delta$ is half of $\gamma(\delta) - \delta \|\theta\|^2$, where $\gamma(\delta) = \sum_i \lambda_i /
+(\lambda_i +
+\delta)$ is the effective number of parameters (MacKay, 1992). It falls with $\delta$, so that there is one maximum,
+and
+bisection finds it. Blocks with priors of their own have maxima of their own.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,24 @@
-"""Estimates from matrix-vector products: trace, diagonal, Frobenius norm, eigenvalues and spectral density."""
+r"""Estimates from matrix-vector products: trace, diagonal, Frobenius norm, eigenvalues and spectral density.
+
+Trace, diagonal and Frobenius norm from a few products with random vectors, with error bars.
+
+- *Hutchinson* (1989): $\mathbb{E}\, \omega^\top A\, \omega = \mathrm{tr}\, A$ for random signs $\omega$.
+- *Hutch++* (Meyer et al., 2021): take the trace on the range of a sketch exactly, and estimate only the rest.
+- *XTrace* (Epperly et al., 2024): do so for every test vector with the sketch made of all others, and average.
+- *XDiag* (of the same paper): the same for the diagonal, where Hutchinson's estimate is $\omega \odot A\, \omega$.
+
+The last three need far fewer products where the spectrum decays, as that of curvature does. Samples of XTrace and
+XDiag
+share their sketches and are not independent, so their error bar is a guide (up to a factor two) rather than a
+standard
+error. Normal test vectors in place of signs scatter more: for signs, the diagonal contributes no error.
+
+Eigenvalues of symmetric operators: the outermost ones exactly, and the density of all of them.
+
+The density comes from stochastic Lanczos quadrature (Golub & Meurant, 2009; Ubaru et al., 2017): a few Lanczos
+steps from a random vector give nodes and weights of a quadrature rule for the spectrum, and the average over
+vectors approximates all of it.
+"""
 
 from dataclasses import dataclass
 from math import pi, sqrt

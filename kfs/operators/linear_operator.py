@@ -1,6 +1,64 @@
 """The base class of linear operators, and their sums, products, transposes and submatrices.
 
 Operators of a risk live in `kfs.operators.curvature`, operators from given tensors in `kfs.operators.matrices`.
+
+How operators show themselves: what they are made of, of what model and loss, their size, settings and cost.
+
+Example:
+    >>> import torch
+    >>> from kfs import GGN, EmpiricalRisk, Fisher, Hessian, Jacobian
+    >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
+    >>> risk
+    EmpiricalRisk of Linear with MSELoss (mean)
+      2 parameters, 8 numbers, float32 on cpu
+      1 batch, not counted yet
+    >>> Hessian(risk)
+    Hessian of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+      1 batch, not counted yet
+      block_diagonal=False, chunk_size=16
+      cost: one pass over the data for a product with up to 16 vectors
+    >>> GGN(risk, block_diagonal="layer", reuse=True)
+    GGN of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+      1 batch, not counted yet
+      block_diagonal='layer', chunk_size=16, reuse=True
+      cost: one pass over the data for a product with up to 16 vectors
+    >>> Fisher(risk, "type-1", mc_samples=2)
+    Fisher of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+      1 batch, not counted yet
+      kind='type-1', mc_samples=2, seed=0, block_diagonal=False, chunk_size=16, reuse=False
+      cost: one pass over the data for a product with up to 16 vectors
+    >>> Jacobian(risk)
+    Jacobian of Linear with MSELoss (mean): 20 x 8, float32 on cpu
+      1 batch, 10 examples
+      chunk_size=16
+      cost: one pass over the data for a product with up to 16 vectors
+    >>> Jacobian(risk).T
+    Jacobian.T: 8 x 20, float32 on cpu
+      Jacobian of Linear with MSELoss (mean): 20 x 8, float32 on cpu
+    >>> 2 * (GGN(risk).shift(0.1) @ Hessian(risk))
+    2 * ((GGN + 0.1 * Identity) @ Hessian): 8 x 8, float32 on cpu
+      GGN of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+      Identity: 8 x 8, float32 on cpu, symmetric
+      Hessian of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+    >>> GGN(risk).submatrix(["bias"])
+    GGN['bias'; 'bias']: 2 x 2, float32 on cpu, symmetric
+      GGN of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+    >>> GGN(risk).submatrix([0, 3, 5], slice(4))
+    GGN[rows; columns]: 3 x 4, float32 on cpu
+      GGN of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+
+What every linear operator can do: multiply, be combined with others, become dense, and go to SciPy.
+
+Contracts, for operators `A`, `B`, numbers `a` and vectors `v` that fit:
+
+    (A @ B) @ v == A @ (B @ v)          (A + B) @ v == A @ v + B @ v        (a * A) @ v == a * (A @ v)
+    A.T.T @ v == A @ v                  A.shift(a) @ v == A @ v + a * v     A.to_dense() @ v == A @ v
+    v @ A == A.T @ v                    (A - B) @ v == A @ v - B @ v        (A / a) @ v == (A @ v) / a
+
+A vector may be flat, a dictionary like the risk's parameters, or a list of tensors in their order. Several vectors
+at
+once may be a matrix of columns, or a dictionary or list of tensors with one more axis in front, `[n, *shape]`. The
+answer has the same form.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,18 @@
-"""Solvers for linear systems: conjugate gradients, Neumann series, LSMR, and the inverse as an operator."""
+r"""Solvers for linear systems: conjugate gradients, Neumann series, LSMR, and the inverse as an operator.
+
+Linear systems with operators: conjugate gradients and Neumann series.
+
+Both need products only. Curvature is rarely positive definite by itself; solve with `A.shift(damping)`. Least
+squares,
+with any operator, are in `least_squares`; operators that solve in every product, in `inverse`.
+
+Least squares with any operator: LSMR (Fong & Saunders, 2011).
+
+It minimizes $\|A x - b\|^2 + \delta \|x\|^2$ for operators of any shape, from products with $A$ and $A^\top$. On the
+normal equations $(A^\top A + \delta I)\, x = A^\top b$ it does what MINRES does, but without squaring the condition
+number. So it also solves symmetric systems that are indefinite, such as those with a Hessian, where conjugate
+gradients break down.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,50 @@
-"""Training in several processes: owners of blocks, exchange of averages, inverses and gradients, and common errors."""
+"""Training in several processes: owners of blocks, exchange of averages, inverses and gradients, and common errors.
+
+Averages and inverses in several processes.
+
+*Averages are summands.* Each rank averages the sums of its own data, divided by counts over all ranks. As averages
+are
+linear, the average of all data is the sum over ranks, and needs to be known only when its inverse is computed. Then
+it
+is added up at one rank, its *owner*; others start again at zero. What an owner was before does not matter.
+
+*The owner inverts.* All ranks get a copy of the inverse, and multiply their gradients with it, which are the same.
+The
+alternative, to let the owner multiply and to send steps, has to send something in every step: as many numbers as
+there
+are parameters. Of a square layer, that is what both triangles of its inverse have, and they are sent once in
+`inverses_every` steps. Eigenvectors are not symmetric, and twice as much.
+
+So a block sends the triangles of its averages to its owner, and those of its inverse back, once in `inverses_every`
+steps, however often factors are computed.
+
+If parameters are sharded, gradients have to travel in any case. Then inverses stay at their owners, which multiply:
+see
+`at_owners`.
+
+Gradients on the way to inverses, and steps on the way back.
+
+If parameters are sharded, no process has whole gradients. So each of them sends its parts to the processes that own
+the
+blocks, and gets back its parts of steps. It sends twice as many numbers as it has, in every step, however many
+processes there are. Inverses stay where they were computed, and nobody multiplies with those of others.
+
+What the processes of a training tell each other in a step.
+
+The user's gradients are averages over ranks already: `DistributedDataParallel` or the user's own loop has seen to
+that.
+What this adds: counts and coverage over all ranks, numbers of examples for labels that are drawn, flags that are
+true on
+all ranks, losses that are means over ranks, and errors that all ranks raise. How factors and inverses travel lives
+in
+`owners`.
+
+In steps with new factors, ranks compare what they compute steps from: parameters, gradients, buffers that passes do
+not
+change, modes, schedules and options. What differs is an error on all ranks, which names it. Each rank multiplies
+gradients with inverses itself. Other hardware, or another number of threads, may round that in another way: where
+parameters differ by round-off, ranks take over those of the first one.
+"""
 
 import logging
 import sys

@@ -1,4 +1,12 @@
-"""In-place updates of parameters and optimizer state, and pending checks of steps that the device decides."""
+"""In-place updates of parameters and optimizer state, and pending checks of steps that the device decides.
+
+Nobody waits for these flags. The device looks at them itself: where one is false, averages and parameters stay as
+they
+are. The host goes on as if all was well. When it reads the flags, which are long there by then, it counts what went
+wrong, and puts its own numbers right. Flags are read at the start of the next step with new factors, and by
+everybody
+who looks at what they decide: states, reports, events.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,15 @@
-"""Checks that the declared loss is the loss that is minimized, using gradients, targets and values of the loss."""
+"""Checks that the declared loss is the loss that is minimized, using gradients, targets and values of the loss.
+
+Losses whose gradient shows that it is theirs: their targets can be read off it, and then it fits.
+
+Cross-entropies are such losses. The gradient of a square loss is a residual, which may be anything.
+
+The loss that was announced, compared with what passes show about the loss that is minimized.
+
+Another loss, and another reduction, are errors: steps would be wrong by factors that nobody has asked for. A factor
+in
+front of the loss, or an additional term, is declared by a warning. Factors are looked for in the first steps alone.
+"""
 
 import sys
 import warnings

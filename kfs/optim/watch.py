@@ -1,4 +1,15 @@
-"""Watches a model in training: computes factors from its forward passes and from the backward passes of its loss."""
+"""Watches a model in training: computes factors from its forward passes and from the backward passes of its loss.
+
+Hooks on the model's forward pass switch the capture on and off. A hook on the predictions is called when the
+gradient
+of the loss arrives there. At this moment the graph is complete and not yet freed, so further vectors can be sent
+back
+through it, and the gradient shows which targets count. With `fisher="empirical"`, the user's backward pass is
+enough.
+
+The results of passes wait until `Watch.collect` takes them. A forward pass without backward pass has no result.
+What happens during one pass is in `passes`.
+"""
 
 import sys
 import threading

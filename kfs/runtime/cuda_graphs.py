@@ -1,6 +1,24 @@
 """CUDA graphs: record a computation on a GPU once, and replay it for inputs of the same shapes.
 
 The computations live with the clients: passes for factors, products with operators, the optimizer.
+
+A GPU finishes the operations of a small model faster than Python can start them. A CUDA graph has all operations of
+a
+pass and starts them together. The first batch of a shape runs as usual. The second one rehearses what will be
+recorded,
+while PyTorch says whether anything waits for the GPU: that would be a decision that depends on data, which a graph
+does
+not take again. The third one is recorded. Its inputs are copied to where the graph reads them, as are those of all
+further batches.
+
+What a graph cannot know are numbers on the host. A pass adds the same to them for every batch of a shape
+(`Host.counts`
+has them all). The index of the first example, on which draws depend, is a tensor on the device. A model that keeps
+something from one pass for the next one, in an attribute of a module, is not replayed. Nor is one with hooks: these
+are
+to run with every pass, and what they keep would be memory of a graph.
+
+A graph reads memory that was there before it, and does not know whose that is. So somebody has to hold it: `Reads`.
 """
 
 import gc

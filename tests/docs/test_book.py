@@ -104,7 +104,7 @@ def test_reference(site: Path) -> None:
     assert "mc_samples" in text.partition("</dt>")[0]
     for word in ("Parameters", "Advanced", "Raises"):
         assert f">{word}<" in text, word
-    assert re.search(r'href="../../kfs/kfac/kfac.html#line-\d+"', text)
+    assert re.search(r'href="../../kfs/factors/kfac.html#line-\d+"', text)
     assert "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module" in article(
         site, "docs/api/kfs.EmpiricalRisk"
     )

@@ -1,4 +1,17 @@
-"""Sums for Kronecker factors, added up over ranks: on all ranks, or on the owner rank of each block."""
+"""Sums for Kronecker factors, added up over ranks: on all ranks, or on the owner rank of each block.
+
+Sums of blocks that have owners: which rank owns which block, and how sums get there.
+
+A block that another rank owns has its sums on the meta device here: sizes and counts are known, numbers are not.
+
+Sums for Kronecker factors, added up over ranks that may have seen different blocks.
+
+Ranks first tell each other which blocks they have, how these are stored, and their counts on the host. A rank
+without
+data, or one whose data do not use an expert, starts the missing sums with zeros. Then all of them travel together,
+and
+of dense ones only the upper triangle.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

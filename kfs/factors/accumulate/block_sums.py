@@ -1,6 +1,8 @@
 """The unscaled sums of one block: outer products of inputs and of gradients, for each role of its parameter.
 
 `BlockMap` assigns uses to blocks.
+
+Nothing here asks an accelerator for a number while data are added: see `RoleSums`.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,17 @@
-"""Statistics of per-example gradients: sums accumulated right away, and gradients kept for one batch."""
+r"""Statistics of per-example gradients: sums accumulated right away, and gradients kept for one batch.
+
+Per-example gradients: what is needed beyond factors to say how good they are, or to correct them.
+
+The curvature of a block is $C = R \sum_{n,c} \mathrm{vec}(G_{n,c})\, \mathrm{vec}(G_{n,c})^\top$, where
+$G_{n,c} = \sum_s g_{n,s,c}\, x_{n,s}^\top$ is the gradient of the parameter that a backpropagated vector of one
+example
+makes, summed over shared positions and over all uses of the parameter. A `Statistic` is shown these gradients, and
+keeps a sum.
+
+Per-example gradients that are kept, by rows, until somebody takes them: after every batch.
+
+If several columns are sent back, each gives gradients of its own. The inputs of a use are the same for all of them.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping

@@ -1,6 +1,20 @@
 """Block-diagonal operators: one structured block per parameter (with its bias), and algebra on them.
 
 The algebra of a single block is in the other files of this folder.
+
+Blocks that may have owners: which of them this process has, and how results of all processes are put together.
+
+Without owners, every process has all blocks, and nothing here exchanges anything. With owners, each block is on one
+rank. All ranks call the same methods. Each of them works on its own blocks, and writes what comes out into zeros. So
+the sum over ranks is the result, with the same bits on all of them.
+
+Block-diagonal operators: one structured block per parameter (with its bias), with everything that blocks can do.
+
+Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
+
+    K.inverse(d) @ (K.shift(d) @ v) == v           K.power(-1.0) @ v == K.inverse() @ v
+    K.to_dense().logdet() == K.logdet()            K.to_dense().trace() == K.trace()
+    values, Q = K.eigh(); Q @ (values * (Q.T @ v)) == K @ v
 """
 
 import hashlib

@@ -1,6 +1,22 @@
 """Capture: a mode that intercepts every operation that uses a tracked parameter in a forward pass.
 
 Plans for these uses are in `kfs.factors.trace`, taps in `kfs.factors.capture.tap`.
+
+Hidden uses: parameters that enter a custom `autograd.Function`, which PyTorch does not show to modes.
+
+And parameters that predictions depend on in any way: the others are not used.
+
+Capture: seeing every operation of a forward pass that uses a tracked parameter, whoever calls it.
+
+A `TorchFunctionMode` recognizes parameters, and views of them, among an operation's arguments. A rule for the
+operation
+(see `rules`) makes a plan: what multiplies the parameter, and how gradients are read. The session keeps it. A use of
+a
+known plan adds its inputs to their sums, and puts a tap on the operation's output (see `tap`).
+
+Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` without batch axis), the result is a
+*derived parameter*: it is followed like a parameter until it is broadcast over the batch, where gradients are still
+per example.
 """
 
 import logging
