@@ -95,7 +95,7 @@ FIGURES = (
     Figure(
         "structure_errors",
         "kfs/tour/structure_errors.py",
-        "kfs/kfac/alternatives",
+        "kfs/factors/alternatives",
         "Relative errors of structures against the exact blocks of the GGN, for the layers of a small convolutional "
         "network. kfs.compare(risk) does the same for your model.",
     ),
