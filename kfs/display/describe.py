@@ -164,7 +164,7 @@ def vector(v: Any, noun: str = "tensor") -> str:
 def batches_and_data(num_batches: int | None, num_data: int | None) -> str:
     """Describe the numbers of batches and examples, as far as they are known."""
     batches = "batches" if num_batches is None else counted(num_batches, "batch")
-    return f"{batches}, {'not counted yet' if num_data is None else f'{num_data:,} examples'}"
+    return f"{batches}, {'not counted yet' if num_data is None else counted(num_data, 'example')}"
 
 
 def number(value: Any) -> str:

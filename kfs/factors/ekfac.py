@@ -48,7 +48,7 @@ from typing import Any, Self
 
 import torch
 
-from kfs.display.describe import Description
+from kfs.display.describe import Description, counted
 from kfs.display.progress import show_progress
 from kfs.distributed import Ranks, checksum
 from kfs.distributed.assignment import passes
@@ -443,7 +443,7 @@ if __name__ == "__main__":
         K, E = KFAC(risk), EKFAC(risk)
         for name, block in K.blocks.items():
             exact, kfac, ekfac = (op.submatrix(block.layout.params).to_dense() for op in (GGN(risk), K, E))
-            case = f"layer {name}, {N} examples"
+            case = f"layer {name}, {counted(N, 'example')}"
             if N == 1:
                 verify("for one example, EKFAC equals the GGN's block", ekfac, exact, case=case)
                 continue

@@ -261,7 +261,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
 
     def describe(self) -> Description:
         """Describe model, loss, settings, data and blocks."""
-        return describe_factors(self.about, self.blocks, self.settings, f"{self.num_data:,} examples")
+        return describe_factors(self.about, self.blocks, self.settings, counted(self.num_data, "example"))
 
     def update(self, risk: EmpiricalRisk) -> Self:
         """Add more data, in place; if it fails, nothing is changed.

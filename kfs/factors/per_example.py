@@ -105,7 +105,7 @@ class BlockGradients(Described):
         groups, rows, columns = self.layout.matrix_shape
         size = times((groups, rows, columns) if groups > 1 else (rows, columns))
         where = kind(self.dtype, self.device)
-        title = f"Gradients of {self.num_data:,} examples, block {self.layout.name!r}: {size}, {where}"
+        title = f"Gradients of {counted(self.num_data, 'example')}, block {self.layout.name!r}: {size}, {where}"
         parts = [f"rows of {counted(len(self.uses), 'use')}"] if self.uses else []
         parts += [] if self.whole is None else ["matrices"]
         return Description(title, (" + ".join(parts) or "zero: the parameter was not used",))

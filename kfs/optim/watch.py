@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
+from kfs.display.describe import counted
 from kfs.distributed import Ranks
 from kfs.errors import DataError, KfsError, KfsWarning, ModelError
 from kfs.factors.accumulate import FactorSums
@@ -215,7 +216,7 @@ class Pass:
             return output
         if f.shape[:1] != (self.num_data,) and self.problem is None:
             self.problem = DataError(
-                f"The model was called with {self.num_data} examples, but its prediction has shape {list(f.shape)}.",
+                f"The model was called with {counted(self.num_data, 'example')}, but its prediction has shape {list(f.shape)}.",
                 "Put the batch axis first in predictions; pass its position in inputs as batch_axis=.",
             )
         if self._capture is not None:
