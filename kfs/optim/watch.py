@@ -216,7 +216,8 @@ class Pass:
             return output
         if f.shape[:1] != (self.num_data,) and self.problem is None:
             self.problem = DataError(
-                f"The model was called with {counted(self.num_data, 'example')}, but its prediction has shape {list(f.shape)}.",
+                f"The model was called with {counted(self.num_data, 'example')}, but its prediction "
+                f"has shape {list(f.shape)}.",
                 "Put the batch axis first in predictions; pass its position in inputs as batch_axis=.",
             )
         if self._capture is not None:
