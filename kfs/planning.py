@@ -1,9 +1,9 @@
 """Plans for many processes: what each rank would own, hold, compute and send, computed without running them.
 
-Owners are those that `kfs.distributed.assignment` chooses. Bytes that are sent are those of one rank. A ring of `W`
-ranks adds up `T` bytes for all of them by sending `2 (W - 1) / W * T` each, and half as many if each number is
-wanted
-by one rank only.
+`kfs.distributed.assignment` chooses the owners.
+
+Bytes that are sent are those of one rank. A ring of `W` ranks adds up `T` bytes for all of them by sending
+`2 (W - 1) / W * T` each, and half as many if each number is needed by one rank only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

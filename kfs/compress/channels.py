@@ -1,13 +1,14 @@
 r"""Pruning of channels between pairs of layers: one that computes them, and one that reads them.
 
-A channel is removed by removing its columns from the layer that reads it. That describes all that the model loses:
-the row of the layer before that computes this channel then has no effect and goes, too, with its part of a BatchNorm
-in
-between. `graph` finds out which layer reads which channels.
+The cost of removing columns of a matrix lives in `kfs.compress.surgery`.
+
+A channel is removed by removing its columns from the layer that reads it. This is the whole change of the model. The
+layer before has one row that computes this channel. This row then has no effect and is removed, too, with its part of a
+BatchNorm in between. `links` finds out which layer reads which channels.
 
 The columns of a channel, all of them together, cost $\tfrac12 w_r^\top \left((C^{-1})_{rr}\right)^{-1} w_r$ if the
-other columns of the layer adapt, as in `surgery`. Channels are ordered by their cost for each number saved. Layers
-adapt one by one: that the next one reads fewer of its rows is not considered.
+other columns of the layer adapt. Channels are ordered by their cost for each number saved. Layers adapt one by one,
+without regard to the rows that the next layer loses.
 """
 
 from collections.abc import Mapping, Sequence

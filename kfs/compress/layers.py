@@ -1,7 +1,9 @@
 """The layers of a model to compress, with their curvature, and their replacement by smaller ones.
 
+Costs of removing weights live in `kfs.compress.surgery`, low-rank layers in `kfs.compress.factorization`.
+
 A *layer* is a linear layer or a convolution. Its weight, and its bias if both share a block, is one matrix for each
-group of channels, `[groups, d_B, d_A]`, as everywhere in `kfs.factors`. Everything is computed in float64.
+group of channels, `[groups, d_B, d_A]`, as everywhere in `kfs.factors`. All computations are in float64.
 """
 
 from collections.abc import Mapping, Sequence

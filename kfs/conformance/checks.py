@@ -1,7 +1,11 @@
 """The checks of the kit: factors where KFAC is exact, Monte Carlo convergence, relations, and the user's state.
 
-`exact` checks compare with definitions where KFAC has no error, `draws` checks do so for the Monte Carlo Fisher.
-`relation` checks compare an implementation with itself. `state` checks look at what it leaves behind.
+The cases live in `kfs.conformance.cases`, the causes of failures in `kfs.conformance.diagnosis`.
+
+- `exact` checks compare an implementation with the definitions where KFAC has no error.
+- `draws` checks do so for the Monte Carlo Fisher.
+- `relation` checks compare an implementation with itself.
+- `state` checks verify that it leaves the user's state unchanged.
 """
 
 import copy

@@ -1,7 +1,9 @@
 """Diagnosis of wrong factors: known bugs, and the factors that each of them would give.
 
-Every guess is a question with a number as an answer: is the block that one would get from this bug the one that we
-see?
+The checks that need a diagnosis live in `kfs.conformance.checks`.
+
+`suspects` computes the block that each known bug would give. `diagnose` compares the wrong block with these blocks, and
+with the right block up to a scale or an order of its entries.
 """
 
 import copy

@@ -2,24 +2,17 @@
 
 Agreement between ranks before tensors are sent lives in `kfs.distributed.ranks`.
 
-Tensors added up over all ranks, in place, in a few large buckets: every rank gets the same numbers, bit by bit.
+`add_up` sums tensors in place, in a few large buckets. Each number is summed once, by one rank, and then copied to the
+others. So there is one order of additions, and every rank gets the same bits. Before the sum, ranks can compare the
+values that they compute tensors from (`check_same`): tensors by a checksum, other values as they are.
 
-Each number is added up once, by one rank, and then copied to the others, so that there is one order of additions.
-Sums
-for one rank alone, and copies of what one rank has, live in `owning`. Before anything is added up, ranks compare
-what
-they compute it from (`check_same`): tensors by a checksum, everything else as it is.
+`add_up_at` sums tensors for one owner rank, which takes half of the traffic of a sum for all ranks. `copy_from` copies
+tensors from an owner rank to all others. Ranks must have agreed on shapes and owners before: these functions check
+nothing.
 
-Tensors that one rank owns: sums over all ranks that it alone gets, and copies of what it has for all others.
-
-A sum for one rank is half of the traffic of a sum for all. Ranks must have agreed on shapes and owners before:
-nothing
-is checked here. Sums that all ranks get live in `summing`.
-
-States of several ranks as one: nested dictionaries and lists of tensors, most of which other ranks have.
-
-A state is what `kfs.files` writes. Each rank has one with some items of certain lists. All of them together are one
-state, in which every tensor is fetched from the rank that has it when somebody needs it, one at a time.
+`joined` makes one state from the states of all ranks. A state consists of nested dictionaries and lists of tensors, as
+in files of `kfs.files`. Each rank has some items of certain lists. In the joined state, every tensor is fetched from
+its rank when it is needed, one at a time.
 """
 
 import hashlib

@@ -1,28 +1,19 @@
 """Checkpoints: an interrupted computation resumes from sums in files, with the same results.
 
-`Checkpoint` is the user's option, `Journal` writes and reads the files. Files store digests of the data and settings
-that they belong to.
+The file format lives in `kfs.files`. `Checkpoint` is the user's option, `Journal` writes and reads the files.
 
-Which data were seen: half-open ranges of indices, and a digest that does not depend on batches or ranks.
+A journal writes all sums after some batches, atomically, with a description of the computation: settings, loss, values
+of parameters and buffers, the ranges of examples in the sums, and a digest of these examples. If the same computation
+is started again, it skips these examples. If settings, parameters or data differ, it raises an error.
 
-Each example has a digest of its index, its inputs and its target. The digest of several examples is the sum of
-theirs, so
-that it can be computed in parts, by different processes, whatever the batches are.
+`SeenData` is a set of examples: half-open ranges of indices, and a digest. Each example has a digest of its index, its
+inputs and its target, and the digest of several examples is the sum of theirs. So different processes can compute it in
+parts, and it does not depend on batches or ranks.
 
-Journals: sums over data in files, from which an interrupted computation continues with the same results.
-
-A journal writes all sums after some batches, atomically, together with what they belong to: settings, loss, values
-of
-parameters and buffers, the ranges of data that were seen, and a digest of these. If the same computation is started
-again, it leaves out the data that are done. Other settings, parameters or data are refused.
-
-With several processes, each of them writes a file of its own. A file says which data are in it, and not who wrote
-it.
-So any number of processes can continue: each goes on with the file of its own name, if there is one, and sums in
-other
-files are added at the end, each by one of the processes that see it. When all sums are added up, rank 0 writes them
-to
-one file, which replaces all others.
+With several processes, each of them writes its own file. A file says which examples are in it, but not which process
+wrote it. So any number of processes can continue. Each one resumes from the file with its own name, if there is one.
+Each other file is added at the end, by one of the processes that can read it. When the sums of all ranks have been
+added up, rank 0 writes them to one file, which replaces all others.
 """
 
 import glob

@@ -2,25 +2,19 @@
 
 A single forward and backward pass lives in `kfs.factors.capture`, the addition of sums in `kfs.factors.accumulate`.
 
-What is sent back for a batch, which determines the curvature matrix: `backpropagated_vectors`, for the engine.
+`kfs.kfac.scaffold` has the five steps in their simplest form, for reading. Here they support all operations, losses and
+data: passes are audited, recorded, interrupted and resumed, in one process or in several. The rules for each kind of
+operation are in `kfs.factors.rules`.
 
-The listing has three curvature matrices, example by example. Here are all of them, for whole batches, several
-vectors at a
-time:
+The vectors that are sent back for a batch determine the curvature matrix. The listing `kfs.kfac.backpropagated_vectors`
+has three curvature matrices, example by example. Here, `backpropagated_vectors` generates the vectors of all of them
+for whole batches, several vectors at a time:
 
-- `"type-2"`: the columns of a factor of the Fisher matrix in prediction space,
-- `"ggn"`: the columns of a factor of the criterion's Hessian (the same for most losses),
-- `"mc"`: gradients for labels drawn from the model's likelihood, over the root of their number,
-- `"empirical"`: the gradient for the label at hand,
+- `"type-2"`: the columns of a factor of the Fisher matrix in prediction space.
+- `"ggn"`: the columns of a factor of the criterion's Hessian (the same for most losses).
+- `"mc"`: gradients for labels drawn from the model's likelihood, over the root of their number.
+- `"empirical"`: the gradient for the label in the data.
 - `"forward-only"`: zeros. The gradient-based factor is then a multiple of the identity.
-
-All batches, once: the engine's way through the five steps of KFAC.
-
-`scaffold` has the steps in their simplest form, for reading. Here they are for all operations, losses and data:
-passes
-that are audited, recorded, interrupted and resumed, in one process or in many. What is specific lives elsewhere:
-`vectors` for the curvature matrix, `rules` for each kind of operation, `capture` for how operations are seen, `sums`
-for how their inputs and gradients are added up.
 """
 
 import logging

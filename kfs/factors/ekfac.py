@@ -1,17 +1,9 @@
 r"""EKFAC: KFAC's eigenvectors with corrected eigenvalues, the sums of squared gradients in these eigenbases.
 
-Sums of squared gradients in the eigenbases of factors: the eigenvalues of EKFAC.
+Algebra with blocks of eigenvalues and eigenvectors lives in `kfs.factors.blocks.eigenbasis`.
 
-Every rank needs the eigenvectors of a block for its own data. If blocks have owners, these send them to all ranks
-for
-one pass over the data, and get the sums. With `factor_memory`, a pass is for as many blocks as fit.
-
-EKFAC: KFAC's eigenvectors with the right eigenvalues.
-
-KFAC approximates a block $C = R \sum_{n,c} \mathrm{vec}(G_{n,c}) \mathrm{vec}(G_{n,c})^\top$ of a curvature matrix
-by
-$B \otimes A$, with eigenvectors $Q_B \otimes Q_A$ and eigenvalues $\lambda_B \lambda_A$. George et al. (2018) keep
-the
+KFAC approximates a block $C = R \sum_{n,c} \mathrm{vec}(G_{n,c}) \mathrm{vec}(G_{n,c})^\top$ of a curvature matrix by
+$B \otimes A$, with eigenvectors $Q_B \otimes Q_A$ and eigenvalues $\lambda_B \lambda_A$. George et al. (2018) keep the
 eigenvectors and replace the eigenvalues by the curvature along them,
 
 $$
@@ -20,24 +12,23 @@ $$
 C \approx (Q_B \otimes Q_A)\, \mathrm{diag}(\mathrm{vec}\, \Lambda)\, (Q_B \otimes Q_A)^\top .
 $$
 
-No other choice of eigenvalues is closer to $C$ in the Frobenius norm, for these eigenvectors; in particular, KFAC's
-are not. The trace is that of $C$. Without weight sharing, $G_{n,c} = g\, x^\top$, so that the squares are those of
-an
-outer product: $\Lambda = R \sum (Q_B^\top g)^{\odot 2} \left((Q_A^\top x)^{\odot 2}\right)^\top$ is a product of two
-matrices, and no per-example gradient is formed. With weight sharing, gradients of a few examples at a time are.
-Inputs and
-gradients are rotated before they are multiplied, or their product is afterwards, whichever takes fewer operations.
+With these eigenvectors, no other eigenvalues, including KFAC's, are closer to $C$ in the Frobenius norm. The trace of
+the approximation is the trace of $C$.
 
-It takes two passes over the data: one for the factors, one for the eigenvalues.
+Without weight sharing, $G_{n,c} = g\, x^\top$, and its squares are those of an outer product. So
+$\Lambda = R \sum (Q_B^\top g)^{\odot 2} \left((Q_A^\top x)^{\odot 2}\right)^\top$ is a product of two matrices, and no
+per-example gradient is formed. With weight sharing, the gradients of a few examples at a time are formed. Either inputs
+and gradients are rotated before they are multiplied, or their product is rotated, whichever takes fewer operations.
 
-With Monte Carlo draws, the eigenvalues come from other draws than the factors. Along the smallest eigenvectors of
-drawn
-factors, these very draws have least curvature, by chance: measured with them, the smallest eigenvalues come out
-several
-times too small, and inverses too large. Measured with fresh draws, every eigenvalue is right on average. So with
-`mc_samples=m`, factors have the draws `0, ..., m - 1` of every example, and eigenvalues the draws `m, ..., 2 m - 1`.
-They
-depend on seed, example and number alone.
+EKFAC takes two passes over the data: one for the factors, one for the eigenvalues. In the second pass, every rank needs
+the eigenvectors of a block for its own data. If blocks have owners, the owners send eigenvectors to all ranks for this
+pass, and get the sums. With `factor_memory`, there are several such passes, each for as many blocks as fit into memory.
+
+With Monte Carlo draws, the eigenvalues use other draws than the factors. By chance, the draws of the factors have the
+least curvature along the smallest eigenvectors of these factors. With the same draws, the smallest eigenvalues would be
+several times too small, and inverses too large. With fresh draws, every eigenvalue is unbiased. So with `mc_samples=m`,
+factors use the draws `0, ..., m - 1` of every example, and eigenvalues use the draws `m, ..., 2 m - 1`. The draws
+depend only on the seed, the example and their number.
 """
 
 from collections.abc import Mapping

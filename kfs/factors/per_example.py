@@ -2,19 +2,13 @@ r"""Per-example gradients as sums over rows of outer products: the primitive for
 
 Algebra on rows is in `kfs.factors.accumulate.row_products`.
 
-The gradients of every example with respect to one block, as sums over rows of outer products, and what they
-multiply.
-
-Matrices `[n, groups, d_B, d_A]` are formed only where that takes fewer operations; see
-`kfs.factors.accumulate.row_products`.
-
-Per-example gradients, batch by batch, as sums over rows of outer products: the primitive of new statistics.
-
 The gradient of example $n$ with respect to a block is $G_n = \sum_s g_{n,s}\, x_{n,s}^\top$, summed over shared
-positions
-and over all uses of the parameter. `kfs.Influence` is built on what `per_datum` yields, and EKFAC's eigenvalues on
-the
-same rows (`kfs.factors.accumulate.row_products`).
+positions and over all uses of the parameter. `BlockGradients` stores the rows of some examples. It computes inner
+products, and products with blocks of a curvature matrix. Matrices `[n, groups, d_B, d_A]` are formed only if that takes
+fewer operations.
+
+`per_datum` yields the gradients batch by batch. `kfs.Influence` uses them, and the eigenvalues of EKFAC use the same
+rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

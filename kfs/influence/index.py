@@ -1,8 +1,10 @@
 """The index: gradients of training data that are computed once and stored in files or in memory, for many queries.
 
-A folder has `index.safetensors`, which says what the index belongs to and whether it is complete, and one file for
-every shard: the gradients of some consecutive batches. All are in the safetensors format, with a digest; see
-`kfs.files`. Files are mapped into memory when they are read.
+The forms of stored gradients live in `kfs.influence.stored`, the computation of scores in `kfs.influence.scoring`.
+
+A `Folder` contains `index.safetensors`, which says what the index belongs to and whether it is complete, and one file
+for every shard: the gradients of some consecutive batches. All files are in the safetensors format, with a digest; see
+`kfs.files`. They are mapped into memory when they are read.
 """
 
 import json

@@ -1,13 +1,16 @@
 r"""Ways to compute inner products of gradients with the inverse of a block, their costs, and low-rank gradients.
 
-A score is $\langle G_q, H^{-1} G_n \rangle$, for each query $q$ and each training example $n$. Gradients of queries
-are
-multiplied once, and kept:
+The forms in which an index stores gradients of training data live in `kfs.influence.stored`.
 
-- `"rows"`: as rows, which inverses that are Kronecker products leave rows.
-- `"matrices"`: as matrices, to be multiplied with gradients of training data as they are.
-- `"rotated"`: as matrices in the basis of the inverse, where gradients of training data are rotated, too.
+A score is $\langle G_q, H^{-1} G_n \rangle$, for each query $q$ and each training example $n$. Gradients of queries are
+multiplied by the inverse once, and kept in one of these ways:
+
+- `"rows"`: as rows. Inverses that are Kronecker products map rows to rows.
+- `"matrices"`: as matrices, to be multiplied with the unchanged gradients of training data.
+- `"rotated"`: as matrices in the basis of the inverse. Gradients of training data are rotated, too.
 - `"low rank"`: as the leading singular vectors of those matrices, which are rows, too (Grosse et al., 2023).
+
+`choose` returns the way with the fewest multiplications.
 """
 
 from dataclasses import dataclass, replace

@@ -1,15 +1,13 @@
 """A curvature backend for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`.
 
-Curvature of one batch at a time, for a loop that is not ours: what is found out about a model is found out once.
+This library's own Laplace approximation lives in `kfs.laplace.posterior`. The backend alone needs laplace-torch.
 
-A pass over data needs a session with plans, and an audit. Both outlast batches. So there is one pass, which takes a
-batch when it is given one, and leaves the sums of this batch. Between two batches nothing of the model is changed.
+laplace-torch requests the curvature of one batch after the other, and adds the results. Its `Kron` holds one Kronecker
+product for each parameter: one factor for rows, one for all other axes.
 
-Curvature for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`.
-
-That library is needed only where the backend is used. It asks for the curvature of one batch after the other, and
-adds
-them up. Its `Kron` holds one Kronecker product for each parameter, of rows and of all other axes.
+A pass over data needs a session with plans, and an audit, which are valid for more than one batch. So `ByBatch` runs a
+single pass. It gets a batch from `SingleBatchSource` on each request, and leaves the sums of this batch. Between two
+batches, nothing in the model is changed.
 """
 
 from abc import ABC, abstractmethod

@@ -1,5 +1,7 @@
 r"""The marginal likelihood of the data as a function of the prior, and its maximization.
 
+The scale of the log-likelihood's curvature lives in `kfs.laplace.likelihood`.
+
 With the prior $\mathcal N(0, \delta^{-1} I)$, the Laplace approximation of the log marginal likelihood is
 
 $$
@@ -8,11 +10,10 @@ $$
 $$
 
 with the eigenvalues $\lambda_i$ of the log-likelihood's negative curvature. Its derivative with respect to
-$\log \delta$ is half of $\gamma(\delta) - \delta \|\theta\|^2$, where $\gamma(\delta) = \sum_i \lambda_i /
-(\lambda_i +
-\delta)$ is the effective number of parameters (MacKay, 1992). It falls with $\delta$, so that there is one maximum,
-and
-bisection finds it. Blocks with priors of their own have maxima of their own.
+$\log \delta$ is half of $\gamma(\delta) - \delta \|\theta\|^2$, where
+$\gamma(\delta) = \sum_i \lambda_i / (\lambda_i + \delta)$ is the effective number of parameters (MacKay, 1992). The
+derivative decreases with $\delta$, so there is one maximum, which bisection finds. If blocks have their own priors,
+each block has its own maximum.
 """
 
 from collections.abc import Callable, Iterable, Mapping

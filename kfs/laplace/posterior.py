@@ -1,16 +1,18 @@
 r"""The posterior over parameters, a normal distribution around the trained parameters, and its predictions.
 
-Probit replaces the logistic function by that of a normal distribution, for which the average is known (MacKay,
-1992).
-Only variances matter:
+The marginal likelihood lives in `kfs.laplace.evidence`, the covariance of outputs in `kfs.laplace.variance`.
+
+For classification, `probabilities` averages the softmax over normally distributed logits, in one of three ways. Probit
+replaces the logistic function by the distribution function of a normal distribution, whose average is known (MacKay,
+1992). It uses only variances:
 
 $$
 p = \mathrm{softmax}\Big(f_k \big/ \sqrt{1 + \pi \Sigma_{kk} / 8}\Big)_k.
 $$
 
 Monte Carlo averages the softmax over draws. The Laplace bridge (Hobbhahn et al., 2022) is the mean of a Dirichlet
-distribution whose parameters are $\alpha_k = (1 - 2 / C + e^{f_k} \sum_l e^{-f_l} / C^2) / \Sigma_{kk}$, for the
-distribution of logits given that they sum up to zero. Of two classes it is the softmax of $f$, whatever $\Sigma$ is.
+distribution with the parameters $\alpha_k = (1 - 2 / C + e^{f_k} \sum_l e^{-f_l} / C^2) / \Sigma_{kk}$, for the
+distribution of logits given that they sum up to zero. For two classes, it is the softmax of $f$, whatever $\Sigma$ is.
 """
 
 from collections.abc import Callable, Mapping

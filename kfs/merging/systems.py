@@ -1,11 +1,12 @@
 r"""The linear systems of a merge, their solution, and the report of the merge.
 
+The merged state dict and the checks of models live in `kfs.merging.models`.
+
 $\sum_i w_i (\theta - \theta_i)^\top C_i (\theta - \theta_i)$, with damped curvatures $C_i$, is smallest where
 $\sum_i w_i C_i (\theta - \bar\theta) = \sum_i w_i C_i (\theta_i - \bar\theta)$, for any $\bar\theta$; here it is the
-average. Curvatures with blocks make one system for each block. Sums of blocks that keep their structure have a
-closed
-form: diagonals, dense matrices, one or two Kronecker products. Others are solved by conjugate gradients,
-preconditioned by the Kronecker products of all models in a common basis.
+average. Curvatures with blocks give one system for each block. Sums of blocks that keep their structure have an inverse
+in closed form: diagonals, dense matrices, one or two Kronecker products. Other systems are solved by conjugate
+gradients, preconditioned by the Kronecker products of all models in a common basis.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,9 +2,10 @@ r"""Curvature operators of an empirical risk: Hessian, GGN, Fisher and Jacobian.
 
 The derivatives of one batch live in `kfs.operators.derivatives`.
 
-Each is a sum over data, $R \sum_n (\dots)$, accumulated batch by batch, so that a result does not depend on how the
-data are split. GGN and Fisher have the form $R \sum_n J_n^\top M_n J_n$ and differ only in the small matrix $M_n$
-in prediction space, which the loss knows. The Hessian is differentiated twice.
+Hessian, GGN and Fisher are sums over data, $R \sum_n (\dots)$. They are accumulated batch by batch, so that results do
+not depend on how the data are split. GGN and Fisher have the form $R \sum_n J_n^\top M_n J_n$ (`Sandwich`). They differ
+only in the small matrix $M_n$ in prediction space, which the loss provides. Products with the Hessian differentiate the
+loss twice.
 """
 
 from abc import abstractmethod

@@ -1,23 +1,24 @@
 r"""Estimates from matrix-vector products: trace, diagonal, Frobenius norm, eigenvalues and spectral density.
 
-Trace, diagonal and Frobenius norm from a few products with random vectors, with error bars.
+Exact diagonals of `GGN` and `Fisher` live in `kfs.operators.curvature`.
 
-- *Hutchinson* (1989): $\mathbb{E}\, \omega^\top A\, \omega = \mathrm{tr}\, A$ for random signs $\omega$.
-- *Hutch++* (Meyer et al., 2021): take the trace on the range of a sketch exactly, and estimate only the rest.
-- *XTrace* (Epperly et al., 2024): do so for every test vector with the sketch made of all others, and average.
-- *XDiag* (of the same paper): the same for the diagonal, where Hutchinson's estimate is $\omega \odot A\, \omega$.
+Trace, diagonal and Frobenius norm are estimated from a few products with random vectors, and have error bars:
 
-The last three need far fewer products where the spectrum decays, as that of curvature does. Samples of XTrace and
-XDiag
-share their sketches and are not independent, so their error bar is a guide (up to a factor two) rather than a
-standard
-error. Normal test vectors in place of signs scatter more: for signs, the diagonal contributes no error.
+- *Hutchinson* (1989): $\mathbb{E}\, \omega^\top A\, \omega = \mathrm{tr}\, A$ for random signs $\omega$. For the
+  diagonal, the estimate is $\omega \odot A\, \omega$.
+- *Hutch++* (Meyer et al., 2021): compute the trace on the range of a sketch exactly, and estimate only the remainder.
+- *XTrace* (Epperly et al., 2024): do this for every test vector, with a sketch from all other ones, and average.
+- *XDiag* (from the same paper): the same for the diagonal.
 
-Eigenvalues of symmetric operators: the outermost ones exactly, and the density of all of them.
+The last three need far fewer products if the eigenvalues decay, as those of curvature matrices do. Samples of XTrace
+and XDiag share their sketches and are not independent. So their error bar is a guide (up to a factor of two) rather
+than a standard error. Normal test vectors have a larger variance than signs: with signs, the diagonal contributes no
+error.
 
-The density comes from stochastic Lanczos quadrature (Golub & Meurant, 2009; Ubaru et al., 2017): a few Lanczos
-steps from a random vector give nodes and weights of a quadrature rule for the spectrum, and the average over
-vectors approximates all of it.
+For symmetric operators, `eigenvalues` computes the outermost eigenvalues accurately, and `spectral_density` estimates
+the density of all of them. It uses stochastic Lanczos quadrature (Golub & Meurant, 2009; Ubaru et al., 2017): a few
+Lanczos steps from a random vector give nodes and weights of a quadrature rule for the spectrum, and the average over
+vectors approximates the density.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ from kfs.errors import ShapeError, SolverError
 from kfs.operators.linear_operator import LinearOperator
 from kfs.operators.solve import product
 from kfs.runtime.precision import at_least_float32
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Probes = Literal["rademacher", "normal"]
 
@@ -317,10 +321,6 @@ def _check(A: LinearOperator, products: int, square: bool = True) -> None:
         raise ShapeError(f"The operator has shape {list(A.shape)}.", "Pass one that maps a space to itself.")
     if products < 6:
         raise ShapeError(f"products is {products}, too few for an error bar.", "Spend at least 6.")
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def eigenvalues(

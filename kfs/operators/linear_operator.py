@@ -2,7 +2,18 @@
 
 Operators of a risk live in `kfs.operators.curvature`, operators from given tensors in `kfs.operators.matrices`.
 
-How operators show themselves: what they are made of, of what model and loss, their size, settings and cost.
+A `LinearOperator` multiplies vectors, can be combined with other operators, and can be converted to a dense matrix or
+to an operator of SciPy. Contracts, for operators `A`, `B`, numbers `a` and vectors `v` that fit:
+
+    (A @ B) @ v == A @ (B @ v)          (A + B) @ v == A @ v + B @ v        (a * A) @ v == a * (A @ v)
+    A.T.T @ v == A @ v                  A.shift(a) @ v == A @ v + a * v     A.to_dense() @ v == A @ v
+    v @ A == A.T @ v                    (A - B) @ v == A @ v - B @ v        (A / a) @ v == (A @ v) / a
+
+A vector may be flat, a dictionary like the risk's parameters, or a list of tensors in their order. Several vectors may
+be a matrix of columns, or a dictionary or list of tensors with a leading axis, `[n, *shape]`. The product has the same
+form.
+
+`DescribedOperator` prints operators: their formula, model and loss, size, settings and cost.
 
 Example:
     >>> import torch
@@ -46,19 +57,6 @@ Example:
     >>> GGN(risk).submatrix([0, 3, 5], slice(4))
     GGN[rows; columns]: 3 x 4, float32 on cpu
       GGN of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
-
-What every linear operator can do: multiply, be combined with others, become dense, and go to SciPy.
-
-Contracts, for operators `A`, `B`, numbers `a` and vectors `v` that fit:
-
-    (A @ B) @ v == A @ (B @ v)          (A + B) @ v == A @ v + B @ v        (a * A) @ v == a * (A @ v)
-    A.T.T @ v == A @ v                  A.shift(a) @ v == A @ v + a * v     A.to_dense() @ v == A @ v
-    v @ A == A.T @ v                    (A - B) @ v == A @ v - B @ v        (A / a) @ v == (A @ v) / a
-
-A vector may be flat, a dictionary like the risk's parameters, or a list of tensors in their order. Several vectors
-at
-once may be a matrix of columns, or a dictionary or list of tensors with one more axis in front, `[n, *shape]`. The
-answer has the same form.
 """
 
 from abc import ABC, abstractmethod
@@ -77,6 +75,10 @@ from kfs.distributed import Ranks
 from kfs.errors import DtypeError, ShapeError, UnknownAttributeError
 from kfs.operators.space import Columns, Index, Space, Vector, check_same, is_index
 from kfs.runtime.precision import at_least_float32
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from scipy.sparse.linalg import LinearOperator as ScipyOperator
 
 # Attributes that only block-diagonal operators have, and the replacement for all other operators.
 _ELSEWHERE = {
@@ -190,10 +192,6 @@ def _setting(value: object) -> str:
         return value.formula
     return f"({vector(value)})" if isinstance(value, (Tensor, dict, list)) else number(value)
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from scipy.sparse.linalg import LinearOperator as ScipyOperator
 
 _ALONE = Ranks()
 

@@ -1,17 +1,16 @@
 r"""Solvers for linear systems: conjugate gradients, Neumann series, LSMR, and the inverse as an operator.
 
-Linear systems with operators: conjugate gradients and Neumann series.
+Inverses in closed form, of operators with blocks, live in `kfs.factors.blocks`.
 
-Both need products only. Curvature is rarely positive definite by itself; solve with `A.shift(damping)`. Least
-squares,
-with any operator, are in `least_squares`; operators that solve in every product, in `inverse`.
+`solve` (conjugate gradients) and `neumann` (Neumann series) use only products with a symmetric operator. Curvature
+itself is rarely positive definite; solve with `A.shift(damping)`.
 
-Least squares with any operator: LSMR (Fong & Saunders, 2011).
+`lsmr` (Fong & Saunders, 2011) solves least-squares problems. It minimizes $\|A x - b\|^2 + \delta \|x\|^2$ for
+operators of any shape, from products with $A$ and $A^\top$. It is equivalent to MINRES on the normal equations
+$(A^\top A + \delta I)\, x = A^\top b$, but does not square the condition number. So it also solves symmetric indefinite
+systems, such as those with a Hessian, where conjugate gradients break down.
 
-It minimizes $\|A x - b\|^2 + \delta \|x\|^2$ for operators of any shape, from products with $A$ and $A^\top$. On the
-normal equations $(A^\top A + \delta I)\, x = A^\top b$ it does what MINRES does, but without squaring the condition
-number. So it also solves symmetric systems that are indefinite, such as those with a Hessian, where conjugate
-gradients break down.
+`Inverse` is an operator that solves a linear system in every product.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,49 +1,31 @@
 """Training in several processes: owners of blocks, exchange of averages, inverses and gradients, and common errors.
 
-Averages and inverses in several processes.
+The collective operations live in `kfs.distributed.collectives`, the averages in `kfs.optim.averages`.
 
-*Averages are summands.* Each rank averages the sums of its own data, divided by counts over all ranks. As averages
-are
-linear, the average of all data is the sum over ranks, and needs to be known only when its inverse is computed. Then
-it
-is added up at one rank, its *owner*; others start again at zero. What an owner was before does not matter.
+*Averages are summands.* Each rank averages the sums of its own data, divided by counts over all ranks. Averages are
+linear, so the average of all data is the sum over ranks. It is needed only when its inverse is computed. Then it is
+added up at one rank, the block's *owner*, and the other ranks start again at zero. It does not matter which rank was
+the owner before.
 
-*The owner inverts.* All ranks get a copy of the inverse, and multiply their gradients with it, which are the same.
-The
-alternative, to let the owner multiply and to send steps, has to send something in every step: as many numbers as
-there
-are parameters. Of a square layer, that is what both triangles of its inverse have, and they are sent once in
-`inverses_every` steps. Eigenvectors are not symmetric, and twice as much.
+*The owner inverts.* All ranks get a copy of the inverse, and multiply it with their gradients, which are the same.
+Alternatively, the owner could multiply and send steps. It would send as many numbers as there are parameters, in every
+step. The triangles of a square layer's inverse have as many numbers, but are sent only once in `inverses_every` steps.
+Eigenvectors are not symmetric, and have twice as many. So once in `inverses_every` steps, the triangles of a block's
+averages are sent to its owner, and the triangles of its inverse are sent back, however often factors are computed.
 
-So a block sends the triangles of its averages to its owner, and those of its inverse back, once in `inverses_every`
-steps, however often factors are computed.
+*Sharded parameters.* If parameters are sharded, no process has whole gradients, and gradients have to be sent in any
+case. Then inverses stay at their owners, and each process multiplies only with its own ones (`OwnedInverses`). A
+process sends its parts of gradients to the owners of blocks, and gets back its parts of steps. In every step, it sends
+twice as many numbers as it has, however many processes there are.
 
-If parameters are sharded, gradients have to travel in any case. Then inverses stay at their owners, which multiply:
-see
-`at_owners`.
+*Common errors.* The user's gradients are already averages over ranks, computed by `DistributedDataParallel` or by the
+user's own loop. This module adds counts and coverage over all ranks, numbers of examples for labels that are drawn,
+flags that are true on all ranks, losses that are means over ranks, and errors that all ranks raise (`Exchange`).
 
-Gradients on the way to inverses, and steps on the way back.
-
-If parameters are sharded, no process has whole gradients. So each of them sends its parts to the processes that own
-the
-blocks, and gets back its parts of steps. It sends twice as many numbers as it has, in every step, however many
-processes there are. Inverses stay where they were computed, and nobody multiplies with those of others.
-
-What the processes of a training tell each other in a step.
-
-The user's gradients are averages over ranks already: `DistributedDataParallel` or the user's own loop has seen to
-that.
-What this adds: counts and coverage over all ranks, numbers of examples for labels that are drawn, flags that are
-true on
-all ranks, losses that are means over ranks, and errors that all ranks raise. How factors and inverses travel lives
-in
-`owners`.
-
-In steps with new factors, ranks compare what they compute steps from: parameters, gradients, buffers that passes do
-not
-change, modes, schedules and options. What differs is an error on all ranks, which names it. Each rank multiplies
-gradients with inverses itself. Other hardware, or another number of threads, may round that in another way: where
-parameters differ by round-off, ranks take over those of the first one.
+In steps with new factors, ranks compare the values that steps depend on: parameters, gradients, buffers that passes do
+not change, modes, schedules and options. A difference raises an error on all ranks, which names it. Each rank
+multiplies gradients with inverses itself, and different hardware, or a different number of threads, may round
+differently. If parameters differ by round-off only, all ranks copy those of rank 0.
 """
 
 import logging

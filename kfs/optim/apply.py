@@ -1,11 +1,12 @@
 """In-place updates of parameters and optimizer state, and pending checks of steps that the device decides.
 
-Nobody waits for these flags. The device looks at them itself: where one is false, averages and parameters stay as
-they
-are. The host goes on as if all was well. When it reads the flags, which are long there by then, it counts what went
-wrong, and puts its own numbers right. Flags are read at the start of the next step with new factors, and by
-everybody
-who looks at what they decide: states, reports, events.
+The update rule lives in `kfs.optim.update_rule`, its recording as CUDA graphs in `kfs.optim.recorded_update`.
+
+On an accelerator, flags say whether gradients are finite and of a usual size, and whether a step is taken. The host
+does not wait for these flags. The device applies them: if a flag is false, averages and parameters do not change. The
+host continues as if all flags were true. When it reads them later (`PendingChecks`), they have long arrived. Then it
+counts failures and corrects its own numbers. Flags are read at the start of the next step with new factors, and
+whenever states, reports or events are requested, because these depend on them.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence

@@ -1,15 +1,20 @@
 """Factor passes as CUDA graphs, which run in addition to the user's own passes.
 
-To watch a forward pass means to run Python for each of its operations, while a GPU waits. So when inputs of some
-shape
-have come twice, a pass of our own is recorded for them: forward, vectors, backward and sums. From then on the user's
-passes are not watched. When the gradient of their loss arrives, the recorded pass runs, with their inputs and
-targets.
-That costs one more forward pass, and hardly any time of the host.
+The recording of CUDA graphs in general lives in `kfs.runtime.cuda_graphs`.
 
-A model is recorded only if that changes nothing: it must be a function of its inputs (no dropout, no statistics over
-batches, nothing kept from one pass to the next), must not wait for the GPU, and must have no hooks of others. Before
-anything is recorded, a pass of our own has to give the sums of the one that was watched.
+Watching a forward pass runs Python code for each operation, while a GPU waits. So when inputs of the same shape have
+come twice, a separate pass is recorded for them: forward, vectors, backward and sums. From then on, the user's passes
+with such inputs are not watched. When the gradient of their loss arrives, the recorded pass runs with their inputs and
+targets. It costs one more forward pass, and hardly any time on the host.
+
+A model is recorded only if that changes nothing:
+
+- The model must be a function of its inputs: no dropout, no statistics over batches, no state from one pass to the
+  next.
+- It must not synchronize with the GPU.
+- It must have no hooks except those of this library.
+
+Before the recording, a rehearsal of the separate pass must give the same sums as the watched pass.
 """
 
 import copy

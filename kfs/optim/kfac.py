@@ -1,11 +1,9 @@
 """The KFAC optimizer: its options, state, report and checkpoints. The update rule lives in `kfs.optim.update_rule`.
 
-Functions of `torch.distributed.checkpoint` know states by parameter alone, and take those of a new optimizer as a
-pattern of what to read. All ranks call them, so averages are added up there and then. The pattern of a new
-optimizer,
-which has not seen the model run, has all entries that a later state has: momentum by parameter, and one number at
-the
-first parameter that carries everything else.
+The functions of `torch.distributed.checkpoint` identify state by parameter only, and use the state of a new optimizer
+as a template for reading. All ranks call these functions, so averages are added up over ranks at this point. The
+template comes from an optimizer that has not seen the model run, but must have all entries of a later state: momentum
+by parameter, and one number at the first parameter that carries everything else (`Carrier`).
 """
 
 import sys

@@ -1,14 +1,14 @@
 """Checks that the declared loss is the loss that is minimized, using gradients, targets and values of the loss.
 
-Losses whose gradient shows that it is theirs: their targets can be read off it, and then it fits.
+The losses themselves live in `kfs.losses`, the passes that provide gradients in `kfs.optim.watch`.
 
-Cross-entropies are such losses. The gradient of a square loss is a residual, which may be anything.
+`Targets` finds the scale of the minimized loss. For cross-entropies, the gradient identifies the loss: targets can be
+recovered from it, and then the gradient must fit (`shows_targets`). The gradient of a square loss is a residual, which
+can have any values.
 
-The loss that was announced, compared with what passes show about the loss that is minimized.
-
-Another loss, and another reduction, are errors: steps would be wrong by factors that nobody has asked for. A factor
-in
-front of the loss, or an additional term, is declared by a warning. Factors are looked for in the first steps alone.
+`LossCheck` compares the declared loss with the results of passes. Another loss, or another reduction, raises an error,
+because steps would be wrong by unintended factors. A factor in front of the loss, or an additional term, gives a
+warning. Factors are checked in the first steps only.
 """
 
 import sys

@@ -1,19 +1,20 @@
 r"""Steps that minimize a quadratic model of the loss, and steps that are shortened until the batch loss falls.
 
-Martens & Grosse (2015) take a step $\alpha d + \mu d'$, along the natural gradient $d$ and the last step $d'$, with
-the
+The natural gradient and the inverses that it needs live in `kfs.optim.curvature`.
+
+Martens & Grosse (2015) take a step $\alpha d + \mu d'$, along the natural gradient $d$ and the last step $d'$, with the
 coefficients that minimize
 
 $$
 M(s) = g^\top s + \tfrac{1}{2}\, s^\top (F + \delta I)\, s,
 $$
 
-where $F$ is the exact Fisher matrix on the batch, not its approximation. It takes two products with the Jacobian.
-The
-loss is also evaluated after the step, on the same batch. If it does not fall, the step is shortened, or taken back
-(`trials`). If it falls by much less than the model predicts, damping rises. If the prediction was good, damping
-falls
-(Levenberg-Marquardt).
+where $F$ is the exact Fisher matrix on the batch, not its approximation. `QuadraticModel` needs two products with the
+Jacobian.
+
+The loss is also evaluated after the step, on the same batch. If it does not fall, the step is shortened, or taken back
+(`try_step`). Damping follows the rule of Levenberg and Marquardt: if the loss falls by much less than the model
+predicts, damping rises; if the prediction was good, damping falls.
 """
 
 from collections.abc import Callable, Mapping

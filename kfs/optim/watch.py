@@ -1,14 +1,13 @@
 """Watches a model in training: computes factors from its forward passes and from the backward passes of its loss.
 
-Hooks on the model's forward pass switch the capture on and off. A hook on the predictions is called when the
-gradient
-of the loss arrives there. At this moment the graph is complete and not yet freed, so further vectors can be sent
-back
-through it, and the gradient shows which targets count. With `fisher="empirical"`, the user's backward pass is
-enough.
+The capture of one pass lives in `kfs.factors.capture`, the replay of recorded passes in `kfs.optim.factor_graphs`.
 
-The results of passes wait until `Watch.collect` takes them. A forward pass without backward pass has no result.
-What happens during one pass is in `passes`.
+Hooks on the model's forward pass enter and exit the capture. A hook on the predictions is called when the gradient of
+the loss arrives there. At this moment, the graph is complete and not yet freed. So further vectors can be sent back
+through it, and the gradient shows which targets count. With `fisher="empirical"`, the user's backward pass is enough.
+
+A `Pass` is one forward pass with its backward pass. `Watch` keeps the results of passes until `Watch.collect` takes
+them. A forward pass without a backward pass has no result.
 """
 
 import sys

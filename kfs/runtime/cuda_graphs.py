@@ -2,23 +2,23 @@
 
 The computations live with the clients: passes for factors, products with operators, the optimizer.
 
-A GPU finishes the operations of a small model faster than Python can start them. A CUDA graph has all operations of
-a
-pass and starts them together. The first batch of a shape runs as usual. The second one rehearses what will be
-recorded,
-while PyTorch says whether anything waits for the GPU: that would be a decision that depends on data, which a graph
-does
-not take again. The third one is recorded. Its inputs are copied to where the graph reads them, as are those of all
-further batches.
+A GPU finishes the operations of a small model faster than Python can launch them. A CUDA graph contains all operations
+of a pass and launches them together. For each shape of batches, `Replays` does the following:
 
-What a graph cannot know are numbers on the host. A pass adds the same to them for every batch of a shape
-(`Host.counts`
-has them all). The index of the first example, on which draws depend, is a tensor on the device. A model that keeps
-something from one pass for the next one, in an attribute of a module, is not replayed. Nor is one with hooks: these
-are
-to run with every pass, and what they keep would be memory of a graph.
+1. The first batch runs as usual.
+2. The second batch rehearses the recording, while PyTorch reports operations that synchronize with the GPU. Such an
+   operation may mean that a decision depends on data. A graph does not make the decision again.
+3. The third batch is recorded. Its inputs, and those of all further batches, are copied to the memory that the graph
+   reads.
 
-A graph reads memory that was there before it, and does not know whose that is. So somebody has to hold it: `Reads`.
+A graph does not change numbers on the host. For every batch of a shape, a pass adds the same amounts to them, and a
+replay adds these amounts, too: `Host.counts` returns all such numbers. The index of the first example, on which random
+draws depend, is a tensor on the device.
+
+A model is not replayed if an attribute of a module keeps a result of one pass for the next one, or if the model has
+hooks. Hooks must run in every pass, and the tensors that they keep would be memory of the graph.
+
+A graph also reads memory that it does not own. `Reads` holds references to this memory.
 """
 
 import gc

@@ -2,19 +2,13 @@
 
 A pass over data reads numbers from a device only through this module.
 
-Where the host waits for an accelerator: here, and nowhere else in a pass over data.
+An accelerator runs behind the host. If the host reads a number, it waits until the accelerator has finished all
+operations before it. The accelerator then idles until the host has launched new ones. Therefore, checks set flags on
+the device, counts stay on the device, and both are read together at the end of a pass.
 
-An accelerator runs behind the host. Who asks it for a number waits until it has caught up, and it idles while the
-host
-makes up its mind. So checks set flags on the device, counts stay there, and both are read together at the end.
-
-Flags on an accelerator: which data cannot be used, noted there, and read once at the end.
-
-A check that asks an accelerator for its result waits for all that it has to do before. So in a pass over data,
-checks
-of values only remember the first example that fails. Who finds one at the end looks at that example again, and says
-what is
-wrong with it. On a CPU there is nothing to wait for, and checks are made at once.
+`DeferredChecks` records only the first example that failed a check of values. If the record has an example at the end,
+its data are checked again, for an error that says what is wrong with them. On a CPU, there is nothing to wait for, and
+checks are made at once.
 """
 
 import warnings

@@ -1,16 +1,13 @@
 """Sums for Kronecker factors, added up over ranks: on all ranks, or on the owner rank of each block.
 
-Sums of blocks that have owners: which rank owns which block, and how sums get there.
+The collective operations live in `kfs.distributed.collectives`.
 
-A block that another rank owns has its sums on the meta device here: sizes and counts are known, numbers are not.
+Ranks may have seen different blocks. First, they exchange which blocks they have, how these are stored, and their
+counts on the host. A rank without data, or a rank whose data do not use an expert, starts the missing sums with zeros.
+Then all sums are sent together. Of dense sums, only the upper triangle is sent.
 
-Sums for Kronecker factors, added up over ranks that may have seen different blocks.
-
-Ranks first tell each other which blocks they have, how these are stored, and their counts on the host. A rank
-without
-data, or one whose data do not use an expert, starts the missing sums with zeros. Then all of them travel together,
-and
-of dense ones only the upper triangle.
+With owners, the sums of a block that another rank owns are on the meta device: sizes and counts are known, numbers are
+not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,8 +1,9 @@
 """The unscaled sums of one block: outer products of inputs and of gradients, for each role of its parameter.
 
-`BlockMap` assigns uses to blocks.
+The sum of one side of a block lives in `kfs.factors.accumulate.outer_products`. `BlockMap` assigns uses to blocks.
 
-Nothing here asks an accelerator for a number while data are added: see `RoleSums`.
+No code here synchronizes with an accelerator while data are added: `RoleSums` keeps counts that depend on data on the
+device.
 """
 
 from collections.abc import Iterable

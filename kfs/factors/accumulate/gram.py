@@ -1,17 +1,13 @@
 r"""The hot spot of KFAC: adding $X^\top X$ to a running total, in the requested precision.
 
-In which precision outer products are multiplied, if somebody asks for another one than that of their vectors.
+The running total itself lives in `kfs.factors.accumulate.outer_products`.
 
-The names are those of `kfs.KFAC`, which documents them. Sums are in float32 or better in any case.
+The product is symmetric, so only its upper triangle is computed, strip by strip. A strip consists of a few rows of the
+result, from the diagonal to the right. With `D` columns and strips of width `w`, this costs `(1 + w / D) / 2` of a full
+product.
 
-The hot spot of KFAC: $X^\top X$, added to a running total.
-
-The product is symmetric, so only its upper triangle is computed: strip by strip, where a strip is a few rows of the
-result from the diagonal to the right. With `D` columns and strips of width `w` this costs `(1 + w / D) / 2` of a
-full
-product. Inputs in half precision are multiplied as they are, with results in float32 where the device can do that;
-or
-in another precision, if somebody asks for it.
+By default, inputs in half precision are multiplied as they are, with results in float32 if the device supports that.
+`kfs.KFAC` documents the other values of `products`. Sums are in float32 or better in any case.
 """
 
 from collections.abc import Collection

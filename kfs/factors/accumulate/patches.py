@@ -1,24 +1,21 @@
 r"""Inputs of convolutions: patches of images, and their covariance, usually computed without forming them.
 
-The patch covariance for an accelerator: shifts along the first axis of images, patches along the others.
+The rule that rewrites a convolution lives in `kfs.factors.rules.convolution`.
 
-The block of two kernel offsets is the sum over output positions $p$ of $x_{p+a} x_{p+b}^\top$. Let $z_q$ have all
-numbers that the kernel's offsets along the other axes touch in row $q$ of an image. If the first axis has stride
-one,
-the block of the rows $a, b$ of the kernel is the sum over rows $q$ of $z_q z_{q+b-a}^\top$, up to a few rows at the
-border: a 3x3 kernel needs three products with a third of the columns, which are a third of the operations of one
-with
-all of them. Rows are stored first axis first, so that a shift is an offset in memory.
+The patch covariance has a block for every two kernel offsets $a, b$: the sum over output positions $p$ of
+$x_{p+a} x_{p+b}^\top$. At stride one, it can be computed without forming all patches, in two ways:
 
-On a CPU, where small operations cost little, shifts along all axes take still fewer operations; see `patches`.
+- *Shifts along all axes*, on a CPU, where small operations cost little. $q = p + a$ runs over the whole image except
+  for a few rows and columns at its border. So the block is the image's autocorrelation at the shift $b - a$, minus
+  border strips. A 3x3 kernel has 45 blocks but only 13 shifts. In images that are stored row by row with zeros between
+  rows, a shift is an offset in memory, so that no autocorrelation needs a copy.
+- *Shifts along the first axis, patches along the others*, on an accelerator (`add_by_rows`). Let $z_q$ have all numbers
+  that the kernel's offsets along the other axes touch in row $q$ of an image. If the first axis has stride one, the
+  block of the kernel's rows $a, b$ is the sum over rows $q$ of $z_q z_{q+b-a}^\top$, up to a few rows at the border. A
+  3x3 kernel needs three products with a third of the columns, which take a third of the operations of one product with
+  all columns. Rows are stored first axis first, so that a shift is an offset in memory.
 
-The inputs of convolutions: patches, whose covariance rarely needs them to be written down.
-
-The patch covariance has a block for every two kernel offsets $a, b$: the sum over output positions $p$ of $x_{p+a}
-x_{p+b}^\top$. At stride one, $q = p + a$ runs over the whole image except for a few rows and columns at its border,
-so the block is the image's autocorrelation at the shift $b - a$, minus border strips. A 3x3 kernel has 45 blocks but
-only 13 shifts. In images that are stored row by row with zeros between rows, a shift is an offset in memory, so that
-no autocorrelation needs a copy. Strided convolutions write their patches down, a few examples at a time.
+If neither way applies or saves operations, patches are formed, a few images at a time.
 """
 
 from collections.abc import Iterator

@@ -1,16 +1,15 @@
 r"""Statistics of per-example gradients: sums accumulated right away, and gradients kept for one batch.
 
-Per-example gradients: what is needed beyond factors to say how good they are, or to correct them.
+Algebra on rows lives in `kfs.factors.accumulate.row_products`.
 
-The curvature of a block is $C = R \sum_{n,c} \mathrm{vec}(G_{n,c})\, \mathrm{vec}(G_{n,c})^\top$, where
-$G_{n,c} = \sum_s g_{n,s,c}\, x_{n,s}^\top$ is the gradient of the parameter that a backpropagated vector of one
-example
-makes, summed over shared positions and over all uses of the parameter. A `Statistic` is shown these gradients, and
-keeps a sum.
+Per-example gradients show how accurate factors are, and can correct them. The curvature of a block is
+$C = R \sum_{n,c} \mathrm{vec}(G_{n,c})\, \mathrm{vec}(G_{n,c})^\top$. Here $G_{n,c} = \sum_s g_{n,s,c}\, x_{n,s}^\top$
+is the gradient of the parameter for one backpropagated vector of one example, summed over shared positions and over all
+uses of the parameter.
 
-Per-example gradients that are kept, by rows, until somebody takes them: after every batch.
-
-If several columns are sent back, each gives gradients of its own. The inputs of a use are the same for all of them.
+- `PerDatumSums` passes these gradients to a `Statistic` of each block, which accumulates a sum.
+- `KeptGradients` keeps them as rows until they are taken after a batch. Several columns that are sent back together
+  have different gradients. The inputs of a use are the same for all of them.
 """
 
 from abc import ABC, abstractmethod

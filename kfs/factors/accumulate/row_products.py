@@ -1,12 +1,6 @@
 r"""Per-example gradients as sums of outer products over rows: algebra on the vectors, without forming matrices.
 
-The vectors on one side of rows: plain ones, perhaps with a coordinate for the bias, or unit vectors by their index.
-
-Rows are those of `owners`, in the form `[batch, shared]`: each example has as many, and those that an example does
-not have
-are zero. With groups of channels there is one more axis in front.
-
-The gradients of data as sums over rows of outer products: the algebra that needs no more than the vectors.
+The gradients of whole blocks, with several uses and products with curvature, live in `kfs.factors.per_example`.
 
 The gradient of a parameter for example $n$ is $G_n = \sum_s g_{n,s}\, x_{n,s}^\top$, and so
 
@@ -14,8 +8,12 @@ $$
 \langle G_n, G_m \rangle = \sum_{s,t} (x_{n,s}^\top x_{m,t})\, (g_{n,s}^\top g_{m,t}).
 $$
 
-If there are few rows, this takes far fewer operations than matrices $G$ do, which have `d_B * d_A` numbers each. If
-there are many, matrices take fewer. `cheaper` counts.
+If there are few rows, this takes far fewer operations than matrices $G$, which have `d_B * d_A` numbers each. If there
+are many rows, matrices take fewer. `cheaper` counts the multiplications.
+
+The vectors on one side of rows are plain ones, perhaps with a coordinate for the bias (`PlainVectors`), or unit
+vectors, given by their index (`UnitVectors`). Rows are in the form `[batch, shared]` (see `kfs.factors.rows.row_map`):
+each example has the same number of rows, and missing ones are zero. Groups of channels are one more axis in front.
 """
 
 from abc import ABC, abstractmethod

@@ -2,20 +2,19 @@
 
 The cache of audits lives in `kfs.factors.audit.audits`, the report in `kfs.factors.audit.report`.
 
-Once for every model and shape of its inputs, a few examples of a batch go through the model, with and without
-capture:
+The audit runs once for every model and shape of its inputs. It evaluates the model on a few examples of a batch, with
+and without capture, and checks the following:
 
 1. Predictions are the same. If not, a rule runs something else than the user's operation.
-2. The prediction for an example does not depend on other data of its batch. Half of the data alone have the same
-   predictions; and every row of every activation influences the prediction for one example only (see `ownership`).
-3. For every parameter, the sum over all uses of gradients times inputs equals the gradient by autograd. If not, a
-use
+2. The prediction for an example does not depend on other examples of its batch. Half of the examples alone have the
+   same predictions, and every row of every activation influences the prediction for one example only (see
+   `kfs.factors.rows.measure`).
+3. For every parameter, the sum over all uses of gradients times inputs equals the gradient by autograd. If not, a use
    was missed, because it is hidden, or it was misread.
 
-Next to that, the audit finds the order in which rows belong to data, which of them count (see `row_rules`), and
-which
-results that do not depend on data have a row for every example all the same (a table that is repeated over the
-batch).
+The audit also determines the order in which rows belong to examples, and which rows count (see
+`kfs.factors.audit.row_experiments`). Finally, it finds results that do not depend on data but have a row for every
+example, such as a table that is repeated over the batch.
 """
 
 import logging

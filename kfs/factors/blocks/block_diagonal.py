@@ -2,19 +2,15 @@
 
 The algebra of a single block is in the other files of this folder.
 
-Blocks that may have owners: which of them this process has, and how results of all processes are put together.
-
-Without owners, every process has all blocks, and nothing here exchanges anything. With owners, each block is on one
-rank. All ranks call the same methods. Each of them works on its own blocks, and writes what comes out into zeros. So
-the sum over ranks is the result, with the same bits on all of them.
-
-Block-diagonal operators: one structured block per parameter (with its bias), with everything that blocks can do.
-
-Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
+Contracts, for a `BlockDiagonal` operator `K`, a vector `v` and numbers `d`, `p`:
 
     K.inverse(d) @ (K.shift(d) @ v) == v           K.power(-1.0) @ v == K.inverse() @ v
     K.to_dense().logdet() == K.logdet()            K.to_dense().trace() == K.trace()
     values, Q = K.eigh(); Q @ (values * (Q.T @ v)) == K @ v
+
+Blocks may have owners (`OwnedBlocks`). Without owners, every process has all blocks, and no method communicates. With
+owners, each block is on one rank, and all ranks call the same methods. Each rank computes the results of its own
+blocks, and has zeros for the others. So the sum over ranks is the result, with the same bits on all of them.
 """
 
 import hashlib
@@ -60,6 +56,9 @@ from kfs.files import with_tensors
 from kfs.operators.linear_operator import LinearOperator, bracketed
 from kfs.operators.solve import Vec
 from kfs.operators.space import Columns, Space
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def noise_for(stack: Stack, num_samples: int, seed: int) -> Tensor:
@@ -146,10 +145,6 @@ def _with_columns(structure: Structure, columns: slice) -> Structure | None:
 def _submatrix(factor: Factor, part: slice) -> Factor:
     """Return the same rows and columns of all factors."""
     return replace(factor, values=factor.values[:, part, part] if factor.kind == "dense" else factor.values[:, part])
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class Listed(NamedTuple):

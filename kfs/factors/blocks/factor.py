@@ -1,17 +1,14 @@
 """Factors of Kronecker products: stacks of dense, diagonal or identity matrices.
 
-`Stackable` is the base class of dataclasses that are stacked, sliced, moved and stored field by field.
+Kronecker products of two factors live in `kfs.factors.blocks.kronecker`.
 
-Stackable objects: dataclasses of tensors that are stacked, sliced, moved and stored field by field.
+`Stackable` is the base class of frozen dataclasses of tensors that are stacked, sliced, moved and stored field by
+field. An object stands for several blocks (or factors) of one size. Its tensors have a leading *stack* axis, with one
+entry per block. Fields that are `Stackable` themselves, or tuples of such objects, follow the same rule. All other
+fields hold for the whole stack.
 
-A `Stackable` is a frozen dataclass that stands for several blocks (or factors) of one size. Its tensors have a
-leading
-*stack* axis, with one entry per block. Fields that are `Stackable` themselves, or tuples of such objects, follow the
-same rule. All other fields hold for the whole stack.
-
-One side of a Kronecker product: dense, diagonal or identity matrices, a stack of them at once.
-
-All methods act on a stack of matrices of size `d`, each with a scale of its own.
+A `Factor` is one side of a stack of Kronecker products. Its methods act on all matrices of size `d` at once. Each
+matrix has its own scale.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,21 +2,17 @@
 
 Plans for these uses are in `kfs.factors.trace`, taps in `kfs.factors.capture.tap`.
 
-Hidden uses: parameters that enter a custom `autograd.Function`, which PyTorch does not show to modes.
+`Capture` is a `TorchFunctionMode`. It recognizes parameters, and views of them, among the arguments of an operation,
+whichever code calls the operation. A rule for the operation (see `kfs.factors.rules`) returns a plan: which vectors
+multiply the parameter, and how gradients are read. The session caches the plan. For a use with a known plan, the
+capture adds the inputs to their sums, and puts a tap on the operation's output.
 
-And parameters that predictions depend on in any way: the others are not used.
+A parameter may enter an operation without data, such as an embedding of the positions `0, ..., T - 1` without batch
+axis. Then the result is a *derived parameter*. It is tracked like a parameter until it is broadcast over the batch,
+where gradients are still per example.
 
-Capture: seeing every operation of a forward pass that uses a tracked parameter, whoever calls it.
-
-A `TorchFunctionMode` recognizes parameters, and views of them, among an operation's arguments. A rule for the
-operation
-(see `rules`) makes a plan: what multiplies the parameter, and how gradients are read. The session keeps it. A use of
-a
-known plan adds its inputs to their sums, and puts a tap on the operation's output (see `tap`).
-
-Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` without batch axis), the result is a
-*derived parameter*: it is followed like a parameter until it is broadcast over the batch, where gradients are still
-per example.
+PyTorch does not show modes which parameters enter a custom `autograd.Function`. `hidden_uses` finds these parameters in
+the graph of the predictions. It also returns all parameters that predictions depend on; other parameters are not used.
 """
 
 import logging

@@ -1,37 +1,25 @@
 r"""Recurrent networks, rewritten as linear operations, with one loop backwards in time for their gradients.
 
-Partial derivatives of recurrent steps for all times at once, and the loop that sends gradients back through them.
+Rules of linear operations live in `kfs.factors.rules.linear`.
 
-Symbols and axes are those of `recurrence`. A step is one of PyTorch's: of an RNN, a GRU or an LSTM.
-
-Gradients through a recurrence whose states are known: one loop back in time, and everything else at once.
-
-A layer of a recurrent network in one direction computes, for times $t = 1, \ldots, T$,
+PyTorch runs `nn.RNN`, `nn.LSTM` and `nn.GRU` as one operation. For times $t = 1, \ldots, T$, one layer in one direction
+computes
 
 $$p_t = W_{ih} x_t + b_{ih}, \quad q_t = W_{hh} h_{t-1} + b_{hh}, \quad h_t = \mathrm{step}(p_t, q_t, h_{t-1}).$$
 
-PyTorch's own operation returns all $h_t$. Given those, all $q_t$ are *one* linear map of $h_0, \ldots, h_{T-1}$, and
-all partial derivatives of the step are computed at once: `slopes`. What is left is the chain rule. The gradient at
-$h_{t-1}$ consists of what comes from outside, and of what comes from $h_t$, mostly $W_{hh}^\top$ times the gradient
-at
-$q_t$. `Recurrence` runs this loop, and returns total gradients at all $p_t$ and $q_t$: those that autograd gives for
-a
-loop over times that is written out.
+The rule runs PyTorch's operation for each layer and direction, without a graph, and so gets all states $h_t$. Given
+$h_0, \ldots, h_{T-1}$, the layer consists of linear maps for all times at once: of inputs, of these states, and of
+projected states. So every weight is used once, at as many shared positions as there are times. The states that a layer
+returns are computed from these products. If one of them were misread, predictions would differ, and the audit would
+notice.
 
-Sequences are `[time, batch, features]` here, in the order in which the layer goes through them. Gradients may have
-an
-axis for columns before that of the batch.
+The partial derivatives of all steps are computed at once, too (`slopes_of`). Then only the chain rule remains. The
+gradient at $h_{t-1}$ consists of the gradient from outside of the recurrence and the gradient from $h_t$, which is
+mostly $W_{hh}^\top$ times the gradient at $q_t$. `Recurrence` runs this loop back in time. It returns the total
+gradients at all $p_t$ and $q_t$, which autograd would give for an explicit loop over times.
 
-Recurrent networks, as the linear operations that they consist of.
-
-PyTorch runs `nn.RNN`, `nn.LSTM` and `nn.GRU` as one operation. Here, the same operation computes the states of each
-layer and direction, without graph. Given the states before all times, the layer consists of linear maps for all
-times
-at once: of inputs, of these states, and of states that are projected. So every weight is used once, at as many
-shared
-positions as there are times. The states that a layer returns are computed from these products. If one of them were
-misread, predictions would be others, which the audit notices. Gradients go back through time in `recurrence`.
-Internally sequences are `[time, batch, features]`.
+Sequences are `[time, batch, features]` here, in the order in which the layer processes them. Gradients may have an axis
+for columns before that of the batch.
 
 Cells (`nn.LSTMCell` and others) run for one time, and are linear maps of input and state.
 """
