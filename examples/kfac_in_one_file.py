@@ -1,0 +1,259 @@
+"""An optimizer with KFAC in one file, which needs PyTorch alone: read it to understand the method, and copy it.
+
+Use it for a network that predicts classes, and that ends in logits `[N, C]`:
+
+    optimizer = KFAC(model)
+    for X, y in batches:
+        optimizer.zero_grad()
+        f = model(X)
+        optimizer.update_factors(f, y)  # in every step, or in every tenth
+        F.cross_entropy(f, y).backward()
+        optimizer.step()
+
+Weights and biases of `nn.Linear` and `nn.Conv2d` are trained with KFAC, all other parameters with SGD. For predictions
+at several positions, such as words, pass `f.flatten(0, 1)` and `y.flatten()`. Symbols are those of the paper
+(https://arxiv.org/abs/2507.05127): a layer's inputs x, gradients g with respect to its outputs, factors A and B.
+
+Run `python examples/kfac_in_one_file.py`: it trains a small CNN, and prints losses beside those of SGD.
+"""
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F  # noqa: N812
+
+Layer = nn.Linear | nn.Conv2d
+
+
+def input_rows(layer: Layer, x: Tensor) -> Tensor:
+    """Return the vectors that the weight is multiplied with as rows `[N S, d_A]`, for N examples with S positions."""
+    # A convolution is a linear layer that is applied to every patch of the image.
+    if isinstance(layer, nn.Conv2d):
+        assert not isinstance(layer.padding, str)  # noqa: S101 (see `check`)
+        x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
+    rows = x.flatten(0, -2)
+
+    # A bias is a further column of the weight, whose input is always one.
+    return rows if layer.bias is None else torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+
+
+def gradient_rows(layer: Layer, g: Tensor) -> Tensor:
+    """Return gradients with respect to outputs as rows `[N S, d_B]`."""
+    return g.flatten(2).mT.flatten(0, 1) if isinstance(layer, nn.Conv2d) else g.flatten(0, -2)
+
+
+def backpropagated_vectors(f: Tensor, y: Tensor, fisher: str) -> list[Tensor]:
+    """Return vectors `[N, C]` to send backward from the predictions of a cross-entropy. Other losses: change this.
+
+    Each is the gradient of the loss of every example, for some label: a drawn one ("mc"), the label of the data
+    ("empirical"), or each label in turn, weighted by its probability ("type-2": exact, with one pass per class).
+    """
+    p = f.softmax(dim=1)
+    labels = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
+    if fisher == "type-2":
+        return [p[:, c : c + 1].sqrt() * (p - label) for c, label in enumerate(labels)]
+    if fisher == "mc":
+        y = torch.multinomial(p, 1).squeeze(1)
+    return [p - labels[y]]
+
+
+def damped_inverse(factor: Tensor, damping: float) -> Tensor:
+    """Return the inverse of a factor, with damping relative to its mean eigenvalue."""
+    # Both factors get the root, so that their product gets the damping.
+    added = sqrt(damping) * factor.diagonal().mean().clamp(min=1e-20)
+    damped = factor + added * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    return torch.cholesky_inverse(torch.linalg.cholesky(damped))
+
+
+def limited(D: Tensor, radius: Tensor) -> Tensor:
+    """Return a step in the trust region: small singular values stay, and large ones end at the radius."""
+    U, s, Vh = torch.linalg.svd(D, full_matrices=False)
+    shortened: Tensor = s / (1 + (s / radius).square()).sqrt()
+    return U @ shortened.diag() @ Vh
+
+
+def check(model: nn.Module) -> None:
+    """Raise an error if factors would be wrong."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if len(names) > len(list(model.parameters())):
+        raise ValueError("Two layers share a parameter. Its uses would have to be added up: see `update_factors`.")
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Conv2d):
+            continue
+        if layer.groups > 1 or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+            raise ValueError(f"{name} is {layer}. Use groups=1, a number as padding, and zeros: see `input_rows`.")
+
+
+class KFAC(torch.optim.Optimizer):
+    """Natural gradient descent with Kronecker-factored curvature.
+
+    Args:
+        model: The model. Call it, not its parts, so that hooks see the pass.
+        lr: Learning rate. With 1, the whole natural gradient step is taken, within the trust region.
+        damping: Added to the eigenvalues of each layer's curvature, relative to their mean.
+        momentum: Fraction of the moving average of gradients that is kept in each step.
+        decay: Fraction of the moving averages of factors that is kept when new factors are added.
+        trust: Limits how much each layer's step may change the layer's outputs, before it is multiplied by `lr`.
+        weight_decay: Decoupled weight decay, as in AdamW.
+        fisher: Which curvature matrix: see `backpropagated_vectors`.
+        sgd_lr: Learning rate of SGD for parameters of other layers, relative to `lr`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1.0,
+        damping: float = 0.003,
+        momentum: float = 0.9,
+        decay: float = 0.7,
+        trust: float = 0.03,
+        weight_decay: float = 0.0,
+        fisher: str = "mc",
+        sgd_lr: float = 0.1,
+    ) -> None:
+        check(model)
+        if fisher not in {"mc", "empirical", "type-2"}:
+            raise ValueError(f"fisher is {fisher!r}. Use 'mc', 'empirical' or 'type-2'.")
+        options = {"lr": lr, "damping": damping, "momentum": momentum, "decay": decay, "trust": trust}
+        super().__init__(model.parameters(), options | {"weight_decay": weight_decay, "sgd_lr": sgd_lr})
+        self.fisher = fisher
+
+        # Layers of the last pass: their inputs, and where the gradients with respect to their outputs will arrive.
+        self.seen: dict[Layer, tuple[Tensor, GradientEdge]] = {}
+        model.register_forward_pre_hook(lambda *_: self.seen.clear())
+        self.layers = [module for module in model.modules() if isinstance(module, Layer)]
+        for layer in self.layers:
+            layer.register_forward_hook(self.see)
+
+    def see(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Keep what factors of a layer are made of, during a forward pass."""
+        if layer in self.seen:
+            raise RuntimeError(f"{layer} is used twice in a pass. Its uses would have to be added up.")
+        if torch.is_grad_enabled() and layer.weight.requires_grad:
+            self.seen[layer] = inputs[0].detach(), get_gradient_edge(output)
+
+    @torch.no_grad()
+    def update_factors(self, f: Tensor, y: Tensor) -> None:
+        """Update the factors of all layers, and invert them. Call this after `model(X)`, before `backward()`.
+
+        Args:
+            f: The predictions, logits `[N, C]`, of the last pass.
+            y: Labels `[N]`. Only the empirical Fisher depends on them.
+        """
+        # Send vectors backward, through activations only: this computes no gradients of parameters.
+        edges = [edge for _, edge in self.seen.values()]
+        vectors = backpropagated_vectors(f.detach(), y, self.fisher)
+        gradients = [torch.autograd.grad(f, edges, v, retain_graph=True) for v in vectors]
+        options = self.param_groups[0]
+        for (layer, (x, _)), gs in zip(self.seen.items(), zip(*gradients, strict=True), strict=True):
+            X, G = input_rows(layer, x), torch.cat([gradient_rows(layer, g) for g in gs])
+
+            # The scale: A = R * sum of x x^T, where R = 1 / N for a mean over N examples, and B is a mean. Positions
+            # that share the weight are treated like further examples ("expand"), so B is a mean over N S rows.
+            N, S = len(f), len(X) / len(f)
+            A = X.T @ X / N
+            B = G.T @ G / (N * S)
+
+            # Averages over steps. The first factors have the weight one, so averages have no bias towards zero.
+            state = self.state[layer.weight]
+            state["updates"] = state.get("updates", 0) + 1
+            new = (1 - options["decay"]) / (1 - options["decay"] ** state["updates"])
+            for name, value in {"A": A, "B": B, "S": A.new_tensor(S)}.items():
+                state[name] = state.get(name, value).lerp(value, new)
+
+            # The inverse of a Kronecker product is the product of the inverses.
+            for name in ("A", "B"):
+                state[f"{name}_inverse"] = damped_inverse(state[name], options["damping"])
+
+    def natural(self, layer: Layer, U: Tensor) -> Tensor:
+        """Multiply a layer's gradient `[d_B, d_A]` with the inverse curvature, and limit the step."""
+        state = self.state[layer.weight]
+        if "A" not in state:
+            raise RuntimeError(f"{layer} has no factors. Call the model, then update_factors(f, y), before this step.")
+        D = state["B_inverse"] @ U @ state["A_inverse"]
+
+        # Outputs should change by less than `trust`, in root mean square, for inputs of the usual size.
+        d_B, d_A = D.shape
+        input_size = (state["A"].trace() / (d_A * state["S"])).sqrt()
+        return limited(D, self.param_groups[0]["trust"] * sqrt(max(1.0, d_B / d_A)) / input_size)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        options = self.param_groups[0]
+        lr, beta = options["lr"], options["momentum"]
+
+        # Momentum: average gradients, look one step ahead (Nesterov), and correct the bias towards zero.
+        steps: dict[Tensor, Tensor] = {}
+        for p in options["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["t"] = state.get("t", 0) + 1
+                state["m"] = state.get("m", torch.zeros_like(p)).lerp(p.grad, 1 - beta)
+                ahead = beta * state["m"] + (1 - beta) * p.grad
+                steps[p] = ahead / (1 - beta ** (state["t"] + 1))
+
+        # The natural gradient of a layer: its weight and bias are one matrix, side by side.
+        natural: dict[Tensor, Tensor] = {}
+        for layer in self.layers:
+            if layer.weight in steps:
+                params = [p for p in (layer.weight, layer.bias) if p is not None]
+                D = self.natural(layer, torch.cat([steps[p].reshape(len(p), -1) for p in params], dim=1))
+                parts = D.split([p[0].numel() for p in params], dim=1)
+                natural |= {p: part.reshape(p.shape) for p, part in zip(params, parts, strict=True)}
+
+        # Parameters of all other layers take a step of SGD.
+        for p, step in steps.items():
+            p.mul_(1 - lr * options["weight_decay"])
+            p.sub_(natural[p] if p in natural else options["sgd_lr"] * step, alpha=lr)
+        return loss
+
+
+def images(num: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return images that are made, `[num, 1, 8, 8]`: one of ten patterns at a random place, in noise. And labels."""
+    patterns = torch.randn(10, 4, 4, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(10, (num,), generator=generator)
+    X = 0.3 * torch.randn(num, 1, 8, 8, generator=generator)
+    for image, label, (i, j) in zip(X, y, torch.randint(5, (num, 2), generator=generator).tolist(), strict=True):
+        image[0, i : i + 4, j : j + 4] += patterns[label]
+    return X, y
+
+
+def cnn() -> nn.Sequential:
+    """Return a small network, always the same one."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.Tanh()]
+    layers += [nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(128, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 100) -> float:
+    """Train a model with batches of 128 examples, and return its loss on new data."""
+    X, y = images(4096, seed=1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for batch in torch.randint(len(X), (steps, 128)):
+        optimizer.zero_grad()
+        f = model(X[batch])
+        if isinstance(optimizer, KFAC):
+            optimizer.update_factors(f, y[batch])
+        F.cross_entropy(f, y[batch]).backward()
+        optimizer.step()
+        schedule.step()
+    X, y = images(1024, seed=2)
+    return float(F.cross_entropy(model(X), y).detach())
+
+
+if __name__ == "__main__":
+    for lr in (0.1, 0.2, 0.4, 0.8):
+        model = cnn()
+        print(
+            f"SGD, learning rate {lr}: loss {train(model, torch.optim.SGD(model.parameters(), lr, momentum=0.9)):.3f}"
+        )
+    model = cnn()
+    print(f"KFAC, learning rate 1: loss {train(model, KFAC(model)):.3f}")
