@@ -33,8 +33,7 @@ def input_rows(layer: Layer, x: Tensor) -> Tensor:
     """Return the vectors that the weight is multiplied with as rows `[N S, d_A]`, for N examples with S positions."""
     # A convolution is a linear layer that is applied to every patch of the image.
     if isinstance(layer, nn.Conv2d):
-        assert not isinstance(layer.padding, str)  # noqa: S101 (see `check`)
-        x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
+        x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT  # type: ignore[arg-type]
     rows = x.flatten(0, -2)
 
     # A bias is a further column of the weight, whose input is always one.
@@ -42,15 +41,15 @@ def input_rows(layer: Layer, x: Tensor) -> Tensor:
 
 
 def gradient_rows(layer: Layer, g: Tensor) -> Tensor:
-    """Return gradients with respect to outputs as rows `[N S, d_B]`."""
-    return g.flatten(2).mT.flatten(0, 1) if isinstance(layer, nn.Conv2d) else g.flatten(0, -2)
+    """Return gradients with respect to a layer's outputs as rows `[N S, d_B]`."""
+    return (g.movedim(1, -1) if isinstance(layer, nn.Conv2d) else g).flatten(0, -2)
 
 
 def backpropagated_vectors(f: Tensor, y: Tensor, fisher: str) -> list[Tensor]:
-    """Return vectors `[N, C]` to send backward from the predictions of a cross-entropy. Other losses: change this.
+    """Return vectors `[N, C]` to send backward from the predictions, for cross-entropy. Other losses need other ones.
 
-    Each is the gradient of the loss of every example, for some label: a drawn one ("mc"), the label of the data
-    ("empirical"), or each label in turn, weighted by its probability ("type-2": exact, with one pass per class).
+    They are gradients of each example's loss: with a label that the model draws ("mc"), with the label of the data
+    ("empirical"), or with all labels in turn, weighted by their probabilities ("type-2": exact, one pass per class).
     """
     p = f.softmax(dim=1)
     labels = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
@@ -63,29 +62,29 @@ def backpropagated_vectors(f: Tensor, y: Tensor, fisher: str) -> list[Tensor]:
 
 def damped_inverse(factor: Tensor, damping: float) -> Tensor:
     """Return the inverse of a factor, with damping relative to its mean eigenvalue."""
-    # Both factors get the root, so that their product gets the damping.
+    # Each factor gets the root, so that the product of both gets the damping.
     added = sqrt(damping) * factor.diagonal().mean().clamp(min=1e-20)
-    damped = factor + added * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-    return torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.cholesky_inverse(torch.linalg.cholesky(factor + added * torch.eye(len(factor)).to(factor)))
 
 
 def limited(D: Tensor, radius: Tensor) -> Tensor:
     """Return a step in the trust region: small singular values stay, and large ones end at the radius."""
     U, s, Vh = torch.linalg.svd(D, full_matrices=False)
-    shortened: Tensor = s / (1 + (s / radius).square()).sqrt()
-    return U @ shortened.diag() @ Vh
+    s = s / (1 + (s / radius).square()).sqrt()
+    short: Tensor = U @ s.diag() @ Vh
+    return short
 
 
 def check(model: nn.Module) -> None:
-    """Raise an error if factors would be wrong."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    if len(names) > len(list(model.parameters())):
+    """Raise an error if factors of a model would be wrong."""
+    if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
         raise ValueError("Two layers share a parameter. Its uses would have to be added up: see `update_factors`.")
     for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Conv2d):
-            continue
-        if layer.groups > 1 or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-            raise ValueError(f"{name} is {layer}. Use groups=1, a number as padding, and zeros: see `input_rows`.")
+        if isinstance(layer, Layer) and len({p.requires_grad for p in layer.parameters()}) > 1:
+            raise ValueError(f"{name} has a frozen parameter. Freeze its weight and its bias, or none of them.")
+        if isinstance(layer, nn.Conv2d):
+            if layer.groups > 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+                raise ValueError(f"{name} is {layer}. Use groups=1, numbers as padding, and zeros: see `input_rows`.")
 
 
 class KFAC(torch.optim.Optimizer):
@@ -133,7 +132,7 @@ class KFAC(torch.optim.Optimizer):
         """Keep what factors of a layer are made of, during a forward pass."""
         if layer in self.seen:
             raise RuntimeError(f"{layer} is used twice in a pass. Its uses would have to be added up.")
-        if torch.is_grad_enabled() and layer.weight.requires_grad:
+        if output.requires_grad:
             self.seen[layer] = inputs[0].detach(), get_gradient_edge(output)
 
     @torch.no_grad()
@@ -149,25 +148,27 @@ class KFAC(torch.optim.Optimizer):
         vectors = backpropagated_vectors(f.detach(), y, self.fisher)
         gradients = [torch.autograd.grad(f, edges, v, retain_graph=True) for v in vectors]
         options = self.param_groups[0]
-        for (layer, (x, _)), gs in zip(self.seen.items(), zip(*gradients, strict=True), strict=True):
-            X, G = input_rows(layer, x), torch.cat([gradient_rows(layer, g) for g in gs])
+        for i, (layer, (x, _)) in enumerate(self.seen.items()):
+            X = input_rows(layer, x)
+            G = torch.cat([gradient_rows(layer, g[i]) for g in gradients])
 
-            # The scale: A = R * sum of x x^T, where R = 1 / N for a mean over N examples, and B is a mean. Positions
-            # that share the weight are treated like further examples ("expand"), so B is a mean over N S rows.
+            # R is 1 / N, because the loss is a mean over N examples. Positions are treated like further examples
+            # ("expand"): a layer that is used at S positions has N S rows.
             N, S = len(f), len(X) / len(f)
-            A = X.T @ X / N
+            R = 1 / N
+            A = R * X.T @ X
             B = G.T @ G / (N * S)
 
-            # Averages over steps. The first factors have the weight one, so averages have no bias towards zero.
-            state = self.state[layer.weight]
+            # Averages over updates. The first factors have the weight one, so there is no bias towards zero.
+            state, decay = self.state[layer.weight], options["decay"]
             state["updates"] = state.get("updates", 0) + 1
-            new = (1 - options["decay"]) / (1 - options["decay"] ** state["updates"])
-            for name, value in {"A": A, "B": B, "S": A.new_tensor(S)}.items():
-                state[name] = state.get(name, value).lerp(value, new)
+            weight = (1 - decay) / (1 - decay ** state["updates"])
+            for name, new in {"A": A, "B": B, "S": A.new_tensor(S)}.items():
+                state[name] = state.get(name, new).lerp(new, weight)
 
             # The inverse of a Kronecker product is the product of the inverses.
-            for name in ("A", "B"):
-                state[f"{name}_inverse"] = damped_inverse(state[name], options["damping"])
+            state["A_inverse"] = damped_inverse(state["A"], options["damping"])
+            state["B_inverse"] = damped_inverse(state["B"], options["damping"])
 
     def natural(self, layer: Layer, U: Tensor) -> Tensor:
         """Multiply a layer's gradient `[d_B, d_A]` with the inverse curvature, and limit the step."""
@@ -176,7 +177,7 @@ class KFAC(torch.optim.Optimizer):
             raise RuntimeError(f"{layer} has no factors. Call the model, then update_factors(f, y), before this step.")
         D = state["B_inverse"] @ U @ state["A_inverse"]
 
-        # Outputs should change by less than `trust`, in root mean square, for inputs of the usual size.
+        # The radius: outputs of size one change by about `trust`, for inputs of their usual size.
         d_B, d_A = D.shape
         input_size = (state["A"].trace() / (d_A * state["S"])).sqrt()
         return limited(D, self.param_groups[0]["trust"] * sqrt(max(1.0, d_B / d_A)) / input_size)
