@@ -82,9 +82,12 @@ def check(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, Layer) and len({p.requires_grad for p in layer.parameters()}) > 1:
             raise ValueError(f"{name} has a frozen parameter. Freeze its weight and its bias, or none of them.")
-        if isinstance(layer, nn.Conv2d):
-            if layer.groups > 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-                raise ValueError(f"{name} is {layer}. Use groups=1, numbers as padding, and zeros: see `input_rows`.")
+        if isinstance(layer, nn.Conv2d) and (layer.groups, layer.padding_mode, type(layer.padding)) != (
+            1,
+            "zeros",
+            tuple,
+        ):
+            raise ValueError(f"{name} is {layer}. Use groups=1 and a number as padding, of zeros: see `input_rows`.")
 
 
 class KFAC(torch.optim.Optimizer):
@@ -97,7 +100,6 @@ class KFAC(torch.optim.Optimizer):
         momentum: Fraction of the moving average of gradients that is kept in each step.
         decay: Fraction of the moving averages of factors that is kept when new factors are added.
         trust: Limits how much each layer's step may change the layer's outputs, before it is multiplied by `lr`.
-        weight_decay: Decoupled weight decay, as in AdamW.
         fisher: Which curvature matrix: see `backpropagated_vectors`.
         sgd_lr: Learning rate of SGD for parameters of other layers, relative to `lr`.
     """
@@ -110,15 +112,14 @@ class KFAC(torch.optim.Optimizer):
         momentum: float = 0.9,
         decay: float = 0.7,
         trust: float = 0.03,
-        weight_decay: float = 0.0,
         fisher: str = "mc",
         sgd_lr: float = 0.1,
     ) -> None:
         check(model)
         if fisher not in {"mc", "empirical", "type-2"}:
             raise ValueError(f"fisher is {fisher!r}. Use 'mc', 'empirical' or 'type-2'.")
-        options = {"lr": lr, "damping": damping, "momentum": momentum, "decay": decay, "trust": trust}
-        super().__init__(model.parameters(), options | {"weight_decay": weight_decay, "sgd_lr": sgd_lr})
+        options = {"lr": lr, "damping": damping, "momentum": momentum, "decay": decay, "trust": trust, "sgd_lr": sgd_lr}
+        super().__init__(model.parameters(), options)
         self.fisher = fisher
 
         # Layers of the last pass: their inputs, and where the gradients with respect to their outputs will arrive.
@@ -137,12 +138,7 @@ class KFAC(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_factors(self, f: Tensor, y: Tensor) -> None:
-        """Update the factors of all layers, and invert them. Call this after `model(X)`, before `backward()`.
-
-        Args:
-            f: The predictions, logits `[N, C]`, of the last pass.
-            y: Labels `[N]`. Only the empirical Fisher depends on them.
-        """
+        """Update the factors of all layers, given logits `f` `[N, C]` of the last pass and labels `y` `[N]`."""
         # Send vectors backward, through activations only: this computes no gradients of parameters.
         edges = [edge for _, edge in self.seen.values()]
         vectors = backpropagated_vectors(f.detach(), y, self.fisher)
@@ -187,7 +183,7 @@ class KFAC(torch.optim.Optimizer):
         """Take one step."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         options = self.param_groups[0]
-        lr, beta = options["lr"], options["momentum"]
+        beta = options["momentum"]
 
         # Momentum: average gradients, look one step ahead (Nesterov), and correct the bias towards zero.
         steps: dict[Tensor, Tensor] = {}
@@ -210,8 +206,7 @@ class KFAC(torch.optim.Optimizer):
 
         # Parameters of all other layers take a step of SGD.
         for p, step in steps.items():
-            p.mul_(1 - lr * options["weight_decay"])
-            p.sub_(natural[p] if p in natural else options["sgd_lr"] * step, alpha=lr)
+            p.sub_(natural[p] if p in natural else options["sgd_lr"] * step, alpha=options["lr"])
         return loss
 
 
@@ -221,8 +216,8 @@ def images(num: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(10, (num,), generator=generator)
     X = 0.3 * torch.randn(num, 1, 8, 8, generator=generator)
-    for image, label, (i, j) in zip(X, y, torch.randint(5, (num, 2), generator=generator).tolist(), strict=True):
-        image[0, i : i + 4, j : j + 4] += patterns[label]
+    for n, (i, j) in enumerate(torch.randint(5, (num, 2), generator=generator).tolist()):
+        X[n, 0, i : i + 4, j : j + 4] += patterns[y[n]]
     return X, y
 
 
@@ -251,10 +246,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 100) 
 
 
 if __name__ == "__main__":
-    for lr in (0.1, 0.2, 0.4, 0.8):
+    for rate in (0.1, 0.2, 0.4, 0.8):
         model = cnn()
-        print(
-            f"SGD, learning rate {lr}: loss {train(model, torch.optim.SGD(model.parameters(), lr, momentum=0.9)):.3f}"
-        )
+        sgd = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+        print(f"SGD, learning rate {rate}: loss {train(model, sgd):.3f}")
     model = cnn()
     print(f"KFAC, learning rate 1: loss {train(model, KFAC(model)):.3f}")
