@@ -1,6 +1,6 @@
-"""An optimizer with KFAC in one file, which needs PyTorch alone: read it to understand the method, and copy it.
+"""KFAC in one file, which needs PyTorch alone: an optimizer to read and to copy.
 
-Use it for a network that predicts classes, and that ends in logits `[N, C]`:
+Use it for a network that ends in logits `[N, C]` of classes:
 
     optimizer = KFAC(model)
     for X, y in batches:
@@ -11,10 +11,10 @@ Use it for a network that predicts classes, and that ends in logits `[N, C]`:
         optimizer.step()
 
 Weights and biases of `nn.Linear` and `nn.Conv2d` are trained with KFAC, all other parameters with SGD. For predictions
-at several positions, such as words, pass `f.flatten(0, 1)` and `y.flatten()`. Symbols are those of the paper
-(https://arxiv.org/abs/2507.05127): a layer's inputs x, gradients g with respect to its outputs, factors A and B.
+at several positions, such as words, use `f.flatten(0, 1)` and `y.flatten()`. Symbols are those of the paper
+(https://arxiv.org/abs/2507.05127): inputs x of a layer, gradients g with respect to its outputs, factors A and B.
 
-Run `python examples/kfac_in_one_file.py`: it trains a small CNN, and prints losses beside those of SGD.
+`python examples/kfac_in_one_file.py` trains a small CNN, and prints its loss beside those of SGD.
 """
 
 from collections.abc import Callable
@@ -79,15 +79,12 @@ def check(model: nn.Module) -> None:
     """Raise an error if factors of a model would be wrong."""
     if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
         raise ValueError("Two layers share a parameter. Its uses would have to be added up: see `update_factors`.")
-    for name, layer in model.named_modules():
+    for layer in model.modules():
         if isinstance(layer, Layer) and len({p.requires_grad for p in layer.parameters()}) > 1:
-            raise ValueError(f"{name} has a frozen parameter. Freeze its weight and its bias, or none of them.")
-        if isinstance(layer, nn.Conv2d) and (layer.groups, layer.padding_mode, type(layer.padding)) != (
-            1,
-            "zeros",
-            tuple,
-        ):
-            raise ValueError(f"{name} is {layer}. Use groups=1 and a number as padding, of zeros: see `input_rows`.")
+            raise ValueError(f"A parameter of {layer} is frozen. Freeze its weight and its bias, or none of them.")
+    for conv in [module for module in model.modules() if isinstance(module, nn.Conv2d)]:
+        if conv.groups > 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            raise ValueError(f"{conv} is not supported. Use groups=1, numbers as padding, zeros: see `input_rows`.")
 
 
 class KFAC(torch.optim.Optimizer):
