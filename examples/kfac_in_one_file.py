@@ -70,8 +70,7 @@ def damped_inverse(factor: Tensor, damping: float) -> Tensor:
 def limited(D: Tensor, radius: Tensor) -> Tensor:
     """Return a step in the trust region: small singular values stay, and large ones end at the radius."""
     U, s, Vh = torch.linalg.svd(D, full_matrices=False)
-    s = s / (1 + (s / radius).square()).sqrt()
-    short: Tensor = U @ s.diag() @ Vh
+    short: Tensor = U @ (s / (1 + (s / radius).square()).sqrt()).diag() @ Vh
     return short
 
 
@@ -128,10 +127,11 @@ class KFAC(torch.optim.Optimizer):
 
     def see(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Keep what factors of a layer are made of, during a forward pass."""
+        if not output.requires_grad:
+            return
         if layer in self.seen:
             raise RuntimeError(f"{layer} is used twice in a pass. Its uses would have to be added up.")
-        if output.requires_grad:
-            self.seen[layer] = inputs[0].detach(), get_gradient_edge(output)
+        self.seen[layer] = inputs[0].detach(), get_gradient_edge(output)
 
     @torch.no_grad()
     def update_factors(self, f: Tensor, y: Tensor) -> None:
@@ -179,8 +179,7 @@ class KFAC(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        options = self.param_groups[0]
-        beta = options["momentum"]
+        options, beta = self.param_groups[0], self.param_groups[0]["momentum"]
 
         # Momentum: average gradients, look one step ahead (Nesterov), and correct the bias towards zero.
         steps: dict[Tensor, Tensor] = {}
