@@ -17,7 +17,6 @@ at several positions, such as words, use `f.flatten(0, 1)` and `y.flatten()`. Sy
 `python examples/kfac_in_one_file.py` trains a small CNN, and prints its loss beside those of SGD.
 """
 
-from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -170,16 +169,17 @@ class KFAC(torch.optim.Optimizer):
             raise RuntimeError(f"{layer} has no factors. Call the model, then update_factors(f, y), before this step.")
         D = state["B_inverse"] @ U @ state["A_inverse"]
 
-        # The radius: outputs of size one change by about `trust`, for inputs of their usual size.
+        # The radius: for inputs of their usual size, outputs change by about `trust`, or less.
         d_B, d_A = D.shape
         input_size = (state["A"].trace() / (d_A * state["S"])).sqrt()
         return limited(D, self.param_groups[0]["trust"] * sqrt(max(1.0, d_B / d_A)) / input_size)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         """Take one step."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        options, beta = self.param_groups[0], self.param_groups[0]["momentum"]
+        options = self.param_groups[0]
+        beta = options["momentum"]
 
         # Momentum: average gradients, look one step ahead (Nesterov), and correct the bias towards zero.
         steps: dict[Tensor, Tensor] = {}

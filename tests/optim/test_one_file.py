@@ -3,6 +3,7 @@
 import ast
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -356,4 +357,20 @@ def test_the_file_is_short_and_needs_pytorch_alone() -> None:
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in names} == {"collections", "math", "torch", "typing"}
+    assert {name.partition(".")[0] for name in names} == {"math", "torch", "typing"}
+
+
+def test_the_page_shows_the_whole_file() -> None:
+    """It includes each function and method by name, and the rest by its first and last lines."""
+    page = (FILE.parents[1] / "docs" / "kfac_in_one_file.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^:pyobject: (.+)$", page, flags=re.MULTILINE))
+    starts = re.findall(r"^:start-at: (.+)$", page, flags=re.MULTILINE)
+    assert starts == ["class KFAC", "def images"]
+    module = ast.parse(FILE.read_text(encoding="utf-8")).body
+    functions = [node.name for node in module if isinstance(node, ast.FunctionDef)]
+    (kfac,) = [node for node in module if isinstance(node, ast.ClassDef)]
+    methods = [node.name for node in kfac.body if isinstance(node, ast.FunctionDef)]
+    assert methods[:2] == ["__init__", "see"]  # the class is shown from its beginning to the second method
+    assert functions[0] == "input_rows"  # and the file up to the first function
+    own = functions[: functions.index("images")]  # The rest of the file is shown as a whole.
+    assert shown == {*own, *(f"KFAC.{name}" for name in methods[1:])}
