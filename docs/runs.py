@@ -88,7 +88,8 @@ def digest(job: Job) -> str:
 
 @cache
 def _library() -> bytes:
-    files = [*sorted((ROOT / "kfs").rglob("*.py")), ROOT / "docs" / "blocks.py", ROOT / "docs" / "drawings.py"]
+    modules = [file for folder in ("kfs", "examples") for file in sorted((ROOT / folder).rglob("*.py"))]
+    files = [*modules, ROOT / "docs" / "blocks.py", ROOT / "docs" / "drawings.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
