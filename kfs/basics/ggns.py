@@ -29,7 +29,7 @@ the empirical risk) and the GGN is
 $R \sum_n (\mathrm{J}_\theta f_n)^\top (\mathrm{H}_{f_n} c_n)\, \mathrm{J}_\theta f_n$.
 
 Implements: GGN tensor, cvec- and rvec-GGN (chapter 2, "Partial Linearization, GGNs, GGNVPs" and "The Generalized
-Gauss-Newton"); the diagram is figure 3 of the paper. Version 1.0.0 of the paper has $g'$ and $h'$ swapped in the
+Gauss-Newton"); the diagram is figure 3 of the paper. Version 1.0.0 of the paper has $g$ and $h$ swapped in the
 one-dimensional chain rule; this has been fixed since.
 """
 
