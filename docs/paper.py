@@ -1,8 +1,8 @@
 """The pages about the paper, listing by listing: what `paper.toml` names becomes tables.
 
 In the book's page, `paper.md`, a claim is shown only if the program makes it. The data name claims; the results of runs
-say whether they were made. `paper_table.md` runs nothing and is committed, for readers of a clone: `python -m docs.paper`
-says whether it is up to date, and `--write` writes it.
+say whether they were made. `paper_table.md` is made without running anything, and is committed for readers of a clone:
+`python -m docs.paper` says whether it is up to date, and `--write` writes it.
 """
 
 import re
@@ -32,7 +32,7 @@ class Entry:
     """Something that the paper names.
 
     Attributes:
-        kind: `"listing"`, `"figure"`, `"definition"`, `"test"`, `"example"`, `"setup"` or `"caveat"`; `"topic"` if it is
+        kind: `"listing"`, `"figure"`, `"definition"`, `"test"`, `"example"`, `"setup"`, `"caveat"`, or `"topic"`:
             text without a heading of its own.
         name: What the paper calls it; Markdown.
         page: The page of the book that shows it, a path in the repository.
@@ -212,12 +212,14 @@ def _page_title(page: str) -> str:
 
 HEAD = """# The paper by numbers
 
-This table leads from each number of [*Kronecker-factored Approximate Curvature (KFAC) From Scratch*](https://arxiv.org/abs/2507.05127)
-(version 1.0.0) to a file. Run a file in a clone of this repository: `python kfs/basics/forward_pass.py`. It prints what it
-verifies, and a file of `kfs/plots` draws figures: `python kfs/plots/synthetic_fisher.py figures`.
-[The paper, listing by listing](paper.md) has [the names of the printed listings, and ours](paper.md#names-in-the-printed-listings).
+This table leads from each number of the paper to a file. The paper is *Kronecker-factored Approximate Curvature (KFAC)
+From Scratch* ([arXiv 2507.05127](https://arxiv.org/abs/2507.05127), version 1.0.0). Run files in a clone of this
+repository: `python kfs/basics/forward_pass.py` prints what it verifies, and `python kfs/plots/synthetic_fisher.py figures`
+draws figures. Functions have other names here than in the printed listings;
+[a table](paper.md#names-in-the-printed-listings) leads from one to the other.
 
-Numbers are those of the printed paper. Its source has one more example, after Example 6, which is commented out.
+Numbers are those that the paper prints. Its source has one more example, between Examples 6 and 7, which is commented
+out. With that one, the numbers of later examples would be larger by one, up to 17.
 
 <!-- Written by `python -m docs.paper --write` from docs/paper.toml. -->
 """

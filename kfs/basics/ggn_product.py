@@ -37,7 +37,7 @@ def ggnvp(c: Tensor, b: Tensor, a: Tensor, v: Tensor) -> Tensor:
         A tensor like `a`.
 
     Raises:
-        GraphError: If `c` was not computed from `b`, or `b` not from `a`; also in the paper's order of arguments.
+        GraphError: If `c` was not computed from `b`, or `b` not from `a`. The paper has another order.
 
     Example:
         >>> import torch

@@ -56,7 +56,7 @@ def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
         A tensor of shape `[*a1.shape, *a2.shape]`.
 
     Raises:
-        GraphError: If `c` was not computed from `b`, or `b` not from `a1` and `a2`; also in the paper's order of arguments.
+        GraphError: If `c` was not computed from `b`, or `b` not from `a1` and `a2`. The paper has another order.
 
     Example:
         >>> import torch

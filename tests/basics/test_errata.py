@@ -114,7 +114,7 @@ def test_the_jacobian_of_the_rosenbrock_function_is_that_at_the_anchor() -> None
     x, anchor = torch.randn(2, 2, dtype=torch.float64)
 
     def product(point: Tensor) -> Tensor:
-        J = func.jacrev(rosenbrock_inner)(point, alpha)
+        J: Tensor = func.jacrev(rosenbrock_inner)(point, alpha)
         return 2 * J.T @ J
 
     assert_close(product(anchor), rosenbrock_ggn(anchor, alpha))
@@ -170,8 +170,8 @@ def test_the_fisher_of_the_cheatsheet_sums_over_draws(loss: nn.MSELoss | nn.Cros
     draws = Draws(loss)
 
     def term(m: int) -> Tensor:
-        columns = [J.T @ g[:, m] for J, g in zip(draws.J, draws.g, strict=True)]
-        return draws.R / draws.M * sum(torch.outer(column, column) for column in columns)
+        columns = torch.stack([J.T @ g[:, m] for J, g in zip(draws.J, draws.g, strict=True)], dim=1)
+        return draws.R / draws.M * columns @ columns.T
 
     assert_close(torch.stack([term(m) for m in range(draws.M)]).sum(0), draws.fisher)
     assert not any(torch.allclose(term(m), draws.fisher, rtol=1e-2) for m in range(draws.M))
@@ -202,7 +202,8 @@ def test_the_empirical_fisher_has_the_labels_of_the_data() -> None:
     def with_labels(labels: Tensor) -> Tensor:
         f = model(X)
         columns = [vec_jacobian(f_n, model.weight).T @ (f_n - y_n) for f_n, y_n in zip(f, labels, strict=True)]
-        return reduction_factor(loss, y) * sum(torch.outer(column, column) for column in columns).detach()
+        V = torch.stack(columns, dim=1).detach()
+        return reduction_factor(loss, y) * V @ V.T
 
     assert_close(with_labels(y), E)
     # 4000 drawn data sets: the error of the mean is about sqrt(2 / 4000 / 5), 1 percent, and E is further away.

@@ -48,7 +48,9 @@ def test_numbers_are_those_of_the_paper() -> None:
 def test_sections_are_those_of_the_paper() -> None:
     """All of them but 2.4, which has no text of its own."""
     numbers = [section.number for section in paper.sections() if section.number]
-    expected = "1 2 2.1 2.2 2.3 2.4.1 2.4.2 2.4.3 2.4.4 2.5 2.5.1 2.5.2 2.5.3 2.5.4 2.5.5 3 4 4.1 4.1.1 4.1.2 4.1.3 4.2 4.3 "
+    expected = (
+        "1 2 2.1 2.2 2.3 2.4.1 2.4.2 2.4.3 2.4.4 2.5 2.5.1 2.5.2 2.5.3 2.5.4 2.5.5 3 4 4.1 4.1.1 4.1.2 4.1.3 4.2 4.3 "
+    )
     assert numbers == (expected + "5 5.1 5.2 5.2.1 5.2.2 6 7").split()
     parents = {section.number for section in paper.sections() if not section.entries and not section.page}
     assert parents == {"4.1", "5.2"}
@@ -106,7 +108,7 @@ def test_names_of_the_printed_listings() -> None:
         names = [call[0] for call in calls if call is not None and call[0] not in ("layers", "b")]
         assert names, here
         assert all(hasattr(import_module(module), name) for name in names), (module, names)
-        old = {name for name in re.findall(r"`(\w+)[`(]", printed)} - set(names)
+        old = set(re.findall(r"`(\w+)[`(]", printed)) - set(names)
         assert not any(hasattr(import_module(module), name) for name in old), (module, old)
         ours += names
     assert {"vec_hessian", "vec_ggn", "reduction_factor", "sample_label", "kfac"} <= set(ours)
@@ -173,7 +175,9 @@ def test_a_claim_that_is_not_made_is_refused() -> None:
 def test_page(site: Path) -> None:
     text = article(site, "docs/paper")
     rows = re.findall(r"<tr class=\"row-\w+\"><td>.*?</tr>", text, flags=re.DOTALL)
-    names = 1 + (paper.DOCS / "paper.md").read_text(encoding="utf-8").count("\n| `kfs.") + 1  # head, and a row without module
+    names = (
+        1 + (paper.DOCS / "paper.md").read_text(encoding="utf-8").count("\n| `kfs.") + 1
+    )  # head, and a row without module
     assert len(rows) == len(paper.entries()) + names - 1
     assert text.count("errata.html#") == len(named_errata())
     plain = re.sub(r"<[^>]+>", "", text)

@@ -103,7 +103,7 @@ def test_one_example_is_exact_for_the_fisher_not_for_any_ggn() -> None:
 
 
 def test_monte_carlo_vector_of_the_square_loss() -> None:
-    """It points from the drawn label to the prediction; as printed, its sign is the other one, and its square the same."""
+    """It points from the drawn label to the prediction; as printed, it has the other sign, and the same square."""
     f, y = torch.randn(2, 3, dtype=torch.float64)
     (vector,) = mc_vectors(nn.MSELoss(), f, y, generator=torch.Generator().manual_seed(1))
     label = sample_label(nn.MSELoss(), f, torch.Generator().manual_seed(1))
