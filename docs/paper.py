@@ -214,9 +214,9 @@ HEAD = """# The paper by numbers
 
 This table leads from each number of the paper to a file. The paper is *Kronecker-factored Approximate Curvature (KFAC)
 From Scratch* ([arXiv 2507.05127](https://arxiv.org/abs/2507.05127), version 1.0.0). Run files in a clone of this
-repository: `python kfs/basics/forward_pass.py` prints what it verifies, and `python kfs/plots/synthetic_fisher.py figures`
-draws figures. Functions have other names here than in the printed listings;
-[a table](paper.md#names-in-the-printed-listings) leads from one to the other.
+repository: `python kfs/basics/forward_pass.py` prints what it verifies, and
+`python kfs/plots/synthetic_fisher.py figures` draws figures. Functions have other names here than in the printed
+listings; [a table](paper.md#names-in-the-printed-listings) leads from one to the other.
 
 Numbers are those that the paper prints. Its source has one more example, between Examples 6 and 7, which is commented
 out. With that one, the numbers of later examples would be larger by one, up to 17.

@@ -175,10 +175,8 @@ def test_a_claim_that_is_not_made_is_refused() -> None:
 def test_page(site: Path) -> None:
     text = article(site, "docs/paper")
     rows = re.findall(r"<tr class=\"row-\w+\"><td>.*?</tr>", text, flags=re.DOTALL)
-    names = (
-        1 + (paper.DOCS / "paper.md").read_text(encoding="utf-8").count("\n| `kfs.") + 1
-    )  # head, and a row without module
-    assert len(rows) == len(paper.entries()) + names - 1
+    names = (paper.DOCS / "paper.md").read_text(encoding="utf-8").count("\n| `kfs.") + 1  # one row continues another
+    assert len(rows) == len(paper.entries()) + names
     assert text.count("errata.html#") == len(named_errata())
     plain = re.sub(r"<[^>]+>", "", text)
     assert "python kfs/kfac_tests/mlp_batch_size_1.py" in plain
