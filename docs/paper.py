@@ -221,7 +221,7 @@ listings; [a table](paper.md#names-in-the-printed-listings) leads from one to th
 Numbers are those that the paper prints. Its source has one more example, between Examples 6 and 7, which is commented
 out. With that one, the numbers of later examples would be larger by one, up to 17.
 
-<!-- Written by `python -m docs.paper --write` from docs/paper.toml. -->
+<!-- Written by docs/paper.py from docs/paper.toml. -->
 """
 
 
@@ -234,7 +234,7 @@ def table() -> str:
         name = f"**{section.chapter or section.title}**"
         rows.append(f"| {section.number} | {name} | {here} | {remarks} |")
         for entry in section.entries:
-            shown = f"`{entry.page}`" if entry.page.endswith(".py") else _page_title(entry.page)
+            shown = entry.page if entry.page.endswith(".py") else _page_title(entry.page)
             lines = [*_notes(entry), *([_errata(entry.errata)] if entry.errata else [])]
             rows.append(f"| {section.number} | {entry.title} | [{shown}](/{entry.page}) | {' '.join(lines)} |")
     # Paths from the folder of the page, which GitHub and the book both understand.
