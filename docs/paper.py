@@ -1,9 +1,12 @@
-"""The page about the paper, listing by listing: what `paper.toml` names becomes tables, with what runs verified.
+"""The pages about the paper, listing by listing: what `paper.toml` names becomes tables.
 
-A claim is shown only if the program makes it. The data name claims; the results of runs say whether they were made.
+In the book's page, `paper.md`, a claim is shown only if the program makes it. The data name claims; the results of runs
+say whether they were made. `paper_table.md` is made without running anything, and is committed for readers of a clone:
+`python -m docs.paper` says whether it is up to date, and `--write` writes it.
 """
 
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,8 +17,12 @@ from docs.drawings import FIGURES
 from docs.modules import ROOT, cell, read_module
 
 DOCS = ROOT / "docs"
+TABLE = DOCS / "paper_table.md"
+# Folders whose files are programs that verify or draw something; other modules are only read.
+PROGRAMS = ("kfs/basics/", "kfs/kfac/", "kfs/kfac_tests/", "kfs/plots/")
 # What to say of kinds that claim nothing by themselves.
 NOTES = {"setup": "Notation for what follows."}
+UNPRINTED = "The source of the paper has it, commented out. It is not printed."
 # From the path of a definition to the claims that running it verified, in order.
 Claims = Callable[[str], Sequence[str]]
 
@@ -25,10 +32,12 @@ class Entry:
     """Something that the paper names.
 
     Attributes:
-        kind: `"listing"`, `"figure"`, `"definition"`, `"test"`, `"example"`, `"setup"` or `"caveat"`.
+        kind: `"listing"`, `"figure"`, `"definition"`, `"test"`, `"example"`, `"setup"`, `"caveat"`, or `"topic"`:
+            text without a heading of its own.
         name: What the paper calls it; Markdown.
         page: The page of the book that shows it, a path in the repository.
-        number: Of a figure; `None` if it has none.
+        number: As the paper prints it; `None` if it has none.
+        unprinted: Whether the paper's source comments it out.
         claims: What running the page's file verifies of it; `None` for all claims that it makes.
         pictures: Names of our figures that show it.
         errata: Titles of errata.
@@ -43,10 +52,13 @@ class Entry:
     pictures: tuple[str, ...] = ()
     errata: tuple[str, ...] = ()
     note: str = ""
+    unprinted: bool = False
 
     @property
     def title(self) -> str:
         """What the page calls it."""
+        if self.kind == "topic":
+            return self.name
         if self.kind == "listing":
             return f"Listing `{self.name}.py`"
         number = "" if self.number is None else f" {self.number}"
@@ -55,7 +67,7 @@ class Entry:
     @property
     def command(self) -> str | None:
         """What runs it; `None` if nothing does."""
-        if not self.page.endswith(".py"):
+        if not self.page.startswith(PROGRAMS):
             return None
         return f"python {self.page}" + (" figures" if self.page.startswith("kfs/plots/") else "")
 
@@ -65,6 +77,7 @@ class Section:
     """A section of the paper.
 
     Attributes:
+        number: As the paper prints it; empty if it has none.
         title: Of the section; empty if it is the start of a chapter.
         chapter: Of the chapter that starts here; empty if none does.
         page: The page of the book about the whole chapter; empty if there is none.
@@ -72,11 +85,17 @@ class Section:
         entries: What it names.
     """
 
+    number: str
     title: str
     chapter: str
     page: str
     errata: tuple[str, ...]
     entries: tuple[Entry, ...]
+
+    @property
+    def heading(self) -> str:
+        """Its number and what the paper calls it."""
+        return f"{self.number} {self.chapter or self.title}".lstrip()
 
 
 @cache
@@ -85,6 +104,7 @@ def sections() -> tuple[Section, ...]:
     data = tomllib.loads((DOCS / "paper.toml").read_text(encoding="utf-8"))
     return tuple(
         Section(
+            number=section.get("number", ""),
             title=section.get("title", ""),
             chapter=section.get("chapter", ""),
             page=section.get("page", ""),
@@ -125,10 +145,7 @@ def markdown(claims_of: Claims) -> str:
 
 def _section(section: Section, claims_of: Claims) -> str:
     parts = []
-    if section.chapter:
-        parts.append(f"## {section.chapter}")
-    elif section.title:
-        parts.append(f"### {section.title}" if section.entries[0].page.endswith(".py") else f"## {section.title}")
+    parts.append(f"{'###' if '.' in section.number else '##'} {section.heading}")
     if section.page:
         parts.append(f"This chapter, here: [{_page_title(section.page)}](/{section.page}).")
     if section.errata:
@@ -144,13 +161,19 @@ def _row(entry: Entry, claims_of: Claims) -> str:
     here = f"[{_page_title(entry.page)}](/{entry.page})"
     if entry.command is not None:
         here += f"<br>`{entry.command}`"
-    lines = [entry.note or NOTES[entry.kind]] if entry.note or entry.kind in NOTES else []
+    lines = _notes(entry)
     claims = _claims(entry, claims_of)
     lines += [f"{'• ' if len(claims) > 1 else ''}{cell(claim)}" for claim in claims]
     lines += [f"Draws: {next(f.caption for f in FIGURES if f.name == picture)}" for picture in entry.pictures]
     if entry.errata:
         lines.append(_errata(entry.errata))
     return f"| {entry.title} | {here} | {'<br>'.join(lines)} |"
+
+
+def _notes(entry: Entry) -> list[str]:
+    """Return what to say of an entry besides claims."""
+    notes = [entry.note or NOTES[entry.kind]] if entry.note or entry.kind in NOTES else []
+    return [*notes, UNPRINTED] if entry.unprinted else notes
 
 
 def _claims(entry: Entry, claims_of: Claims) -> Sequence[str]:
@@ -185,3 +208,48 @@ def _page_title(page: str) -> str:
     source = (ROOT / page).read_text(encoding="utf-8")
     title = read_module(source, page).title if page.endswith(".py") else source.partition("\n")[0].removeprefix("# ")
     return title.partition(":")[0].replace("|", r"\|")
+
+
+HEAD = """# The paper by numbers
+
+This table leads from each number of the paper to a file. The paper is *Kronecker-factored Approximate Curvature (KFAC)
+From Scratch* ([arXiv 2507.05127](https://arxiv.org/abs/2507.05127), version 1.0.0). Run files in a clone of this
+repository: `python kfs/basics/forward_pass.py` prints what it verifies, and
+`python kfs/plots/synthetic_fisher.py figures` draws figures. Functions have other names here than in the printed
+listings; [a table](paper.md#names-in-the-printed-listings) leads from one to the other.
+
+Numbers are those that the paper prints. Its source has one more example, between Examples 6 and 7, which is commented
+out. With that one, the numbers of later examples would be larger by one, up to 17.
+
+<!-- Written by docs/paper.py from docs/paper.toml. -->
+"""
+
+
+def table() -> str:
+    """Return the page that leads from the paper's numbers to files."""
+    rows = ["| section | in the paper | here | remarks |", "|---|---|---|---|"]
+    for section in sections():
+        remarks = _errata(section.errata) if section.errata else ""
+        here = f"[{_page_title(section.page)}](/{section.page})" if section.page else ""
+        name = f"**{section.chapter or section.title}**"
+        rows.append(f"| {section.number} | {name} | {here} | {remarks} |")
+        for entry in section.entries:
+            shown = entry.page if entry.page.endswith(".py") else _page_title(entry.page)
+            lines = [*_notes(entry), *([_errata(entry.errata)] if entry.errata else [])]
+            rows.append(f"| {section.number} | {entry.title} | [{shown}](/{entry.page}) | {' '.join(lines)} |")
+    # Paths from the folder of the page, which GitHub and the book both understand.
+    relative = re.sub(r"\]\(/(docs/)?", lambda match: "](" if match[1] else "](../", "\n".join(rows))
+    return f"{HEAD}\n{relative}\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare the committed table with a new one, or write it; return 1 if it is out of date."""
+    if "--write" in arguments:
+        TABLE.write_text(table(), encoding="utf-8")
+    current = TABLE.is_file() and TABLE.read_text(encoding="utf-8") == table()
+    print(f"{TABLE.relative_to(ROOT)} is {'up to date' if current else 'out of date: python -m docs.paper --write'}.")
+    return 0 if current else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

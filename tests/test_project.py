@@ -92,10 +92,14 @@ def test_citation() -> None:
     assert CITATION["version"] == __version__
     assert CITATION["license"] == SETTINGS["project"]["license"]
     assert [author["name"] for author in CITATION["authors"]] == [a["name"] for a in SETTINGS["project"]["authors"]]
-    (paper,) = CITATION["references"]
-    assert {"type", "title", "authors"} <= paper.keys()
-    assert [author["family-names"] for author in paper["authors"]] == ["Dangel", "Mucsányi", "Weber", "Eschenhagen"]
+    paper, code = CITATION["references"]
+    for reference in (paper, code):
+        assert {"type", "title", "authors"} <= reference.keys()
+        names = [author["family-names"] for author in reference["authors"]]
+        assert names == ["Dangel", "Mucsányi", "Weber", "Eschenhagen"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert code["repository-code"] in readme.partition("## Install")[0]  # the first screen
+    assert "independent" in CITATION["message"]
     assert paper["title"].replace("KFAC", "{KFAC}") in readme
     assert paper["url"] in readme
     assert f"version = {{{__version__}}}" in readme

@@ -55,12 +55,12 @@ def test_ten_lines_are_ten_lines() -> None:
 def test_links_and_pictures_exist() -> None:
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if "://" not in target]
     for target in targets:
-        assert (ROOT / (target.partition("#")[0] or "README.md")).is_file(), target
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    headings = re.findall(r"^## (.*)$", contributing, flags=re.MULTILINE)
-    headings += re.findall(r"^## (.*)$", README, flags=re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert {target.partition("#")[2] for target in targets} - {""} <= anchors
+        name, _, anchor = target.partition("#")
+        file = ROOT / (name or "README.md")
+        assert file.is_file(), target
+        if anchor:
+            headings = re.findall(r"^##+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
 
 
 def test_make_targets_exist() -> None:

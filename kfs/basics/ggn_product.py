@@ -17,10 +17,11 @@ These are the off-diagonal blocks of a network's GGN.
 Implements: GGN-vector products (chapter 2, "Partial Linearization, GGNs, GGNVPs").
 """
 
-from torch import Tensor
+from torch import Tensor, ones_like
 
 from kfs.basics.hessian_product import hvp
-from kfs.basics.jacobian_products import jvp, vjp
+from kfs.basics.jacobian_products import jvp, pull_back, vjp
+from kfs.errors import GraphError
 
 
 def ggnvp(c: Tensor, b: Tensor, a: Tensor, v: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ def ggnvp(c: Tensor, b: Tensor, a: Tensor, v: Tensor) -> Tensor:
         A tensor like `a`.
 
     Raises:
-        GraphError: If `c` was not computed from `b`, or `b` not from `a`.
+        GraphError: If `c` was not computed from `b`, or `b` not from `a`. The paper has another order.
 
     Example:
         >>> import torch
@@ -45,6 +46,7 @@ def ggnvp(c: Tensor, b: Tensor, a: Tensor, v: Tensor) -> Tensor:
         >>> ggnvp((b**2).sum(), b, a, torch.tensor([1.0, 1.0]))
         tensor([ 8., 32.])
     """
+    check_order("ggnvp(loss, p, output, v)", "ggnvp(loss, output, p, v)", b, a)
     return mixed_ggnvp(c, b, a, a, v)
 
 
@@ -65,6 +67,14 @@ def mixed_ggnvp(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor, v: Tensor) -> Tens
         GraphError: If `c` was not computed from `b`, or `b` not from `a1` and `a2`.
     """
     return vjp(b, a1, hvp(c, b, jvp(b, a2, v)))
+
+
+def check_order(printed: str, here: str, b: Tensor, a: Tensor) -> None:
+    """Raise an error if `a` was computed from `b`: the paper's order of arguments, not ours."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a is b or a.is_leaf or not b.requires_grad:
+        return
+    if pull_back(a, b, ones_like(a), create_graph=False) is not None:
+        raise GraphError(f"a was computed from b; the paper's printed order is {printed}.", f"Here: {here}.")
 
 
 if __name__ == "__main__":

@@ -29,16 +29,18 @@ the empirical risk) and the GGN is
 $R \sum_n (\mathrm{J}_\theta f_n)^\top (\mathrm{H}_{f_n} c_n)\, \mathrm{J}_\theta f_n$.
 
 Implements: GGN tensor, cvec- and rvec-GGN (chapter 2, "Partial Linearization, GGNs, GGNVPs" and "The Generalized
-Gauss-Newton"); the diagram is figure 3 of the paper. The paper states the one-dimensional chain rule with $g'$
-and $h'$ mixed up; the one above is right.
+Gauss-Newton"); the diagram is figure 3 of the paper. Version 1.0.0 of the paper has $g$ and $h$ swapped in the
+one-dimensional chain rule; this has been fixed since.
 """
 
 from torch import Tensor
 
 from kfs.basics._checks import check_node, check_same_kind
 from kfs.basics.flattening import Vec, matricize, rvec
+from kfs.basics.ggn_product import check_order
 from kfs.basics.hessians import vec_hessian
 from kfs.basics.jacobians import vec_jacobian
+from kfs.errors import DtypeError
 
 
 def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
@@ -54,7 +56,7 @@ def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
         A tensor of shape `[*a1.shape, *a2.shape]`.
 
     Raises:
-        GraphError: If `c` was not computed from `b`, or `b` not from `a1` and `a2`.
+        GraphError: If `c` was not computed from `b`, or `b` not from `a1` and `a2`. The paper has another order.
 
     Example:
         >>> import torch
@@ -70,6 +72,7 @@ def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
     check_node("b", b)
     check_same_kind("a1", a1, "b", b)
     check_same_kind("a2", a2, "b", b)
+    check_order("ggn(loss, p, output)", "ggn(loss, output, p)", b, a1)
     H = vec_hessian(c, b)
     J1 = vec_jacobian(b, a1)
     J2 = J1 if a2 is a1 else vec_jacobian(b, a2)
@@ -88,7 +91,16 @@ def vec_ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None, vec: Vec
 
     Returns:
         A matrix of shape `[a1.numel(), a2.numel()]`.
+
+    Raises:
+        DtypeError: If a flattening is passed as `a2`, as in the paper's order of arguments.
     """
+    if a2 is not None and not isinstance(a2, Tensor):
+        raise DtypeError(
+            f"a2 is a {type(a2).__name__}, expected a torch.Tensor; "
+            'the paper\'s printed order is vec_ggn(loss, p, output, "rvec").',
+            "Here: vec_ggn(loss, output, p, vec=rvec), with rvec or cvec of kfs.basics.flattening.",
+        )
     return matricize(ggn(c, b, a1, a2), a1.ndim, vec)
 
 

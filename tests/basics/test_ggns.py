@@ -140,6 +140,32 @@ def test_a_wrong_split_is_refused() -> None:
         vec_ggn(c, b, a, cvec)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("vec", ["rvec", rvec])
+def test_the_papers_order_of_arguments_is_refused(vec: str | Vec) -> None:
+    """The printed listings have the prediction last; the error says what to write."""
+    p = leaf((3, 2))
+    output = torch.sin(p)
+    loss = (output**2).sum()
+    with pytest.raises(DtypeError, match=r"printed order is vec_ggn\(.* Here: vec_ggn\(loss, output, p, vec=rvec\)"):
+        vec_ggn(loss, p, output, vec)  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match=r"printed order is ggn\(.* Here: ggn\(loss, output, p\)"):
+        ggn(loss, p, output)
+    with pytest.raises(GraphError, match=r"printed order is ggnvp\(.* Here: ggnvp\(loss, output, p, v\)"):
+        ggnvp(loss, p, output, torch.ones_like(p))
+
+
+def test_an_intermediate_result_may_be_the_variable() -> None:
+    """The check of the order must not refuse what was computed itself, but not from the prediction."""
+    x = leaf((3,))
+    a = torch.sin(x)
+    b = a**2
+    c = (b**2).sum()
+    expected = torch.diag(8 * a.detach() ** 2)
+    assert_close(ggn(c, b, a), expected)
+    assert_close(ggnvp(c, b, a, torch.ones_like(a)), expected.diagonal())
+    assert_close(ggn(c, a, a), torch.diag(12 * a.detach() ** 2))
+
+
 @given(x=st.tuples(*[st.floats(-2, 2)] * 2), anchor=st.tuples(*[st.floats(-2, 2)] * 2), alpha=st.floats(0.1, 20))
 def test_rosenbrock_closed_forms(x: tuple[float, float], anchor: tuple[float, float], alpha: float) -> None:
     p, q = torch.tensor(x, dtype=torch.float64), torch.tensor(anchor, dtype=torch.float64)
