@@ -68,7 +68,7 @@ def gradient_factor(g: Tensor) -> Tensor:
 
 def kfac_block(A: Tensor, B: Tensor, vec: Vec) -> Tensor:
     """Return the Kronecker product of both factors for a flattening of `W`, `cvec` or `rvec`."""
-    check_vec(vec)
+    vec = check_vec(vec)
     return kron(A, B) if vec is cvec else kron(B, A)
 
 

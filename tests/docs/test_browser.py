@@ -23,7 +23,7 @@ LOOKED_AT = (
     "docs/api/kfs.KFAC",
     "docs/api/index",
     "docs/benchmarks",
-    "docs/cheatsheet_shapes",
+    "docs/symbols",
     "docs/errata",
     "docs/exercises",
     "docs/which_kfac",
