@@ -1,5 +1,6 @@
 """KFAC: the Kronecker-factored approximation of a curvature matrix, one block per parameter (with its bias).
 
+It is the method of Martens & Grosse (2015), for any operation with parameters, and all curvature matrices of the paper.
 The computation of factors lives in `kfs.factors.compute`, algebra with blocks in `kfs.factors.blocks`.
 """
 

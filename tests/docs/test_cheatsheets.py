@@ -498,7 +498,7 @@ def scaffold(problem: Problem, kind: str, vec: Any) -> dict[str, Any]:
             "vectors": vectors,
             "x": problem.X,
             "g": send_back(V, f, z),
-            "J": lambda n: differentiated(problem.model, problem.X[n], layer.weight, vec),
+            "J": lambda n: differentiated(problem.model, problem.X[n], problem.params[0], vec),
             "J_z": lambda n: differentiated(rest, z[n].detach().requires_grad_(), None, vec),
         }
 
@@ -595,6 +595,7 @@ def layer_of(sharing: str, reduction: str) -> Layer:
     f = last(mean(z))
     risk = EmpiricalRisk(nn.Sequential(first, mean, last), loss, (X, y))
     K = KFAC(risk, sharing="reduce" if sharing == "reduce" else "expand")
+    g = send_back(backpropagated_vectors(loss, f, y), f, z)
     names = {
         "R": reduction_factor(loss, y),
         "N": 4,
@@ -602,9 +603,9 @@ def layer_of(sharing: str, reduction: str) -> Layer:
         "data": range(4),
         "positions": range(POSITIONS),
         "x": torch.cat([X, torch.ones(*shape, 1, dtype=torch.float64)], dim=-1),
-        "g": send_back(backpropagated_vectors(loss, f, y), f, z),
+        "g": g,
+        "columns": range(len(g)),
     }
-    names["columns"] = range(len(names["g"]))
     ggn = {vec: vec_ggn(loss(f, y), f, W, vec=vec).detach() for vec in (cvec, rvec)}
     return Layer(names, ggn, K.blocks["0"])
 
@@ -786,13 +787,13 @@ EXACT = [row for row in rows(LAYERS) if row.head[0] == "setting"]
 def test_where_it_is_exact(row: Row) -> None:
     """All blocks in both flattenings, or for a negative claim, one of them."""
     assert row.head[1:] == ["type-II", "type-I, drawn", "empirical"]
-    matrices = ((r"G", "type-2", r"G"), (r"\tilde{F}", "mc", "G"), ("E", "empirical", "E"))
+    matrices: Any = ((r"G", "type-2", r"G"), (r"\tilde{F}", "mc", "G"), ("E", "empirical", "E"))
     for (of, fisher, target), cell in zip(matrices, row.cells[1:], strict=True):
         relation = re.fullmatch(rf"\$K\({re.escape(of)}\) (\S+) {target}\$", cell)
         assert relation is not None, cell
         tolerance = 0.1 if fisher == "mc" else 1e-10
         for model, loss, X, y, sharing in settings(name_of(row.cells[0])):
-            many = {"mc_samples": DRAWS, "columns_at_once": DRAWS} if fisher == "mc" else {}
+            many: Any = {"mc_samples": DRAWS, "columns_at_once": DRAWS} if fisher == "mc" else {}
             K, errors = KFAC(EmpiricalRisk(model, loss, (X, y)), fisher, sharing, **many), []
             for block, vec in product(K.blocks.values(), (cvec, rvec)):
                 params = block.layout.params
