@@ -339,14 +339,15 @@ def flattened(vec: Any, unflatten: Any, what: str) -> Callable[[Run], Pairs]:
     def pairs(run: Run) -> Pairs:
         W = random(2, 3, seed=8).requires_grad_()
         x, g = random(3, seed=9), random(2, seed=10)
-        yield {
+        found: dict[str, Callable[[], tuple[Any, Any]]] = {
             "entries": lambda: (run(V=V), vec(V)),
             "inverse": lambda: (run(v=V.flatten(), n1=2, n2=3), unflatten(V.flatten(), (2, 3))),
             # What cvec stacks is as wide as the left factor, what rvec stacks as high.
             "product": lambda: product_with(run, vec),
             "Jacobian": lambda: (run(x=x, d_out=2), vec_jacobian(W @ x, W, vec)),
             "gradient": lambda: (run(x=x, g=g), vec(vjp(W @ x, W, g))),
-        }[what]()
+        }
+        yield found[what]()
 
     def product_with(run: Run, vec: Any) -> tuple[Tensor, Tensor]:
         t = V if vec is cvec else V.T
