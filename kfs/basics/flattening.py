@@ -143,13 +143,13 @@ def matricize(t: Tensor, row_ndim: int, vec: Vec) -> Tensor:
     Raises:
         FlatteningError: If `vec` is neither `cvec` nor `rvec`.
     """
-    flatten = check_vec(vec)
+    vec = check_vec(vec)
     check_tensor("t", t)
     if row_ndim == 0:
         t, row_ndim = t.unsqueeze(0), 1
     if row_ndim == t.ndim:
         t = t.unsqueeze(-1)
-    return flatten(flatten(t, 0, row_ndim - 1), 1, -1)
+    return vec(vec(t, 0, row_ndim - 1), 1, -1)
 
 
 def find_vec(vec: object) -> VecFunction | None:
@@ -160,7 +160,7 @@ def find_vec(vec: object) -> VecFunction | None:
 
 
 def check_vec(vec: Vec) -> VecFunction:
-    """Return a flattening as a function; raise an error if it is neither `cvec` nor `rvec`."""
+    """Return a flattening as a function, also if it is given by its name; raise an error if it is neither."""
     function = find_vec(vec)
     if function is None:
         raise FlatteningError(
