@@ -7,7 +7,7 @@ const KFS_KINDS = [
   ["docs/howto_", 200],
   ["docs/which_kfac", 200],
   ["docs/gpu", 200],
-  ["docs/cheatsheet_kfac", 150],
+  ["docs/options_kfac", 150],
   ["docs/api/", 50],
   ["docs/", 100],
   ["README", 100],

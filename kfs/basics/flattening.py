@@ -34,7 +34,7 @@ Implements: cvec, rvec and partial flattening (chapter 2, "Flattening").
 
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -42,12 +42,16 @@ from kfs.basics._checks import check_tensor
 from kfs.errors import FlatteningError, ShapeError
 
 
-class Vec(Protocol):
-    """A flattening: `cvec` or `rvec`."""
+class VecFunction(Protocol):
+    """One of the functions `cvec` and `rvec`."""
 
     def __call__(self, t: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
         """Flatten the axes from `start_dim` to `end_dim`, both included."""
         ...
+
+
+# A flattening: `cvec` or `rvec`, the function or its name.
+Vec: TypeAlias = VecFunction | Literal["cvec", "rvec"]
 
 
 def cvec(t: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
@@ -139,7 +143,7 @@ def matricize(t: Tensor, row_ndim: int, vec: Vec) -> Tensor:
     Raises:
         FlatteningError: If `vec` is neither `cvec` nor `rvec`.
     """
-    check_vec(vec)
+    vec = check_vec(vec)
     check_tensor("t", t)
     if row_ndim == 0:
         t, row_ndim = t.unsqueeze(0), 1
@@ -148,13 +152,25 @@ def matricize(t: Tensor, row_ndim: int, vec: Vec) -> Tensor:
     return vec(vec(t, 0, row_ndim - 1), 1, -1)
 
 
-def check_vec(vec: Vec) -> None:
-    """Raise an error if a flattening is neither `cvec` nor `rvec`."""
-    if vec is not cvec and vec is not rvec:
+def find_vec(vec: object) -> VecFunction | None:
+    """Return the function that a value is or names, `cvec` or `rvec`; `None` if it is neither."""
+    if isinstance(vec, str):
+        return _FUNCTIONS.get(vec)
+    return next((function for function in _FUNCTIONS.values() if vec is function), None)
+
+
+def check_vec(vec: Vec) -> VecFunction:
+    """Return a flattening as a function, also if it is given by its name; raise an error if it is neither."""
+    function = find_vec(vec)
+    if function is None:
         raise FlatteningError(
             f"vec is {vec!r}, expected one of the functions cvec and rvec.",
             "Import them from kfs.basics.flattening and pass vec=cvec or vec=rvec.",
         )
+    return function
+
+
+_FUNCTIONS: dict[str, VecFunction] = {"cvec": cvec, "rvec": rvec}
 
 
 def _axes(name: str, t: Tensor, start_dim: int, end_dim: int) -> tuple[int, int]:

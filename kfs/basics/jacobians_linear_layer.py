@@ -56,7 +56,7 @@ def linear_layer_jacobian(x: Tensor, d_out: int, vec: Vec) -> Tensor:
     Raises:
         ShapeError: If `x` is no vector.
     """
-    check_vec(vec)
+    vec = check_vec(vec)
     check_tensor("x", x)
     if x.ndim != 1:
         raise ShapeError(f"x has shape {list(x.shape)}, expected a vector.", "Pass the input of one example.")

@@ -44,7 +44,7 @@ def shared_linear_layer_jacobian(X: Tensor, d_out: int, vec: Vec) -> Tensor:
     Raises:
         ShapeError: If `X` is no matrix.
     """
-    check_vec(vec)
+    vec = check_vec(vec)
     check_tensor("X", X)
     if X.ndim != 2:
         raise ShapeError(f"X has shape {list(X.shape)}, expected a matrix.", "Pass one example's inputs as columns.")

@@ -1,6 +1,6 @@
 r"""Low-rank approximation in the metric of KFAC.
 
-With curvature $B \otimes A$, replacing a layer's matrix $W$ by $V$ costs
+With curvature $B \otimes A$ in `rvec`, replacing a layer's matrix $W$ by $V$ costs
 
 $$
 \tfrac12 \mathrm{tr}\left((V - W)^\top B\, (V - W) A\right) = \tfrac12 \|B^{1/2} (V - W) A^{1/2}\|_F^2.

@@ -5,10 +5,10 @@ An adapter is a function `compute(model, loss, data, fisher, sharing)`:
 - `model` is a module in float64, `loss` an `nn.MSELoss` or `nn.CrossEntropyLoss`, `data` a list of batches `(X, y)`.
 - `fisher` is `"type-2"`, `"mc"` (one label drawn per example) or `"empirical"`; `sharing` is `"expand"` or `"reduce"`.
 - It returns a dictionary `{layer: (A, B)}` by module name, such that `kron(B, A)` approximates the curvature of weight
-  and bias, where the matrix `(W b)` of shape `[d_out, d_in + 1]` is flattened by rows. For grouped convolutions, the
-  value may be a list of pairs, or a pair of stacks `[G, d, d]`. A diagonal factor may be a vector. If weight and bias
-  have separate factors, the keys are the names of the parameters. Alternatively, `compute` returns a matrix for all
-  parameters in the order of `model.named_parameters()`, each flattened by rows.
+  and bias, where the matrix `(W b)` of shape `[d_out, d_in + 1]` is flattened by rows (`rvec`). For grouped
+  convolutions, the value may be a list of pairs, or a pair of stacks `[G, d, d]`. A diagonal factor may be a vector.
+  If weight and bias have separate factors, the keys are the names of the parameters. Alternatively, `compute` returns
+  a matrix for all parameters in the order of `model.named_parameters()`, each flattened by rows.
 - A model of padded sequences has a method `mask(X)`, which returns a boolean tensor `[batch, positions]` that is false
   at padded positions. The labels of padded positions are -100.
 - For unsupported settings, it raises `NotImplementedError`.

@@ -7,7 +7,7 @@ the same blocks and settings as `KFAC`. They are operators of the same kind, so 
 - `exact_diagonal`: the diagonal of $C$.
 - `trace_scaled` (TKFAC; Gao et al., 2021): both factors are partial traces of $C$, $A \propto \sum G^\top G$ and
   $B \propto \sum G G^\top$, scaled such that the trace of their product is that of $C$.
-- `optimal_kronecker`: the $A, B$ that minimize $\|C - B \otimes A\|_F$. Rearranged, $C$ becomes a matrix of which
+- `optimal_kronecker`: the $A, B$ that minimize $\|C - B \otimes A\|_F$ in `rvec`. Rearranged, $C$ becomes one of which
   $\mathrm{vec}(B)\, \mathrm{vec}(A)^\top$ is the best approximation of rank one (Van Loan & Pitsianis, 1993). The power
   iteration that finds it needs no matrix of that size: for a given $B$, the best $A$ is
   $R \sum G^\top B\, G / \|B\|_F^2$, and the other way round. Each half step is a pass over the data.

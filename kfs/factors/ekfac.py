@@ -3,8 +3,8 @@ r"""EKFAC: KFAC's eigenvectors with corrected eigenvalues, the sums of squared g
 Algebra with blocks of eigenvalues and eigenvectors lives in `kfs.factors.blocks.eigenbasis`.
 
 KFAC approximates a block $C = R \sum_{n,c} \mathrm{vec}(G_{n,c}) \mathrm{vec}(G_{n,c})^\top$ of a curvature matrix by
-$B \otimes A$, with eigenvectors $Q_B \otimes Q_A$ and eigenvalues $\lambda_B \lambda_A$. George et al. (2018) keep the
-eigenvectors and replace the eigenvalues by the curvature along them,
+$B \otimes A$ (in `rvec`), with eigenvectors $Q_B \otimes Q_A$ and eigenvalues $\lambda_B \lambda_A$. George et al.
+(2018) keep the eigenvectors and replace the eigenvalues by the curvature along them,
 
 $$
 \Lambda = R \sum_{n,c} \left(Q_B^\top G_{n,c}\, Q_A\right)^{\odot 2},

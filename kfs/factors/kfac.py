@@ -1,5 +1,6 @@
 """KFAC: the Kronecker-factored approximation of a curvature matrix, one block per parameter (with its bias).
 
+It is the method of Martens & Grosse (2015), for any operation with parameters, and all curvature matrices of the paper.
 The computation of factors lives in `kfs.factors.compute`, algebra with blocks in `kfs.factors.blocks`.
 """
 
@@ -116,10 +117,11 @@ class KFAC(ShowsFactors, BlockDiagonal):
     Args:
         risk: Model, loss, data and parameters.
         fisher: The curvature matrix to approximate: `"type-2"` (the exact Fisher), `"ggn"` (the generalized
-            Gauss-Newton matrix, which is the same for most losses), `"mc"` (the Fisher, with labels drawn from the
-            model's likelihood), `"empirical"` (with the given labels), or `"forward-only"` (gradients are replaced by
-            the identity at every position; with `"reduce"`, the sums over positions are replaced, so `B` is the
-            identity times the average of `1 / S^2` over examples with `S` positions, as if positions were averaged).
+            Gauss-Newton matrix, which is the same for most losses), `"mc"`, also called `"type-1"` (the Fisher, with
+            labels drawn from the model's likelihood), `"empirical"` (with the given labels), or `"forward-only"`
+            (gradients are replaced by the identity at every position; with `"reduce"`, the sums over positions are
+            replaced, so `B` is the identity times the average of `1 / S^2` over examples with `S` positions, as if
+            positions were averaged).
         sharing: How to treat positions that share a weight (pixels, tokens): `"expand"` treats them like further
             examples, `"reduce"` sums over them first. One value for all parameters, or a dictionary by the name of a
             parameter or module; parameters that are not in it expand.

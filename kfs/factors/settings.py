@@ -9,7 +9,7 @@ import torch
 from kfs.display.suggestions import guess
 from kfs.errors import DtypeError, ModelError
 
-Fisher = Literal["type-2", "ggn", "mc", "empirical", "forward-only"]
+Fisher = Literal["type-2", "ggn", "mc", "type-1", "empirical", "forward-only"]
 Sharing = Literal["expand", "reduce"]
 Uncovered = Literal["error", "skip", "diagonal"]
 Products = Literal["auto", "float32", "tf32", "bf16"]
@@ -124,6 +124,8 @@ class Settings:
     factor_memory: int | None = None
 
     def __post_init__(self) -> None:
+        if self.fisher == "type-1":  # as the paper and `kfs.Fisher` call it; everything else knows one name
+            object.__setattr__(self, "fisher", "mc")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             for one in value.values() if isinstance(value, Mapping) else [value]:

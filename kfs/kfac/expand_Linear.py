@@ -3,7 +3,7 @@ r"""KFAC for a linear layer, with weight sharing `expand`: every position counts
 A linear layer maps inputs $x_{n,s}$ to $z_{n,s} = W x_{n,s}$, with one weight for all data $n$ and for all
 $S$ positions $s$ of an example: words of a sentence, patches of an image. Without weight sharing, $S = 1$. Let
 $f_n$ be the network's prediction and $\blacktriangle_{n,c}$ the vectors that are sent back from it. At the
-layer's output they have become
+layer's output they have become $g_{n,s,c}$, which the paper calls pseudo-gradients:
 
 $$
 g_{n,s,c} = (\mathrm{J}_{z_{n,s}} f_n)^\top \blacktriangle_{n,c},
@@ -13,7 +13,8 @@ C(\mathrm{cvec}\, W)
 $$
 
 KFAC-expand approximates this curvature in two steps. It drops products of different positions, and then
-replaces a sum of Kronecker products by a single one, of an input-based and a gradient-based factor:
+replaces a sum of Kronecker products by a single one, of an input-based and a gradient-based factor (in the paper,
+grad-output-based):
 
 $$
 C(\mathrm{cvec}\, W) \approx R \sum_{n,s,c} x_{n,s} x_{n,s}^\top \otimes g_{n,s,c} g_{n,s,c}^\top
@@ -68,7 +69,7 @@ def gradient_factor(g: Tensor) -> Tensor:
 
 def kfac_block(A: Tensor, B: Tensor, vec: Vec) -> Tensor:
     """Return the Kronecker product of both factors for a flattening of `W`, `cvec` or `rvec`."""
-    check_vec(vec)
+    vec = check_vec(vec)
     return kron(A, B) if vec is cvec else kron(B, A)
 
 

@@ -1,7 +1,8 @@
 r"""KFAC in five steps: the scaffold that all curvature matrices, layers and losses share.
 
 Every curvature matrix here is a sum over data of outer products of vectors that are sent back through the net. KFAC
-replaces each layer's block of it by one Kronecker product, of an input-based and a gradient-based factor:
+(Martens & Grosse, 2015) replaces each layer's block of it by one Kronecker product, of an input-based and a
+gradient-based factor:
 
 $$
 C(\theta^{(i)}) = R \sum_n J_n^\top \Big[ \sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top \Big] J_n

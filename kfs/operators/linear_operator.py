@@ -68,6 +68,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 import torch
 from torch import Tensor
 
+from kfs.basics.flattening import VecFunction
 from kfs.display.charts import draw_matrix
 from kfs.display.describe import Described, Description, kind, number, times, vector
 from kfs.display.progress import show_progress
@@ -350,11 +351,12 @@ class LinearOperator(DescribedOperator, ABC):
         """Return the block with the rows and columns of the named parameters."""
         return Submatrix(self, rows, columns)
 
-    def to_dense(self, flattening: str = "rvec") -> Tensor:
+    def to_dense(self, flattening: str | VecFunction = "rvec") -> Tensor:
         """Return the dense matrix, computed from products with all columns of the identity.
 
         Args:
-            flattening: How to flatten each parameter: `"rvec"` (as in flat vectors) or `"cvec"`.
+            flattening: How to flatten each parameter: `"rvec"` (as in flat vectors) or `"cvec"`, or one of the
+                functions of `kfs.basics.flattening` with these names.
 
         Returns:
             A matrix with this operator's shape.

@@ -8,7 +8,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from kfs.basics.flattening import cvec, rvec
+from kfs.basics.flattening import VecFunction, find_vec
 from kfs.display.describe import counted, kind
 from kfs.display.suggestions import few, guess, suggest
 from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
@@ -21,7 +21,6 @@ Vector: TypeAlias = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
 _Kind: TypeAlias = Literal["vector", "matrix", "dict", "dicts", "list", "lists"]
 # Entries of flat vectors: integers, a mask or a slice; or names of tensors.
 Index: TypeAlias = Tensor | slice | Iterable[int] | Iterable[str]
-FLATTENINGS = {"cvec": cvec, "rvec": rvec}
 
 
 class Form(str):
@@ -169,11 +168,11 @@ class Space:
         flat = entries.new_zeros(len(entries), self.size)
         return self.unflatten(flat.index_add_(1, places, entries))
 
-    def order(self, flattening: str) -> Tensor:
-        """Return the permutation of flat vectors that flattens every tensor by `"rvec"` or `"cvec"`."""
-        if flattening not in FLATTENINGS:
+    def order(self, flattening: str | VecFunction) -> Tensor:
+        """Return the permutation of flat vectors that flattens every tensor by `rvec` or `cvec`."""
+        vec = find_vec(flattening)
+        if vec is None:
             raise FlatteningError(f"flattening is {flattening!r}.", "Choose flattening='cvec' or flattening='rvec'.")
-        vec = FLATTENINGS[flattening]
         index = self.unflatten(torch.arange(self.size, device=self.device).unsqueeze(0))
         return torch.cat([vec(t.squeeze(0)) for t in index.values()])
 

@@ -169,9 +169,9 @@ class KFAC(Described, Optimizer):
             loss (see `step_scale`). If `None`, steps are never shortened for this reason.
         kl_clip: Limits how much the whole step may change predictions, as measured by the curvature. `None` for no
             limit.
-        fisher: Which curvature matrix: `"mc"` (one more backward pass, for labels drawn from the model's likelihood),
-            `"empirical"` (no additional pass), `"type-2"` (exact; one pass per class), `"ggn"` (likewise, for losses
-            without a likelihood), or `"forward-only"` (inputs only).
+        fisher: Which curvature matrix: `"mc"`, also called `"type-1"` (one more backward pass, for labels drawn from
+            the model's likelihood), `"empirical"` (no additional pass), `"type-2"` (exact; one pass per class),
+            `"ggn"` (likewise, for losses without a likelihood), or `"forward-only"` (inputs only).
         sharing: As in `kfs.KFAC`.
         eigen: Whether to correct eigenvalues, as in `kfs.EKFAC`, with moving averages in the eigenbasis.
         decay: Fraction of the moving averages of factors that is kept when new factors are added.

@@ -171,7 +171,7 @@ def test_losses_that_are_no_likelihood_are_refused(fisher: Fisher) -> None:
 def test_other_flattenings_are_refused(vec_fisher: Any) -> None:
     model, loss, X, y = CASES[0].make()
     with pytest.raises(FlatteningError, match="cvec and rvec"):
-        vec_fisher(model, loss, X, y, "0.weight", vec="cvec")
+        vec_fisher(model, loss, X, y, "0.weight", vec="fvec")
 
 
 def test_bad_vectors_and_sample_counts_are_refused() -> None:

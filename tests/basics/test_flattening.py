@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfs.basics.flattening import Vec, cvec, matricize, rvec, unflatten_cvec, unflatten_rvec
+from kfs.basics.flattening import VecFunction, cvec, matricize, rvec, unflatten_cvec, unflatten_rvec
 from kfs.errors import DtypeError, FlatteningError, ShapeError
 from tests.basics.cases import assert_close, shapes
 
@@ -22,7 +22,7 @@ def tensor(shape: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize(("vec", "_unflatten", "order"), ORDERS)
 @given(shape=shapes)
 def test_full_flattening_is_numpys(
-    vec: Vec, _unflatten: object, order: Literal["C", "F"], shape: tuple[int, ...]
+    vec: VecFunction, _unflatten: object, order: Literal["C", "F"], shape: tuple[int, ...]
 ) -> None:
     t = tensor(shape)
     assert_close(vec(t), torch.from_numpy(np.reshape(t.numpy(), -1, order=order)))
@@ -71,7 +71,7 @@ def test_the_flattenings_are_not_interchangeable() -> None:
 
 @pytest.mark.parametrize("vec", [cvec, rvec])
 @pytest.mark.parametrize(("start", "end"), [(1, 0), (0, 2), (-3, 1), (2, 2)])
-def test_bad_ranges_are_refused(vec: Vec, start: int, end: int) -> None:
+def test_bad_ranges_are_refused(vec: VecFunction, start: int, end: int) -> None:
     with pytest.raises(ShapeError, match=f"Axes {start} to {end} .*shape \\[2, 3\\]"):
         vec(torch.zeros(2, 3), start, end)
 
@@ -89,5 +89,5 @@ def test_only_tensors_and_known_flattenings_are_accepted() -> None:
         cvec([1, 2])  # type: ignore[arg-type]
     with pytest.raises(FlatteningError, match="expected one of the functions cvec and rvec"):
         matricize(torch.zeros(2, 2), 1, torch.flatten)  # type: ignore[arg-type]
-    with pytest.raises(FlatteningError, match="vec is 'cvec'"):
-        matricize(torch.zeros(2, 2), 1, "cvec")  # type: ignore[arg-type]
+    with pytest.raises(FlatteningError, match="vec is 'fvec'"):
+        matricize(torch.zeros(2, 2), 1, "fvec")  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ def test_a_wrong_split_is_refused() -> None:
     with pytest.raises(ShapeError, match="v has shape"):
         ggnvp(c, b, a, v[:2])
     with pytest.raises(FlatteningError, match="cvec and rvec"):
-        vec_ggn(c, b, a, vec="cvec")  # type: ignore[arg-type]
+        vec_ggn(c, b, a, vec="fvec")  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match="a2 is a function"):
         vec_ggn(c, b, a, cvec)  # type: ignore[arg-type]
 
@@ -192,4 +192,4 @@ def test_linear_regression_is_a_kronecker_product(vec: Vec) -> None:
     with pytest.raises(ShapeError, match="expected a matrix"):
         linear_regression_ggn(X[0], 2, vec)
     with pytest.raises(FlatteningError, match="cvec and rvec"):
-        linear_regression_ggn(X, 2, "cvec")  # type: ignore[arg-type]
+        linear_regression_ggn(X, 2, "fvec")  # type: ignore[arg-type]

@@ -230,7 +230,7 @@ def test_bad_input_of_the_closed_forms_is_refused() -> None:
         shared_linear_layer_jacobian(torch.zeros(2), 3, cvec)
     for call in (linear_layer_jacobian, shared_linear_layer_jacobian):
         with pytest.raises(FlatteningError, match="cvec and rvec"):
-            call(torch.zeros(2), 3, "rvec")  # type: ignore[arg-type]
+            call(torch.zeros(2), 3, "fvec")  # type: ignore[arg-type]
     a = leaf((2,))
     with pytest.raises(FlatteningError, match="cvec and rvec"):
         vec_jacobian(a**2, a, torch.flatten)  # type: ignore[arg-type]

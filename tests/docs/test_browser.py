@@ -1,5 +1,6 @@
 """The site in a real browser, opened from the disk: search works, formulas are drawn, and nothing is too wide."""
 
+import base64
 import json
 import re
 import time
@@ -23,7 +24,10 @@ LOOKED_AT = (
     "docs/api/kfs.KFAC",
     "docs/api/index",
     "docs/benchmarks",
-    "docs/cheatsheet_shapes",
+    "docs/cheatsheet_basics",
+    "docs/cheatsheet_kfac",
+    "docs/references",
+    "docs/symbols",
     "docs/errata",
     "docs/exercises",
     "docs/which_kfac",
@@ -144,6 +148,16 @@ def test_all_formulas_are_drawn(site: Path, tab: Page) -> None:
         "MathJax.tex2svg(tex).querySelector('[data-mml-node=merror], [fill=red]')).join(' ')"
     )
     assert tab.evaluate("window.wrong") == r"\nonsense"
+
+
+@pytest.mark.parametrize("name", ["cheatsheet_basics", "cheatsheet_kfac"])
+def test_a_cheatsheet_is_printed_on_one_sheet(site: Path, tab: Page, name: str) -> None:
+    tab.open(site / "docs" / f"{name}.html", 1400)
+    drawn = "[...document.querySelectorAll('.math')].every((formula) => formula.querySelector('mjx-container svg'))"
+    assert eventually(lambda: tab.evaluate(drawn))
+    pdf = base64.b64decode(tab.call("Page.printToPDF", preferCSSPageSize=True)["data"])
+    (box,) = re.findall(rb"/MediaBox \[0 0 ([\d.]+) ([\d.]+)\]", pdf)  # one page
+    assert [round(float(side) / 72 * 25.4) for side in box] == [210, 297]  # A4, in mm
 
 
 def latex(file: Path) -> list[str]:

@@ -54,7 +54,7 @@ def test_pages_with_code_are_found() -> None:
         "coming_from",
         "test_your_kfac",
     }
-    assert {"index", "cheatsheet_kfac", "cheatsheet_shapes"} | guides <= set(PAGES)
+    assert {"index", "options_kfac", "symbols", "supported"} | guides <= set(PAGES)
     assert {"curvlinops", "backpack", "laplace", "kronfluence"} <= {name for _, name in PEERS}
 
 

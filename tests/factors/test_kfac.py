@@ -293,7 +293,7 @@ def test_a_weight_with_and_without_bias() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"fisher": "type-1"}, "fisher is 'type-1'.*'mc'"),
+        ({"fisher": "type-3"}, "fisher is 'type-3'.*'mc', 'type-1'"),
         ({"sharing": "sum"}, "sharing is 'sum'.*'reduce'"),
         ({"sharing": {"0": "sum"}}, "sharing is 'sum'"),
         ({"uncovered": "ignore"}, "uncovered is 'ignore'"),

@@ -3,14 +3,17 @@
 import pydoc
 import re
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from kfs import optim
 from kfs.errors import DtypeError, LossError
 from kfs.factors import EKFAC, KFAC, exact_blocks
+from kfs.factors.loading import load
 from kfs.factors.settings import Advanced
 from kfs.operators import GGN, Fisher
 from kfs.problem.risk import EmpiricalRisk
@@ -65,3 +68,37 @@ def test_monte_carlo_has_one_name_and_one_meaning(mc_samples: int) -> None:
         close(K.submatrix(params).to_dense(), Fisher(one, "mc", **settings).submatrix(params).to_dense())
     with pytest.raises(LossError, match=r"kind is 'ggn'.*'mc'.*use GGN"):
         Fisher(risk, "ggn")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC, exact_blocks])
+def test_type_1_is_another_name_for_mc(make: Any, tmp_path: Path) -> None:
+    """Inside, in descriptions and in files, it has one name."""
+    risk, *_ = PROBLEMS[1].make((2, 3))
+    drawn, same, other = (make(risk, fisher=fisher, seed=5) for fisher in ("mc", "type-1", "type-2"))
+    assert torch.equal(drawn.to_dense(), same.to_dense())
+    assert not torch.allclose(drawn.to_dense(), other.to_dense())
+    assert str(drawn) == str(same)
+    if make in {KFAC, EKFAC}:
+        assert same.settings.fisher == "mc"
+        same.save(tmp_path / "k.safetensors")
+        loaded: Any = load(tmp_path / "k.safetensors")
+        assert loaded.settings == drawn.settings
+        assert "type-1" not in (tmp_path / "k.safetensors").read_bytes().decode("latin1")
+    if make is KFAC:
+        assert torch.allclose(drawn.merge(same).to_dense(), same.to_dense())
+
+
+def test_type_1_in_the_optimizer() -> None:
+    X, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(2, (8,))
+    weights = []
+    for fisher in ("mc", "type-1"):
+        torch.manual_seed(0)
+        model, loss = nn.Linear(3, 2).double(), nn.CrossEntropyLoss()
+        optimizer = optim.KFAC(model, loss, fisher=fisher)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model(X), y).backward()
+            optimizer.step()
+        assert "fisher='mc'" in str(optimizer)
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kfs.basics.emp_fishers import vec_empirical_fisher
 from kfs.basics.exact_fishers import vec_type1_fisher, vec_type2_fisher
-from kfs.basics.flattening import Vec, cvec, rvec
+from kfs.basics.flattening import VecFunction, cvec, rvec
 from kfs.basics.ggns import vec_ggn
 from kfs.basics.hessians import vec_hessian
 from kfs.losses.draws import Draws
@@ -40,7 +40,7 @@ def assemble(risk: EmpiricalRisk, block: Callable[[str, str], Tensor]) -> Tensor
     return torch.cat([torch.cat([block(row, column) for column in risk.params], 1) for row in risk.params])
 
 
-def expected(kind: str, risk: EmpiricalRisk, vec: Vec) -> Tensor:
+def expected(kind: str, risk: EmpiricalRisk, vec: VecFunction) -> Tensor:
     """A matrix by definition, block by block."""
     model, X, y = network(risk)
     if kind in {"Hessian", "GGN"}:
@@ -96,7 +96,7 @@ def ordered(A: Tensor, B: Tensor, flattening: str) -> Tensor:
 
 
 @flattenings
-def test_hessian(few: EmpiricalRisk, flattening: str, vec: Vec) -> None:
+def test_hessian(few: EmpiricalRisk, flattening: str, vec: VecFunction) -> None:
     shown = synthetic_hessian.data(flattening, few)
     H, G = expected("Hessian", few, vec), expected("GGN", few, vec)
     close(shown["Hessian"], H)
@@ -116,7 +116,7 @@ def test_hessian_and_ggn_differ_only_beside_the_diagonal_blocks() -> None:
 
 
 @flattenings
-def test_fisher(few: EmpiricalRisk, flattening: str, vec: Vec) -> None:
+def test_fisher(few: EmpiricalRisk, flattening: str, vec: VecFunction) -> None:
     shown = synthetic_fisher.data(flattening, few)
     G = expected("GGN", few, vec)
     close(shown["GGN"], G)
@@ -164,7 +164,7 @@ def test_convergence() -> None:
 
 
 @flattenings
-def test_kfac(few: EmpiricalRisk, flattening: str, vec: Vec) -> None:
+def test_kfac(few: EmpiricalRisk, flattening: str, vec: VecFunction) -> None:
     shown = synthetic_kfac.data(flattening, few)
     model, X, y = network(few)
     full = {"GGN": expected("GGN", few, vec), "empirical Fisher": expected("empirical", few, vec)}

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, over
 import torch
 from torch import Tensor
 
+from kfs.basics.flattening import VecFunction
 from kfs.display.charts import draw_spectra
 from kfs.display.describe import Description, Table, counted, number, readable_size, times
 from kfs.display.suggestions import ByName, suggest
@@ -746,11 +747,12 @@ class BlockDiagonal(OwnedBlocks):
         self._add_up(columns.values())
         return self.domain.flatten(columns).T if form == "matrix" else columns
 
-    def to_dense(self, flattening: str = "rvec") -> Tensor:
+    def to_dense(self, flattening: str | VecFunction = "rvec") -> Tensor:
         """Return the matrix, formed block by block.
 
         Args:
-            flattening: How to flatten each parameter: `"rvec"` (as in flat vectors) or `"cvec"`.
+            flattening: How to flatten each parameter: `"rvec"` (as in flat vectors) or `"cvec"`, or one of the
+                functions of `kfs.basics.flattening` with these names.
         """
         order = self.domain.order(flattening)
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)

@@ -2,7 +2,7 @@ r"""Damping: three ways to invert Kronecker products that are close to singular.
 
 Curvature matrices of neural networks have many tiny eigenvalues. Damping is added before they are inverted:
 
-- `"exact"`: $(B \otimes A + \delta I)^{-1}$, up to round-off, from the eigendecompositions of both factors.
+- `"exact"`: $(B \otimes A + \delta I)^{-1}$ in `rvec`, up to round-off, from the eigendecompositions of both factors.
 - `"factored"` (Martens & Grosse, 2015): $(B + \tfrac{\sqrt{\delta}}{\pi} I)^{-1} \otimes (A + \pi \sqrt{\delta}
   I)^{-1}$. It is a Kronecker product and needs only Cholesky factors. Expanded, it adds $\delta I$ and two more terms,
   $\pi \sqrt{\delta}\, B \otimes I + \tfrac{\sqrt{\delta}}{\pi} I \otimes A$. These are small in the trace norm for

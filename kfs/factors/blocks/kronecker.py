@@ -1,6 +1,6 @@
 r"""Kronecker products $B \otimes A$, and operations on them that do not form them.
 
-A block maps a matrix $M$ to $B M A^\top$; if $M$ is flattened row by row, this is a product with $B \otimes A$. Then
+A block maps a matrix $M$ to $B M A^\top$; with `rvec`, by rows, this is a product with $B \otimes A$. Then
 
 $$
 \begin{aligned}
