@@ -239,7 +239,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     def describe(self) -> Description:
         """Describe model, loss, settings, data and blocks."""
-        data = f"factors of {self.factors.num_data:,} examples, eigenvalues of {self.num_data:,}"
+        data = f"factors of {counted(self.factors.num_data, 'example')}, eigenvalues of {self.num_data:,}"
         return describe_factors(self.about, self.blocks, self.settings, data)
 
     @property

@@ -397,7 +397,7 @@ class GradientBatch(Described):
     def describe(self) -> Description:
         """Describe data and blocks."""
         first = next(iter(self.blocks.values()))
-        title = f"Gradients of data {self.start:,} to {self.stop - 1:,}: {counted(len(self.blocks), 'block')}, "
+        title = f"Gradients of examples {self.start:,} to {self.stop - 1:,}: {counted(len(self.blocks), 'block')}, "
         rows = [
             (name, times(block.layout.matrix_shape), str(len(block.uses)), "" if block.whole is None else "yes")
             for name, block in self.blocks.items()

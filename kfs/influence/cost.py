@@ -182,7 +182,8 @@ class Cost(DescribedByTables):
     def describe(self) -> Description:
         """Describe the cost of phases and blocks."""
         operations = readable_count(self.flops)
-        title = f"Scores of {self.queries:,} queries and {self.train:,} training data: {operations} operations"
+        asked = "1 query" if self.queries == 1 else f"{self.queries:,} queries"
+        title = f"Scores of {asked} and {counted(self.train, 'training example')}: {operations} operations"
         passes = f"{self.passes} pass{'' if self.passes == 1 else 'es'} over the training data"
         facts = (f"{passes}; an index takes {readable_size(self.index_bytes)}",)
         phases = Table(

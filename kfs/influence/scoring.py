@@ -257,7 +257,7 @@ class Top(Described):
     Example:
         >>> values, indices = torch.tensor([[2.0, -1.0]]), torch.tensor([[7, 3]])
         >>> print(Top(Ranked(values, indices), Ranked(values.flip(1), indices.flip(1))))
-        The 2 most helpful and 2 most harmful data of each of 1 queries
+        The 2 most helpful and 2 most harmful examples of 1 query
         query  helpful        harmful
         -----  -------------  -------------
         0      7 (2), 3 (-1)  3 (-1), 7 (2)
@@ -269,7 +269,8 @@ class Top(Described):
     def describe(self) -> Description:
         """Describe the number of examples, with a few indices and scores if they are on the CPU."""
         queries, k = self.helpful.indices.shape
-        title = f"The {k} most helpful and {k} most harmful data of each of {queries:,} queries"
+        of_each = "1 query" if queries == 1 else f"each of {queries:,} queries"
+        title = f"The {k} most helpful and {k} most harmful examples of {of_each}"
         if self.helpful.values.device.type != "cpu":
             return Description(title)
         rows = []
@@ -489,7 +490,7 @@ def best(stream: Stream, k: int) -> Top:
     request = stream.request
     num_data = request.train.num_data
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= num_data:
-        raise DataError(f"k is {k!r}, and there are {num_data:,} training data.", f"Use 1 to {num_data}.")
+        raise DataError(f"k is {k!r}, and there are {num_data:,} training examples.", f"Use 1 to {num_data}.")
     sign = sign_of(request.of) * sign_of(request.of_train)
     found: list[tuple[Ranked, Ranked]] = []
     check_alone(request.queries, "Scores of queries")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kfs.display.charts import draw_training
-from kfs.display.describe import DescribedByTables, Description, Table, readable_size
+from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_size
 from kfs.factors.blocks import describe_factor
 from kfs.optim.averages import Average
 from kfs.optim.costs import Cost, Part
@@ -124,7 +124,7 @@ class Report(DescribedByTables):
         ]
         where = " of the host, which does not wait for the accelerator" if self.on_host else ""
         title = f"mean of the last {self.num_steps} steps; time{where} without what is added up during your passes"
-        of_blocks = Table(f"{len(self.blocks)} blocks, {nbytes}", _OF_BLOCK, blocks, _NUMBERS)
+        of_blocks = Table(f"{counted(len(self.blocks), 'block')}, {nbytes}", _OF_BLOCK, blocks, _NUMBERS)
         return of_blocks, Table(title, _OF_COST, costs, _NUMBERS)
 
     def _lines(self) -> list[str]:

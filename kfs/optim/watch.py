@@ -201,7 +201,7 @@ class Pass:
         """Whether vectors are sent back through the graph before the user's gradient."""
         if self._capture is None or self.settings.fisher not in _WITHOUT_VECTORS:
             return self._capture is not None
-        return self._capture.sites is not None and self._capture.sites.need_probes
+        return self._capture.queries is not None and self._capture.queries.need_probes
 
     def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:
         """Return the model's output with a hook that calls `receive` with this pass when a gradient arrives."""
@@ -326,8 +326,8 @@ class Pass:
             self._sums.finish_batch()
             capture.listening = False
             capture.note_padding()
-            if capture.sites is not None:
-                capture.sites.forget()
+            if capture.queries is not None:
+                capture.queries.forget()
         result.blocks = self._sums.blocks
         result.squares = {key: squares.total for key, (_, squares) in self.bases.items()}
         self._sums.complete()

@@ -45,7 +45,7 @@ class Shard:
         return iter(self.batches)
 
     def __repr__(self) -> str:
-        which = f"data {self.start} to {self.stop - 1}" if self.stop > self.start else "no data"
+        which = f"examples {self.start} to {self.stop - 1}" if self.stop > self.start else "no examples"
         return f"Shard of rank {self.ranks.rank} of {self.ranks.size}: {which} of {self.num_data}"
 
 
@@ -73,7 +73,7 @@ def shard(data: object, group: Group | None, unpack: Unpack | None = None) -> Sh
     Example:
         >>> import torch
         >>> shard((torch.rand(10, 3), torch.rand(10, 2)), None)
-        Shard of rank 0 of 1: data 0 to 9 of 10
+        Shard of rank 0 of 1: examples 0 to 9 of 10
     """
     if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DistributedError(

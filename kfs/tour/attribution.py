@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from kfs.display.describe import times
+from kfs.display.describe import counted, times
 from kfs.errors import ModelError
 from kfs.influence import Influence, Ranked, Top
 from kfs.problem.data import cut
@@ -165,7 +165,8 @@ def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, 
         )
     if wish.shape is not None:
         _check_shape(queries, wish.shape)
-    title = f"{influence.describe().title}, {train.num_data:,} training data, {queries.num_data:,} queries"
+    asked = "1 query" if queries.num_data == 1 else f"{queries.num_data:,} queries"
+    title = f"{influence.describe().title}, {counted(train.num_data, 'training example')}, {asked}"
     normalize: Any = wish.normalize
     if wish.folder is None:
         top = influence.top(queries, train, wish.top, normalize=normalize)

@@ -185,7 +185,7 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
         lambda risk: kfs.Influence(kfs.KFAC(risk), 0.1),
     ),
     "gradients": (
-        "Gradients of data 0 to 5: 2 blocks, float64 on cpu",
+        "Gradients of examples 0 to 5: 2 blocks, float64 on cpu",
         lambda risk: next(kfs.per_datum(risk)),
     ),
     "gradients of a block": (
@@ -193,7 +193,7 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
         lambda risk: next(kfs.per_datum(risk)).blocks["0"],
     ),
     "top": (
-        "The 2 most helpful and 2 most harmful data of each of 6 queries",
+        "The 2 most helpful and 2 most harmful examples of each of 6 queries",
         lambda risk: kfs.Influence(kfs.KFAC(risk), 0.1).top(risk, risk, 2),
     ),
     "audit": ("audit of 4 parameters on ", lambda risk: kfs.KFAC(risk).audit),

@@ -15,5 +15,5 @@ def test_the_example_runs_as_it_says() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *COMMAND.split()[1:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "Shard of rank 1 of 2: data 50 to 100 of 101" in done.stdout
+    assert "Shard of rank 1 of 2: examples 50 to 100 of 101" in done.stdout
     assert "2 processes have computed the same as one process." in done.stdout

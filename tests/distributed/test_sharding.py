@@ -117,7 +117,7 @@ def test_every_datum_belongs_to_one_rank(ranks: Pool, size: int) -> None:
     for kind in ("pair", "mapping", "arguments", "loader", "shuffled", "generator"):
         sizes = [len(one[kind][3]) for one in found]
         assert max(sizes) - min(sizes) <= 1, kind
-    assert found[0]["pair"][5] == f"Shard of rank 0 of {size}: data 0 to {NUM_DATA // size - 1} of 23"
+    assert found[0]["pair"][5] == f"Shard of rank 0 of {size}: examples 0 to {NUM_DATA // size - 1} of 23"
 
 
 def few() -> tuple[int, str]:
@@ -128,7 +128,7 @@ def few() -> tuple[int, str]:
 def test_more_ranks_than_data(ranks: Pool) -> None:
     found = ranks(3, few)
     assert [number for number, _ in found] == [0, 1, 1]
-    assert found[0][1] == "Shard of rank 0 of 3: no data of 2"
+    assert found[0][1] == "Shard of rank 0 of 3: no examples of 2"
 
 
 def sizes() -> list[int]:

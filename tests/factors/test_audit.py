@@ -185,7 +185,7 @@ def limited_by_batch(m: Any, x: Tensor) -> Tensor:
     return torch.cat([x[: FEW + 2] @ m.V, x[FEW + 2 :] @ m.V * 0.5])
 
 
-BETWEEN = "Data mix after matmul .'W'., and before matmul .'V'."
+BETWEEN = "Examples mix after matmul .'W'., and before matmul .'V'."
 REST = "depends on the rest of its batch"
 # How data influence each other, and what the error must say.
 MIXING: dict[str, tuple[Compute, str]] = {
@@ -193,7 +193,7 @@ MIXING: dict[str, tuple[Compute, str]] = {
     "centered before any parameter": (lambda m, x: (x - x.mean(0)) @ m.V, REST),
     "detached statistics": (lambda m, x: ((h := x @ m.W) - h.mean(0).detach()).tanh() @ m.V, REST),
     "detached norm": (lambda m, x: ((h := x @ m.W) / h.detach().norm()).tanh() @ m.V, REST),
-    "contrast": (lambda m, x: F.normalize(x @ m.W, dim=1) @ F.normalize(x @ m.V, dim=1).T, "Data mix after matmul"),
+    "contrast": (lambda m, x: F.normalize(x @ m.W, dim=1) @ F.normalize(x @ m.V, dim=1).T, "Examples mix after matmul"),
     "neighbors": (lambda m, x: (neighbors(len(x)) @ (x @ m.W)).tanh() @ m.V, BETWEEN),
     "sparse neighbors": (lambda m, x: torch.sparse.mm(neighbors(len(x)).to_sparse(), x @ m.W).tanh() @ m.V, BETWEEN),
     "batch norm without parameters": (
@@ -204,8 +204,8 @@ MIXING: dict[str, tuple[Compute, str]] = {
         lambda m, x: F.batch_norm(x @ m.W, None, None, m.s, m.b, training=True).tanh() @ m.V,
         "batch_norm is called with training=True",
     ),
-    "at the end": (lambda m, x: (f := x @ m.V) - f.mean(0), "Data mix after matmul .'V'."),
-    "softmax over data": (lambda m, x: (x @ m.V).softmax(0), "Data mix after matmul .'V'."),
+    "at the end": (lambda m, x: (f := x @ m.V) - f.mean(0), "Examples mix after matmul .'V'."),
+    "softmax over data": (lambda m, x: (x @ m.V).softmax(0), "Examples mix after matmul .'V'."),
     "running sum": (lambda m, x: (x @ m.W).cumsum(0).tanh() @ m.V, BETWEEN),
     "running sum of inputs": (lambda m, x: x.cumsum(0) @ m.V, REST),
     "capacity": (limited, REST),

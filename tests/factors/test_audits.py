@@ -148,7 +148,7 @@ class TestWhen:
         model = Counted(nn.Linear(4, 3)).double()
         model.register_forward_hook(lambda _, __, f: f - f.mean(0))
         for _ in range(2):
-            with pytest.raises(ModelError, match="Data mix"):
+            with pytest.raises(ModelError, match="Examples mix"):
                 KFAC(risk_of(model))
 
     def test_a_copy_is_another_model(self) -> None:

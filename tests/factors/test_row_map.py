@@ -1,4 +1,4 @@
-"""Owners of rows, by themselves: given, guessed, measured, and in other batches."""
+"""Row maps, by themselves: given, guessed, measured, and in other batches."""
 
 import pytest
 import torch

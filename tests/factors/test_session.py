@@ -47,7 +47,7 @@ class CountedRules(dict[Any, Any]):
 
 
 class Sweep:
-    """Passes over batches that share one session, as `sweep.sweep` makes them.
+    """Passes over batches that share one session, as `kfs.factors.compute.sweep` makes them.
 
     Attributes:
         rules: Says how often rules were asked.

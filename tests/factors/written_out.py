@@ -53,7 +53,7 @@ def written_out(kind: str) -> Any:
             per = len(params) // (layers * len(directions))
             # A learned state gets a batch axis, as in the rule for cells.
             data = [capture.as_data(torch.zeros_like(h)) for h in first]
-            with capture.places().with_axis(0), capture:
+            with capture.row_queries().with_axis(0), capture:
                 initial = [a + b for a, b in zip(data, first, strict=True)]
                 x = x if batch_first else x.transpose(0, 1)
                 last = []

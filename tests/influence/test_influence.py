@@ -267,7 +267,7 @@ def test_top(of: Any, of_train: Any, memory: int) -> None:
     close(top.helpful.values, scores.gather(1, best[:, :4]))
     close(top.harmful.values, scores.gather(1, best.flip(1)[:, :4]))
     lines = str(top).splitlines()
-    assert lines[0] == "The 4 most helpful and 4 most harmful data of each of 3 queries"
+    assert lines[0] == "The 4 most helpful and 4 most harmful examples of each of 3 queries"
     assert lines[3].startswith(f"0      {int(best[0, 0])} (")
     assert "<table>" in top._repr_html_()
     wide = influence.top(train, train, 6)
@@ -303,7 +303,7 @@ def test_refusals() -> None:
         with pytest.raises(ModelError, match=f"memory is {wrong}"):
             influence.scores(queries, train, memory=wrong)  # type: ignore[arg-type]
     for wrong in (0, 7, 1.0, True):
-        with pytest.raises(DataError, match=f"k is {wrong}, and there are 6 training data"):
+        with pytest.raises(DataError, match=f"k is {wrong}, and there are 6 training examples"):
             influence.top(queries, train, wrong)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="queries is a tuple"):
         influence.scores(data(), train)  # type: ignore[call-overload]

@@ -130,7 +130,7 @@ def test_fewer_queries_and_an_index(runner: CliRunner, tmp_path: Path) -> None:
             ["made_for_influence:pair"],
             r"is a tuple of length 2. It must be, or return, a tuple (model, loss, training data, queries)",
         ),
-        (["made_for_influence:images", "--top", "50"], r"k is 50, and there are 20 training data"),
+        (["made_for_influence:images", "--top", "50"], r"k is 50, and there are 20 training examples"),
         (["made_for_influence:images", "--normalize", "much"], r"normalize is 'much'"),
         (["made_for_influence:images", "--image", "big"], r"The shape of images is 'big'"),
         (

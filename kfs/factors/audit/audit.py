@@ -197,7 +197,7 @@ def audit(
                 part = cut(x, num_data, range(num_data - FEW, num_data), batch_axis)
                 return _Audit(run, part, FEW, session, batch_axis, halves, counts=counts, earlier=earlier).result()
             except Exception:
-                log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
+                log.debug("The audit of %d examples did not go through; now all %d.", FEW, num_data, exc_info=True)
         if num_data == 1 and can_be_cut(x, 1, 1, batch_axis):
             # One example does not show which rows belong to it, and which are shared by all examples. Two copies of it
             # do.
@@ -255,20 +255,20 @@ class _Audit:
             f, capture, sums, dict(zip(names, exact, strict=True)), tolerance
         )
         # Store what later batches need: row maps, answers, uses that are not covered.
-        sites = list(capture.places().waiting)
-        uses = [site for site in sites if not site.meeting]
+        queries = list(capture.row_queries().opened)
+        uses = [query for query in queries if not query.meeting]
         known = replace(
             self.known,
-            answers={question: answer for question, answer, _ in capture.places().questions},
-            uses=tuple(self._placed(site, capture.routes) for site in uses),
-            meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
+            answers={question: answer for question, answer, _ in capture.row_queries().questions},
+            uses=tuple(self._placed(query, capture.routes) for query in uses),
+            meetings=tuple(self._placed(query, capture.routes) for query in queries if query.meeting),
             unexplained=frozenset(unexplained),
             inputs=tuple(is_data for _, is_data in capture.marks.inputs),
             both_ways=frozenset(self.session.both_ways),
         )
         # Find out which rows count, by further passes.
-        mixes = any(site.measured is not None and site.measured.mixes for site in sites)
-        capture.places().forget()
+        mixes = any(query.measured is not None and query.measured.mixes for query in queries)
+        capture.row_queries().forget()
         known = self._with_row_rules(known, capture, mixes)
         report = Audit(
             self.num_data,
@@ -282,17 +282,17 @@ class _Audit:
         )
         return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
 
-    def _audited_uses(self, sites: Sequence[RowQuery], known: AuditResult, routes: bool) -> Iterator[AuditedUse]:
+    def _audited_uses(self, queries: Sequence[RowQuery], known: AuditResult, routes: bool) -> Iterator[AuditedUse]:
         """Generate the report of all measured uses."""
         rules: dict[What, list[RowRule]] = {}
         for what, rule in known.rows:
             rules.setdefault(what, []).append(rule)
-        for site in sites:
-            operation, parameter = site.what
-            rules_left = rules.get(site.what)
-            order, counted = self._rows(site, routes), str(rules_left.pop(0)) if rules_left else ""
+        for query in queries:
+            operation, parameter = query.what
+            rules_left = rules.get(query.what)
+            order, counted = self._rows(query, routes), str(rules_left.pop(0)) if rules_left else ""
             both = [order] if order == _MEASURED or not counted else [order, counted]
-            yield AuditedUse(parameter, operation, ", ".join(both), _misfit(site))
+            yield AuditedUse(parameter, operation, ", ".join(both), _misfit(query))
 
     def _with_row_rules(self, known: AuditResult, capture: Capture, mixes: bool) -> AuditResult:
         """Add the row rule of every use."""
@@ -347,7 +347,9 @@ class _Audit:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
             # If examples mix, an input may be the same for all examples: try other inputs as constants.
-            mixed = [site for site in capture.places().waiting if site.measured is not None and site.measured.mixes]
+            mixed = [
+                query for query in capture.row_queries().opened if query.measured is not None and query.measured.mixes
+            ]
             if not mixed or self.session.mixing:
                 return f, capture, sums, exact
             first = first or capture
@@ -358,12 +360,12 @@ class _Audit:
 
     def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Measure row maps, sum gradients times inputs, and return gradients by autograd for the same vectors."""
-        sites = capture.sites
-        if self.num_data == 1 or sites is None or not (sites.waiting or sites.observed):  # no query is pending
+        queries = capture.queries
+        if self.num_data == 1 or queries is None or not (queries.opened or queries.observed):  # no query is pending
             return backward(f, capture, next(probes(f, self.num_data)).unsqueeze(0), also=params)
         exact = measure_rows(f, capture, also=params)
         with full_precision(f.device.type):
-            sites.replay()
+            queries.replay()
             pass_derived(capture)
         return exact
 
@@ -379,8 +381,8 @@ class _Audit:
     def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
         """Return corrections of wrong answers."""
         changed: dict[Question, bool] = {}
-        for question, answer, sites in capture.places().questions:
-            found = [site.measured for site in sites if site.measured is not None and site.measured.has_votes]
+        for question, answer, queries in capture.row_queries().questions:
+            found = [query.measured for query in queries if query.measured is not None and query.measured.has_votes]
             if not found:
                 continue
             mixes = any(one.mixes for one in found)
@@ -503,28 +505,32 @@ class _Audit:
 
     def _mixing(self, capture: Capture) -> ModelError:
         """Return the error that names the operations between which examples mix."""
-        sites = [site for site in capture.places().waiting if site.measured is not None]
-        last = max(place for place, site in enumerate(sites) if site.measured.mixes)  # type: ignore[union-attr]
-        operation, parameter = sites[last].what
-        after = f", and before {sites[last + 1].what[0]} ({sites[last + 1].what[1]!r})" if last + 1 < len(sites) else ""
+        queries = [query for query in capture.row_queries().opened if query.measured is not None]
+        last = max(place for place, query in enumerate(queries) if query.measured.mixes)  # type: ignore[union-attr]
+        operation, parameter = queries[last].what
+        after = (
+            f", and before {queries[last + 1].what[0]} ({queries[last + 1].what[1]!r})"
+            if last + 1 < len(queries)
+            else ""
+        )
         return mixing_error(
-            f"Data mix after {operation} ({parameter!r}){after}: a row of its output influences the predictions for "
-            f"several examples (gradients are off by {percent(_misfit(sites[last]))})."
+            f"Examples mix after {operation} ({parameter!r}){after}: a row of its output influences the predictions "
+            f"for several examples (gradients are off by {percent(_misfit(queries[last]))})."
         )
 
-    def _placed(self, site: RowQuery, routes: bool) -> KnownUse:
+    def _placed(self, query: RowQuery, routes: bool) -> KnownUse:
         """Return the row map of a query in the form that later batches use."""
-        certain = site.certain and not routes and site.measured is not None and site.measured.has_votes
-        return KnownUse(site.what, site.leading, self.num_data, site.inner if certain else None)
+        certain = query.certain and not routes and query.measured is not None and query.measured.has_votes
+        return KnownUse(query.what, query.leading, self.num_data, query.inner if certain else None)
 
-    def _rows(self, site: RowQuery, routes: bool) -> str:
+    def _rows(self, query: RowQuery, routes: bool) -> str:
         """Describe the order of rows for the report."""
-        inner = self._placed(site, routes).inner
-        if site.measured is not None and not site.measured.has_votes:
+        inner = self._placed(query, routes).inner
+        if query.measured is not None and not query.measured.has_votes:
             return "no gradient"
         if inner is None:
             return _MEASURED
-        shared = prod(site.leading) // self.num_data
+        shared = prod(query.leading) // self.num_data
         if inner == shared:
             return "batch first" if shared > 1 else "one row per example"
         return "batch last" if inner == 1 else f"{inner} of {shared} rows of an example together"
@@ -544,5 +550,5 @@ def _without_hooks(params: Any) -> Iterator[None]:
             one.update(before)
 
 
-def _misfit(site: RowQuery) -> float:
-    return 0.0 if site.measured is None else site.measured.worst
+def _misfit(query: RowQuery) -> float:
+    return 0.0 if query.measured is None else query.measured.worst

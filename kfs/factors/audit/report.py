@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from kfs.display.describe import counted
+
 
 @dataclass(frozen=True)
 class AuditedUse:
@@ -70,10 +72,10 @@ class Audit:
         for use in self.uses:
             what = (use.parameter, use.operation, use.rows)
             uses[what] = uses.get(what, 0) + 1
-        shapes = "shape" if self.shapes == 1 else "shapes"
         right = [difference for name, difference in self.gradients.items() if name not in self.missed]
         lines = [
-            f"audit of {len(self.gradients)} parameters on {self.num_data} examples, {self.shapes} {shapes} of inputs",
+            f"audit of {counted(len(self.gradients), 'parameter')} on {counted(self.num_data, 'example')}, "
+            f"{counted(self.shapes, 'shape')} of inputs",
             f"predictions with and without capture differ by {self.predictions:.1e}",
             f"sums over uses and gradients by autograd differ by {max(right, default=0.0):.1e}",
         ]

@@ -250,7 +250,7 @@ class RowExperiments:
         """Whether the rows of a use are in a regular order in all batches."""
         if used.by_construction or self.num_data == 1:
             return True
-        return used.site < len(self.known.uses) and self.known.uses[used.site].inner is not None
+        return used.query < len(self.known.uses) and self.known.uses[used.query].inner is not None
 
     def _all(self, noise: torch.Generator | None = None) -> tuple[list[BatchMasks], dict[int, _Seen]]:
         """Run all experiments, and return masks, and rows with gradients by the index of the use."""
@@ -296,7 +296,7 @@ class RowExperiments:
                 backward(f, capture, one.of_predictions(multiple * v).unsqueeze(0), keep_graph=True)
             for use in seen.values():
                 use.note()
-        capture.places().forget()
+        capture.row_queries().forget()
         # A mask may leave nothing to attend to. Then predictions are not finite, and gradients are meaningless.
         usable = mask is self.mask or not f.isnan().any()
         return masks, {number: use for number, use in seen.items() if usable and len(use.rows) == len(masks)}

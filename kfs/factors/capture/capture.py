@@ -143,7 +143,7 @@ class Used:
     rows: int
     positions: int  # of each row
     by_construction: bool  # whether rows are in the order of examples by construction
-    site: int  # index among the uses that the audit recorded
+    query: int  # index among the uses that the audit recorded
     not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not mark as padding
 
 
@@ -205,7 +205,7 @@ class Capture(TorchFunctionMode):
         self.noise: torch.Generator | None = None  # adds noise to all outputs, for experiments
         # Called for every use with its row map and gradient callback; returns the callback to use.
         self.observer: Observer | None = None
-        self.sites: RowQueries | None = None  # the row queries of this pass, if any
+        self.queries: RowQueries | None = None  # the row queries of this pass, if any
         inputs = ((), ()) if known is None else (known.constants, known.inputs)
         self.marks = Marks(self.tracker, num_data, batch_axis, *inputs)
         self.is_data = self.marks.is_data
@@ -314,7 +314,7 @@ class Capture(TorchFunctionMode):
             x = prepared(planned[0], args, kwargs)
         leading, axis = planned[0].inputs.leading(x), self.batch_axis or 0
         guess = self.num_data > 1 and leading[axis : axis + 1] == (self.num_data,)
-        with self.places().question(func, planned[0].layout.weight, guess) as has_data:
+        with self.row_queries().question(func, planned[0].layout.weight, guess) as has_data:
             if has_data:  # the input does not depend on data, but it has a row for every example
                 tapped = self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
                 return self.marks.mark(tapped)
@@ -348,24 +348,24 @@ class Capture(TorchFunctionMode):
         counting: Counting = EVERYTHING,
     ) -> Receiver:
         """Register a row query for the next tap. Arguments are those of `RowQueries.open`."""
-        sites = self.places()
-        before = len(sites.waiting)
-        receive = sites.open(what, leading, start, meeting, counting)
-        self._waits = len(sites.waiting) > before
+        queries = self.row_queries()
+        before = len(queries.opened)
+        receive = queries.open(what, leading, start, meeting, counting)
+        self._waits = len(queries.opened) > before
         return receive
 
     def observed(self, t: Tensor, what: What) -> Tensor:
         """Return a tensor with a tap that measures its row map number by number, for an audit."""
-        receive = self.places().observe(what, tuple(t.shape))
+        receive = self.row_queries().observe(what, tuple(t.shape))
         self._waits = True
         return self.tap(t, receive)
 
-    def places(self) -> RowQueries:
+    def row_queries(self) -> RowQueries:
         """Return the row queries of this pass."""
-        if self.sites is None:
+        if self.queries is None:
             mixing = self.session.mixing
-            self.sites = RowQueries(self.num_data, self.batch_axis, self._known, self.measuring, mixing, self.masks)
-        return self.sites
+            self.queries = RowQueries(self.num_data, self.batch_axis, self._known, self.measuring, mixing, self.masks)
+        return self.queries
 
     def _plan(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the operation's rule, which is cached."""
@@ -434,7 +434,9 @@ class Capture(TorchFunctionMode):
         what = (plan.operation, plan.layout.weight)
         positions = plan.inputs.per_row
         row_map = StridedRows.batch_first(self.num_data, rows) if by_construction else None
-        used = Used(number, what, rows, positions, by_construction, self.places().next_use, plan.inputs.not_padding(x))
+        used = Used(
+            number, what, rows, positions, by_construction, self.row_queries().next_use, plan.inputs.not_padding(x)
+        )
         self.most_positions = max(self.most_positions, rows * positions)
 
         def start(row_map: RowMap) -> Receiver:

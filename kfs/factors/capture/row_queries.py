@@ -111,7 +111,7 @@ class RowQuery:
     what: What
     leading: tuple[int, ...]
     start: Callable[[RowMap], Receiver]  # takes the row map, and returns the gradient callback
-    sites: "RowQueries"
+    queries: "RowQueries"
     meeting: bool  # whether it is for a derived parameter, and not for a use
     counting: Counting = EVERYTHING
     known: RowMap | None = None  # the row map, if it need not be measured
@@ -133,9 +133,9 @@ class RowQuery:
         if self.receiver is not None:
             self.receiver(g)
             return
-        if self.sites.measuring and self.first is None:
+        if self.queries.measuring and self.first is None:
             self.first = g
-        if self.sites.counting_rows:
+        if self.queries.counting_rows:
             self._look_for_gradients(g[0])
             return
         if self.known is not None:
@@ -183,20 +183,20 @@ class RowQuery:
         rule = self.counting.rule
         if rule.kind == "measured" and self.has_gradient is None:  # no prediction that counts depends on these rows
             self.has_gradient = torch.zeros(prod(self.leading), self.counting.positions, dtype=torch.bool)
-            self.has_gradient = self.has_gradient.to(self.sites.masks.device, non_blocking=True)
+            self.has_gradient = self.has_gradient.to(self.queries.masks.device, non_blocking=True)
         if self.known is not None:
-            self.receiver = self.start(self.sites.counted(self.known, self.leading, self.counting, self.has_gradient))
+            self.receiver = self.start(self.queries.counted(self.known, self.leading, self.counting, self.has_gradient))
         elif self.inner is not None:
             has_votes = self.measured is not None and self.measured.has_votes
             regular = StridedRows(num_data, self.inner, complete=self.certain or not has_votes)
-            self.receiver = self.start(self.sites.counted(regular, self.leading, self.counting, self.has_gradient))
+            self.receiver = self.start(self.queries.counted(regular, self.leading, self.counting, self.has_gradient))
         elif self.measured is None:  # predictions do not depend on these rows
             self.certain = False
-            self.receiver = self.start(guessed(num_data, self.leading, self.sites.axis))
+            self.receiver = self.start(guessed(num_data, self.leading, self.queries.axis))
         elif self.row_map is not None:
             listed = IndexedRows(self.row_map.to(self.device), num_data)
             counted = self.has_gradient
-            if rule.kind == "data" and (of_data := self.sites.masks.counted(rule, 1)) is not None:
+            if rule.kind == "data" and (of_data := self.queries.masks.counted(rule, 1)) is not None:
                 index = listed.index(prod(self.leading))
                 counted = of_data[index.clamp(min=0)] & (index >= 0).unsqueeze(1)
                 counted = counted.expand(-1, self.counting.positions)
@@ -270,7 +270,7 @@ class RowQueries:
         self.num_data = num_data
         self.axis = axis
         self.measuring = measuring
-        self.waiting: list[RowQuery] = []
+        self.opened: list[RowQuery] = []
         self.observed: list[RowQuery] = []
         self._known = known
         self._mixing = mixing
@@ -288,17 +288,17 @@ class RowQueries:
     @property
     def need_probes(self) -> bool:
         """Whether probes have to be sent back, to measure row maps or which rows count."""
-        return self.need_owners or self.count_rows
+        return self.need_row_maps or self.count_rows
 
     @property
     def count_rows(self) -> bool:
         """Whether probes have to be sent back to measure which rows count."""
-        return any(site.counting.rule.kind == "measured" for site in self.waiting)
+        return any(query.counting.rule.kind == "measured" for query in self.opened)
 
     @property
-    def need_owners(self) -> bool:
+    def need_row_maps(self) -> bool:
         """Whether probes have to be sent back to measure row maps."""
-        return bool(self.observed) or any(site.known is None for site in self.waiting)
+        return bool(self.observed) or any(query.known is None for query in self.opened)
 
     def open(
         self,
@@ -336,9 +336,9 @@ class RowQueries:
         waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
         if row_map is not None and not waits:
             return start(self.counted(row_map, leading, counting))
-        site = RowQuery(what, leading, start, self, meeting, counting, row_map)
-        self.waiting.append(site)
-        return site.receive
+        query = RowQuery(what, leading, start, self, meeting, counting, row_map)
+        self.opened.append(query)
+        return query.receive
 
     def counted(
         self, row_map: RowMap, leading: tuple[int, ...], counting: Counting, has_gradient: Tensor | None = None
@@ -356,9 +356,9 @@ class RowQueries:
 
     def observe(self, what: What, shape: tuple[int, ...]) -> Receiver:
         """Measure the row map of a result number by number, and discard its gradients otherwise."""
-        site = RowQuery(what, shape, nothing, self, meeting=True)
-        self.observed.append(site)
-        return lambda g: site.receive(g.unsqueeze(-1))
+        query = RowQuery(what, shape, nothing, self, meeting=True)
+        self.observed.append(query)
+        return lambda g: query.receive(g.unsqueeze(-1))
 
     @contextmanager
     def with_axis(self, axis: int | None) -> Iterator[None]:
@@ -379,44 +379,44 @@ class RowQueries:
         question = (func, name, self._asked[func, name])
         self._asked[func, name] += 1
         answer = guess if self._known is None else self._known.answers.get(question, guess)
-        waiting, observed = len(self.waiting), len(self.observed)
+        opened, observed = len(self.opened), len(self.observed)
         yield answer
-        opened = self.waiting[waiting:] if answer else self.observed[observed:]
-        self.questions.append((question, answer, opened))
+        since = self.opened[opened:] if answer else self.observed[observed:]
+        self.questions.append((question, answer, since))
 
     def settle(self) -> None:
         """Compute all row maps, and start all queries, after all probes were sent back."""
         probes = 1 + number_of_digits(self.num_data)
         kinds: dict[Any, list[RowQuery]] = {}
-        for site in (*self.waiting, *self.observed):
-            if site.known is None and len(site.probed) == probes:
-                kinds.setdefault((site.dtype, site.probed[0].shape[1]), []).append(site)
+        for query in (*self.opened, *self.observed):
+            if query.known is None and len(query.probed) == probes:
+                kinds.setdefault((query.dtype, query.probed[0].shape[1]), []).append(query)
         # Gradients in float32 that came through operations in half precision are no more precise than those.
         lowest = max((dtype for dtype, _ in kinds), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-        for (dtype, _), sites in kinds.items():
+        for (dtype, _), queries in kinds.items():
             # All rows are processed together, and on the CPU: these are many small computations.
             # Squares of vanishing gradients need the range of float64.
-            gradients = [torch.cat([site.probed[i] for site in sites]).cpu().double() for i in range(probes)]
-            lengths = [len(site.probed[0]) for site in sites]
+            gradients = [torch.cat([query.probed[i] for query in queries]).cpu().double() for i in range(probes)]
+            lengths = [len(query.probed[0]) for query in queries]
             found_at = measured(gradients, lengths, self.num_data, dtype, lowest)
-            for site, found in zip(sites, found_at, strict=True):
-                site.find_order(found, self.num_data, self._mixing)
+            for query, found in zip(queries, found_at, strict=True):
+                query.find_order(found, self.num_data, self._mixing)
         # If too few rows have gradients, assume the order of another query with the same leading axes.
-        orders = {site.leading: site.inner for site in self.waiting if site.is_certain}
-        for site in (*self.waiting, *self.observed):
-            if site.known is None:
-                site.adopt(orders.get(site.leading), self.num_data)
-            site.begin(self.num_data)
+        orders = {query.leading: query.inner for query in self.opened if query.is_certain}
+        for query in (*self.opened, *self.observed):
+            if query.known is None:
+                query.adopt(orders.get(query.leading), self.num_data)
+            query.begin(self.num_data)
 
     def replay(self) -> None:
         """Pass on the gradients of the first probe once row maps are known, latest query first."""
-        for site in reversed(self.waiting):
-            if site.first is not None and site.receiver is not None:
-                site.receiver(site.first)
+        for query in reversed(self.opened):
+            if query.first is not None and query.receiver is not None:
+                query.receiver(query.first)
 
     def forget(self) -> None:
         """Drop all queries, which may hold activations."""
-        self.waiting.clear()
+        self.opened.clear()
         self.observed.clear()
         self.questions.clear()
 

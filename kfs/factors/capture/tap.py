@@ -34,7 +34,7 @@ class CapturedPass(Protocol):
     keep_graph: bool
     together: bool
     derived: list[Derived]
-    sites: RowQueries | None
+    queries: RowQueries | None
     masks: BatchMasks
     noise: torch.Generator | None
 
@@ -145,8 +145,8 @@ def send_back(
         capture.sums.finish_backward()
     capture.sums.finish_batch()
     capture.note_padding()
-    if capture.sites is not None:
-        capture.sites.forget()
+    if capture.queries is not None:
+        capture.queries.forget()
 
 
 def measure_rows(
@@ -157,31 +157,31 @@ def measure_rows(
     Returns:
         Gradients of the first probe with respect to the tensors in `also`.
     """
-    sites = capture.sites
-    if sites is None or not (sites.waiting or sites.observed):
+    queries = capture.queries
+    if queries is None or not (queries.opened or queries.observed):
         return [None] * len(also)
     predictions = f if isinstance(f, Tensor) else like
     assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
     found: Sequence[Tensor | None] = ()
-    if not sites.need_probes:  # only targets were missing
-        sites.settle()
+    if not queries.need_probes:  # only targets were missing
+        queries.settle()
         return [None] * len(also)
     capture.probing = True
     try:
-        sites.counting_rows = sites.count_rows
+        queries.counting_rows = queries.count_rows
         # Which rows have a gradient? Send back a vector and a multiple of it.
-        if sites.counting_rows:
+        if queries.counting_rows:
             v = capture.masks.of_predictions(next(probes(predictions, capture.num_data)))
             for multiple in (v, MULTIPLE * v):
                 backward(f, capture, multiple.unsqueeze(0), keep_graph=True)
-        sites.counting_rows = False
+        queries.counting_rows = False
         # Which example does each row belong to? Send back vectors that are scaled differently for each example.
-        for place, v in enumerate(probes(predictions, capture.num_data) if sites.need_owners else ()):
+        for place, v in enumerate(probes(predictions, capture.num_data) if queries.need_row_maps else ()):
             gradients = backward(f, capture, v.unsqueeze(0), keep_graph=True, also=() if place else also)
             found = found or gradients
     finally:
         capture.probing = False
-    sites.settle()
+    queries.settle()
     return found
 
 

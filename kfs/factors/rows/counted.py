@@ -6,9 +6,10 @@ next. In the head of a language model, a row counts if its target does. Below ca
 later target does. Below other attention, all positions that the mask allows count. After a class token is selected, one
 row of each example counts.
 
-An audit finds a `RowRule` for every use (see `row_experiments`). A rule converts the batch's `BatchMasks` to booleans
-for the rows of a use, with a few small operations that can be recorded in a CUDA graph. If no such rule explains which
-rows have gradients, the rule is `"measured"`: every batch is measured by sending one more vector back.
+An audit finds a `RowRule` for every use (see `kfs.factors.audit.row_experiments`). A rule converts the batch's
+`BatchMasks` to booleans for the rows of a use, with a few small operations that can be recorded in a CUDA graph. If no
+such rule explains which rows have gradients, the rule is `"measured"`: every batch is measured by sending two more
+vectors back.
 """
 
 from collections.abc import Iterator, Sequence, Set

@@ -29,7 +29,7 @@ def multi_head_attention(call: Call, *args: Any, **named: Any) -> Planned:
 
 
 def _attend(capture: Capture, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    with capture.places().with_axis(1 if query.ndim == 3 else None), capture:
+    with capture.row_queries().with_axis(1 if query.ndim == 3 else None), capture:
         return _BODY(query, *args, **kwargs)
 
 

@@ -92,7 +92,7 @@ def _followed(
     if expanded and (len({parameter.name for parameter in parameters}) > 1 or has_data):
         # With one example, everything may be a row of it; an audit knows what larger batches are like.
         guess = capture.num_data > 1 or not has_data
-        with capture.places().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
+        with capture.row_queries().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
             if has_rows:
                 return _with_expanded(capture, func, args, kwargs, expanded[0])
     return _Computed(capture, func, args, kwargs, different, arguments, result).result() if follows else None
@@ -163,7 +163,7 @@ class _Following:
         num_data = self.capture.num_data
         # Without an audit, guess from a new axis as long as the batch.
         guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
-        with self.capture.places().question(self.func, self.parameter.name, guess) as has_data:
+        with self.capture.row_queries().question(self.func, self.parameter.name, guess) as has_data:
             return self.capture.marks.mark(self._with_rows_of_data()) if has_data else self._derived()
 
     def _with_rows_of_data(self) -> Tensor:
@@ -316,7 +316,7 @@ class _Computed:
         num_data = self.capture.num_data
         most = max(t.shape.count(num_data) for t in self.tensors)
         guess = num_data > 1 and self.plain.shape.count(num_data) > most
-        with self.capture.places().question(self.func, self.names[0], guess) as has_data:
+        with self.capture.row_queries().question(self.func, self.names[0], guess) as has_data:
             if not has_data:
                 return self._followed()
             swap = {id(t): self.capture.as_data(t) for t in self.constants}

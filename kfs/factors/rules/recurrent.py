@@ -512,7 +512,7 @@ class _Network:
         directions = 2 if self.bidirectional else 1
         per = 4 if self.has_biases else 2
         per += self.states == 2 and initial[0].shape[-1] != initial[1].shape[-1]  # a projection
-        with capture.places().with_axis(1):
+        with capture.row_queries().with_axis(1):
             with capture:
                 x = input.transpose(0, 1).contiguous() if self.batch_first else input
             last: list[State] = []

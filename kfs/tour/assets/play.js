@@ -216,7 +216,7 @@
   }
 
   function samples(root, data) {
-    const label = element("label", {}, root, "samples per datum ");
+    const label = element("label", {}, root, "samples per example ");
     const slider = element("input", { type: "range", min: 0, max: data.samples.length - 1, value: 0, step: 1 }, label);
     const said = element("p", { class: "numbers", "aria-live": "polite" }, root);
     const picture = framed(root, 420, "Heatmap of the Monte Carlo Fisher", blockTicks(data.blocks));
