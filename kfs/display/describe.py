@@ -138,8 +138,11 @@ def times(sizes: Iterable[int]) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with a noun, such as `"1 block"` or `"1,200 blocks"`."""
-    plural = "es" if noun.endswith(("ch", "ss")) else "s"
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
+    if number == 1:
+        return f"{number:,} {noun}"
+    if noun.endswith("y"):
+        return f"{number:,} {noun[:-1]}ies"
+    return f"{number:,} {noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"
 
 
 def kind(dtype: torch.dtype, device: torch.device) -> str:

@@ -420,7 +420,7 @@ class Replays:
         self._sums = sums
         self._recorder = recorder
         self._left = expected
-        self._log = logging.getLogger("kfs.runtime.cuda_graphs") if log is None else log
+        self._log = logging.getLogger("kfs.runtime") if log is None else log
         self._around = around
         self._times: dict[Any, int] = {}  # number of batches so far, by shape
         self._recorded: dict[Any, Recorded] = {}

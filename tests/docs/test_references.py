@@ -20,7 +20,9 @@ def citations(text: str) -> set[tuple[str, str]]:
     return set(CITATION.findall(re.sub(r"[\s#]+", " ", text)))
 
 
-CITED = {found: file for file in sorted((ROOT / "kfs").rglob("*.py")) for found in citations(file.read_text("utf-8"))}
+CITED = {
+    found: file for file in sorted((ROOT / "kfs").rglob("*.py")) for found in sorted(citations(file.read_text("utf-8")))
+}
 
 
 def test_citations_are_found() -> None:
