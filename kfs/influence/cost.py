@@ -182,8 +182,8 @@ class Cost(DescribedByTables):
     def describe(self) -> Description:
         """Describe the cost of phases and blocks."""
         operations = readable_count(self.flops)
-        asked = "1 query" if self.queries == 1 else f"{self.queries:,} queries"
-        title = f"Scores of {asked} and {counted(self.train, 'training example')}: {operations} operations"
+        pairs = f"{counted(self.queries, 'query')} and {counted(self.train, 'training example')}"
+        title = f"Scores of {pairs}: {operations} operations"
         passes = f"{self.passes} pass{'' if self.passes == 1 else 'es'} over the training data"
         facts = (f"{passes}; an index takes {readable_size(self.index_bytes)}",)
         phases = Table(

@@ -273,7 +273,7 @@ class Influence(Described):
             >>> data = torch.rand(20, 4), torch.randint(3, (20,))
             >>> train = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), data)
             >>> Influence(KFAC(train), method="factored").cost(train, train)
-            Scores of 20 queries and 20 training data: 10.2 k operations
+            Scores of 20 queries and 20 training examples: 10.2 k operations
               1 pass over the training data; an index takes 560 B
             phases
             phase                          operations  memory

@@ -329,7 +329,7 @@ def test_other_blocks() -> None:
     with pytest.raises(KfsError, match="There is no block '1'"):
         batch.blocks["1"]
     close(batch.some(slice(2, 4)).squared_norms(), batch.squared_norms()[2:4])
-    assert repr(batch.some(slice(2, 4))).startswith("Gradients of data 2 to 3: 2 blocks, float64 on cpu")
+    assert repr(batch.some(slice(2, 4))).startswith("Gradients of examples 2 to 3: 2 blocks, float64 on cpu")
     assert repr(batch.blocks["0"]).splitlines() == [
         "Gradients of 6 examples, block '0': 4 x 4, float64 on cpu",
         "  rows of 1 use",
