@@ -1,4 +1,4 @@
-"""The paper's KFAC listings: readable programs that run, and are checked against the engine.
+"""The paper's KFAC listings: readable programs that run, and are checked by the engine.
 
 Start with `scaffold`. The engine, for any model and any size of data, is `kfs.factors`.
 """
