@@ -12,38 +12,38 @@ $$
 \Big( \frac{1}{N} \sum_{n,c} g_{n,c} g_{n,c}^\top \Big) .
 $$
 
-In words of expectations over $n$: the expectation of the products becomes the product of
-the expectations. That is exact if one side is the same for all examples.
+In expectations over $n$: the expectation of the products becomes the product of the
+expectations. That is exact if one side is the same for all examples.
 
-Which optimality does this $B$ have? Stack inputs and vectors as columns of matrices $X$
-and $G_c$. Then, with a large matrix in the middle,
+In which sense is this $B$ optimal? Stack the inputs as columns of a matrix $X$. With
+blocks $M_n = \sum_c g_{n,c} g_{n,c}^\top$ of a block-diagonal matrix in the middle,
 
 $$
 C = R\, (X \otimes I)\,
-\Big[ \sum_c \mathrm{cvec}(G_c)\, \mathrm{cvec}(G_c)^\top \Big]\,
+\begin{pmatrix} M_1 & & \\ & \ddots & \\ & & M_N \end{pmatrix}
 (X \otimes I)^\top .
 $$
 
-If the matrix in brackets were $I_N \otimes B$, then $C$ would be a single Kronecker
-product, $R\, X X^\top \otimes B$. The closest matrix of this kind is the one that minimizes
+If the blocks were the same, so that the middle were $I_N \otimes B$, then $C$ would be
+a single Kronecker product, $R\, X X^\top \otimes B$. The closest middle of this kind
+minimizes the residual
 
 $$
-\Big\lVert
-\sum_c \mathrm{cvec}(G_c)\, \mathrm{cvec}(G_c)^\top - I_N \otimes B
-\Big\rVert_F^2
-= \sum_n \Big\lVert \sum_c g_{n,c} g_{n,c}^\top - B \Big\rVert_F^2 + \mathrm{const},
+\sum_n \lVert M_n - B \rVert_F^2 ,
 $$
 
-and that is the mean $B = \tfrac{1}{N} \sum_{n,c} g_{n,c} g_{n,c}^\top$. If $B$ is
-replaced by $B + D$, then the residual grows by $N \lVert D \rVert_F^2$. This is optimal
-for the matrix in the middle. For $C$ itself, other Kronecker products are closer.
+and is the mean, $B = \tfrac{1}{N} \sum_n M_n$. With any other matrix, $B + D$, the
+residual is larger by $N \lVert D \rVert_F^2$. The mean is optimal for the matrix in the
+middle. For $C$ itself, another Kronecker product is closer.
 
 Implements: motivation for KFAC's expectation approximation, and its definition (chapter
 "KFAC for Linear Layers (No Weight Sharing)", "Derivation of KFAC"). The paper has one
-vector per example, and prints the identity with the size of $x_n$ in place of $N$.
+vector per example, and prints a middle $\mathrm{cvec}(G)\, \mathrm{cvec}(G)^\top$ for
+the matrix $G$ of all vectors. That has blocks beside the diagonal, too. It leads to the
+same $B$, since they do not depend on it, but it does not equal the curvature.
 """
 
-from torch import Tensor, eye, kron, outer
+from torch import Tensor, block_diag, eye, kron, outer
 
 
 def product_of_sums(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,27 +56,34 @@ def product_of_sums(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Matrices `[d_in, d_in]` and `[d_out, d_out]`.
     """
-    C, N, d_out = g.shape
-    A, B = x.new_zeros(x.shape[1], x.shape[1]), x.new_zeros(d_out, d_out)
+    N = len(x)
+    A = x.new_zeros(x.shape[1], x.shape[1])
     for n in range(N):
         A += outer(x[n], x[n])
-        for c in range(C):
-            B += outer(g[c, n], g[c, n]) / N
+    B = sum(blocks(g), start=g.new_zeros(())) / N
     return A, B
+
+
+def blocks(g: Tensor) -> list[Tensor]:
+    """Sum the outer products of each example's vectors."""
+    C, N, d_out = g.shape
+    M = [g.new_zeros(d_out, d_out) for _ in range(N)]
+    for n in range(N):
+        for c in range(C):
+            M[n] += outer(g[c, n], g[c, n])
+    return M
 
 
 def middle_matrix(g: Tensor) -> Tensor:
     """Compute the matrix in the middle, `[batch * d_out, batch * d_out]`."""
-    stacked = g.flatten(
-        1
-    )  # the columns of G are vectors of examples, one after another
-    return sum((outer(v, v) for v in stacked), start=g.new_zeros(()))
+    return block_diag(*blocks(g))
 
 
-def residual(g: Tensor, B: Tensor) -> Tensor:
-    """Compute the squared Frobenius distance of the matrix in the middle to `I (x) B`."""
-    identity = eye(g.shape[1], dtype=g.dtype)
-    return (middle_matrix(g) - kron(identity, B)).square().sum()
+def residual(middle: Tensor, B: Tensor) -> Tensor:
+    """Compute the squared Frobenius distance of a matrix in the middle to `I (x) B`."""
+    identity = eye(len(middle) // len(B), dtype=B.dtype)
+    difference: Tensor = middle - kron(identity, B)
+    return difference.square().sum()
 
 
 if __name__ == "__main__":
@@ -87,6 +94,7 @@ if __name__ == "__main__":
     from torch.nn import CrossEntropyLoss, Linear, MSELoss, Sequential, Tanh
 
     from kfs import KFAC, EmpiricalRisk
+    from kfs.basics.emp_fishers import vec_empirical_fisher
     from kfs.basics.flattening import cvec
     from kfs.basics.ggns import vec_ggn
     from kfs.basics.reduction_factors import Loss, reduction_factor
@@ -97,7 +105,7 @@ if __name__ == "__main__":
         type2_vectors,
     )
     from kfs.kfac.sum_of_kronecker_products import rearranged
-    from kfs.verification import one_row_per_claim, verify, verify_that
+    from kfs.verification import one_row_per_claim, verify, verify_differs, verify_that
 
     def sum_of_products(x: Tensor, g: Tensor) -> Tensor:
         """The sum that is approximated."""
@@ -107,20 +115,22 @@ if __name__ == "__main__":
             start=x.new_zeros(()),
         )
 
-    def check_minimum(g: Tensor, B: Tensor, case: str) -> None:
+    def check_minimum(middle: Tensor, B: Tensor, case: str) -> None:
         """Verify that no other matrix has a smaller residual than the mean."""
-        least, N = residual(g, B), g.shape[1]
+        least, N = residual(middle, B), len(X)
         variable = B.detach().requires_grad_()
-        (slope,) = grad(residual(g, variable), variable)
+        (slope,) = grad(residual(middle, variable), variable)
         claim = "the residual's gradient is zero at the mean"
         verify(claim, slope, torch.zeros_like(B), case=case)
         for size in (1e-2, 1.0):
             D = size * torch.randn_like(B)
             claim = "at B + D, the residual is larger by N |D|^2"
-            verify(claim, residual(g, B + D), least + N * D.square().sum(), case=case)
-        others = [B * (N / (N - 1)), 0 * B, g[:, 0].T @ g[:, 0]]
-        claim = "other scales, and one example alone, are worse"
-        verify_that(claim, all(residual(g, other) > least for other in others), case)
+            verify(
+                claim, residual(middle, B + D), least + N * D.square().sum(), case=case
+            )
+        others = (N / (N - 1) * B, N * B, middle[: len(B), : len(B)])
+        claim = "other scales, and one example alone, have a larger residual"
+        verify_that(claim, all(residual(middle, B_) > least for B_ in others), case)
 
     def check(loss: Loss, y: Tensor) -> None:
         """Compare the GGN's block, its form with the middle, and KFAC."""
@@ -129,7 +139,7 @@ if __name__ == "__main__":
         f = torch.tanh(z)
         V = backpropagated_vectors(loss, f, y, type2_vectors)
         V_empirical = backpropagated_vectors(loss, f, y, empirical_vectors)
-        (g,), (one_vector,) = send_back(V, f, [z]), send_back(V_empirical, f, [z])
+        (g,), (g_n,) = send_back(V, f, [z]), send_back(V_empirical, f, [z])
         A, B = product_of_sums(x, g)
         G = vec_ggn(loss(f, y), f, layer.weight, vec=cvec)
         X_I = kron(x.T.contiguous(), torch.eye(3, dtype=torch.float64))
@@ -138,16 +148,25 @@ if __name__ == "__main__":
         I_B = kron(torch.eye(len(x), dtype=torch.float64), B)
         claim = "with I (x) B in the middle, it is a Kronecker product"
         verify(claim, R * X_I @ I_B @ X_I.T, R * kron(A, B), case=case)
-        check_minimum(g, B, f"{case}, all columns")
+        check_minimum(middle_matrix(g), B, f"{case}, type-2")
+
+        # As printed: one vector per example, and products of different examples.
+        E = vec_empirical_fisher(net, loss, X, y, layer.weight, vec=cvec)
+        printed = outer(
+            g_n.flatten(), g_n.flatten()
+        )  # cvec(G) has one g_n after another
+        claim = "products of different examples do not belong into the middle"
+        verify_differs(claim, R * X_I @ printed @ X_I.T, E, case=case)
+        check_minimum(printed, product_of_sums(x, g_n)[1], f"{case}, as printed")
         check_minimum(
-            one_vector, product_of_sums(x, one_vector)[1], f"{case}, one vector"
+            middle_matrix(g_n), product_of_sums(x, g_n)[1], f"{case}, empirical"
         )
 
         block = KFAC(EmpiricalRisk(net, loss, (X, y))).blocks["2.weight"]
         verify("the engine computes the same A", block.A, R * A, case=case)
         verify("the engine computes the same B", block.B, B, case=case)
 
-        # The best product is the best approximation of rank one: keep one singular value.
+        # The best product is the best approximation of rank one.
         singular_values = torch.linalg.svdvals(rearranged(G, 4, 3))
         best = singular_values[1:].square().sum()
         claim = "for C itself, another Kronecker product is closer"

@@ -15,9 +15,9 @@ $$
 In `rvec`, the two sides change places. This holds for any net around the layer, and it
 is no approximation. But it is a *sum*, not a single product. To see that, rearrange the
 entries of $C$ such that every Kronecker product $A \otimes B$ becomes a matrix of rank
-one, $\mathrm{vec}(A)\, \mathrm{vec}(B)^\top$ (Van Loan and Pitsianis, 1993). The rank of
-the rearranged $C$ is the least number of Kronecker products that add up to $C$. It is
-one for a single example. For several examples it is larger, and then KFAC is an
+one, $\mathrm{vec}(A)\, \mathrm{vec}(B)^\top$ (Van Loan and Pitsianis, 1993). The rank
+of the rearranged $C$ is the least number of Kronecker products that add up to $C$. It
+is one for a single example. For several examples it is larger, and then KFAC is an
 approximation (`expectation_approximation`).
 
 Implements: curvature matrix of a linear layer as sum of Kronecker products (chapter
