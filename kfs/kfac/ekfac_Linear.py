@@ -17,11 +17,11 @@ $$
 
 For given eigenvectors $Q$, this is the best choice. The Frobenius norm does not change
 if a matrix is rotated, so the squared error of eigenvalues $\lambda$ is
-$\lVert Q^\top C Q - \mathrm{diag}(\lambda) \rVert_F^2$. Entries beside the diagonal do
-not depend on $\lambda$. Those on the diagonal vanish if $\lambda$ is the diagonal of
+$\lVert Q^\top C Q - \mathrm{diag}(\lambda) \rVert_F^2$. Entries beside the diagonal
+do not depend on $\lambda$. Those on the diagonal vanish if $\lambda$ is the diagonal of
 $Q^\top C Q$, which is what the sums of squares are. With other eigenvalues,
 $\lambda + d$, the squared error is larger by $\lVert d \rVert^2$. KFAC's eigenvalues
-are of this kind. So EKFAC is never farther from $C$ than KFAC. Its trace is that of $C$.
+are of this kind. So EKFAC is never farther from $C$ than KFAC. It has the trace of $C$.
 
 EKFAC needs both factors first, and then their eigenvectors: the data are visited twice.
 The engine's EKFAC is in `kfs/factors/ekfac.py`.

@@ -76,14 +76,14 @@ def blocks(g: Tensor) -> list[Tensor]:
 
 def middle_matrix(g: Tensor) -> Tensor:
     """Compute the matrix in the middle, `[batch * d_out, batch * d_out]`."""
-    return block_diag(*blocks(g))
+    middle: Tensor = block_diag(*blocks(g))
+    return middle
 
 
 def residual(middle: Tensor, B: Tensor) -> Tensor:
     """Compute the squared Frobenius distance of a matrix in the middle to `I (x) B`."""
     identity = eye(len(middle) // len(B), dtype=B.dtype)
-    difference: Tensor = middle - kron(identity, B)
-    return difference.square().sum()
+    return (middle - kron(identity, B)).square().sum()
 
 
 if __name__ == "__main__":
