@@ -72,5 +72,4 @@ if __name__ == "__main__":
             check(Sequential(first, pool, last), loss, f"in the middle, {case}", False)
             convolution = Conv2d(2, 4, 3, padding=1, bias=bias)
             model = Sequential(convolution, Pool(kind, (2, 3)), last).double()
-            case = f"of an image, {case}"
-            verify_engine(model, loss, images, y, case, "reduce", wrong="expand")
+            verify_engine(model, loss, images, y, f"image, {case}", "reduce", "expand")
