@@ -25,7 +25,8 @@ class Entry:
     """Something that the paper names.
 
     Attributes:
-        kind: `"listing"`, `"figure"`, `"definition"`, `"test"`, `"example"`, `"setup"` or `"caveat"`.
+        kind: `"listing"`, `"figure"`, `"definition"`, `"test"`, `"example"`, `"setup"`, `"caveat"` or
+            `"outlook"`.
         name: What the paper calls it; Markdown.
         page: The page of the book that shows it, a path in the repository.
         number: Of a figure; `None` if it has none.
