@@ -74,15 +74,9 @@ def backpropagated_vectors(
 
 
 def send_back(V: Tensor, f: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Send vectors from predictions back to the outputs of all layers at once.
+    """Send vectors `[columns, *f.shape]` back to outputs `z`: `[columns, *z.shape]`.
 
-    Args:
-        V: Vectors `[columns, *f.shape]`. Each of them costs one backward pass.
-        f: Predictions.
-        outputs: Outputs `z` of layers. A row of `f` depends on its own row of `z` only.
-
-    Returns:
-        Vectors `[columns, *z.shape]` for each output `z`.
+    Each column is one backward pass. A row of `f` depends on its own row of `z` only.
     """
     passes = [grad(f, outputs, column, retain_graph=True) for column in V]
     return [stack(g) for g in zip(*passes, strict=True)]
