@@ -17,11 +17,11 @@ from kfs.problem.risk import EmpiricalRisk
 from kfs.verification import verify, verify_at_most, verify_differs
 
 DRAWS = (4, 16, 64)
-REPEATS = 32
-# A squared error varies by 100 to 150 percent from repeat to repeat. So a root of their
-# mean over 32 repeats is known to 10 percent, and a ratio of two such roots, whose
-# expected value is 0.5, to 0.07. Three times that is allowed. If estimates had another
-# limit, or were not divided by the number of draws, the ratio would be one or more.
+REPEATS = 64
+# A squared error varies by 100 to 150 percent from repeat to repeat, and by up to twice
+# that if few draws matter. So the root of a mean over 64 repeats is known to about 8
+# percent, and the ratio of two roots, which is a half on average, to 0.06. Three times
+# that is allowed. If estimates had another limit, it would become one or more.
 TOLERANCE = 0.2
 
 

@@ -69,10 +69,7 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     # Three outputs: R is 2 / (3 N) or 2, which is not 1 / N.
-    X, y = (
-        torch.randn(5, 4, dtype=torch.float64),
-        torch.randn(5, 3, dtype=torch.float64),
-    )
+    X, y = torch.randn(5, 4).double(), torch.randn(5, 3).double()
     nets, reductions = ([4, 3], [4, 5, 3], [4, 3, 5, 3]), ("mean", "sum")
     with one_row_per_claim():
         for widths, bias, reduction in product(nets, (True, False), reductions):

@@ -59,7 +59,7 @@ if __name__ == "__main__":
         verify_engine(model, loss, X, y, case, "expand", wrong="reduce", draws=draws)
 
     torch.manual_seed(0)
-    X, y = torch.randn(3, 4, 4).double(), torch.randn(3, 4, 3).double()
+    X, y = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 3).double()
     losses = MSELoss(), MSELoss(reduction="sum")
     with one_row_per_claim():
         for bias, loss in product((True, False), losses):
