@@ -1,9 +1,10 @@
 """Self-checks of runnable files: state a claim, compare two tensors, print the outcome.
 
-`recording` collects the outcomes of several files. Test tolerances and conformance cases do not live here.
+`recording` collects the outcomes of several files, and `one_row_per_claim` prints those of many cases as a table.
+Test tolerances and conformance cases do not live here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Check:
 
 
 _recorded: ContextVar[list[Check] | None] = ContextVar("recorded", default=None)
+_tabulated: ContextVar[list[Check] | None] = ContextVar("tabulated", default=None)
 
 
 @contextmanager
@@ -53,6 +55,45 @@ def recording() -> Iterator[list[Check]]:
         yield checks
     finally:
         _recorded.reset(token)
+
+
+@contextmanager
+def one_row_per_claim() -> Iterator[None]:
+    """Print a table at the end, with one row per claim, instead of one line for each case.
+
+    Example:
+        >>> import torch
+        >>> with one_row_per_claim():
+        ...     for n in (1, 2, 3):
+        ...         verify("zeros are zero", torch.zeros(n), torch.zeros(n), case=f"{n} of them")
+        claim                cases  largest error
+        [ok] zeros are zero      3        0.0e+00
+    """
+    checks: list[Check] = []
+    token = _tabulated.set(checks)
+    try:
+        yield
+    finally:
+        _tabulated.reset(token)
+    rows = by_claim(checks)
+    width = max((len(f"[ok] {claim}") for claim in rows), default=0)
+    print(f"{'claim':{width}}  cases  largest error")
+    for claim, cases in rows.items():
+        error = largest_error(cases)
+        print(f"{f'[ok] {claim}':{width}}  {len(cases):5}  {'-' if error is None else f'{error:.1e}':>13}")
+
+
+def by_claim(checks: Iterable[Check]) -> dict[str, list[Check]]:
+    """Group checks of the same claim, in the order in which claims were first made."""
+    grouped: dict[str, list[Check]] = {}
+    for check in checks:
+        grouped.setdefault(check.claim, []).append(check)
+    return grouped
+
+
+def largest_error(checks: Iterable[Check]) -> float | None:
+    """Return the largest error of some checks; `None` if none of them has an error."""
+    return max((check.error for check in checks if check.error is not None), default=None)
 
 
 def verify(claim: str, actual: Tensor, expected: Tensor, tolerance: float = ROUND_OFF, case: str = "") -> None:
@@ -164,8 +205,11 @@ def _sentence(claim: str, case: str) -> str:
 
 
 def _record(check: Check, detail: str) -> None:
-    """Print a successful check, and append it to the recording if one is active."""
-    print(f"[ok] {_sentence(check.claim, check.case)} ({detail})")
-    recorded = _recorded.get()
+    """Print a successful check, or keep it for a table, and append it to the recording if one is active."""
+    tabulated, recorded = _tabulated.get(), _recorded.get()
+    if tabulated is None:
+        print(f"[ok] {_sentence(check.claim, check.case)} ({detail})")
+    else:
+        tabulated.append(check)
     if recorded is not None:
         recorded.append(check)

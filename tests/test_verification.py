@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from kfs.errors import VerificationError
-from kfs.verification import Check, recording, verify, verify_at_most, verify_differs, verify_psd, verify_that
+from kfs.verification import (
+    Check,
+    one_row_per_claim,
+    recording,
+    verify,
+    verify_at_most,
+    verify_differs,
+    verify_psd,
+    verify_that,
+)
 
 ONE, NAN = torch.ones(2), torch.full((2,), torch.nan)
 
@@ -68,3 +77,17 @@ def test_recordings_nest() -> None:
         verify_that("outer", True)
     assert [c.claim for c in inner] == ["inner"]
     assert [c.claim for c in outer] == ["outer"]
+
+
+def test_a_table_has_one_row_per_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    with recording() as checks, one_row_per_claim():
+        verify("equal", ONE, ONE, case="first")
+        verify_differs("unequal", ONE, 2 * ONE)
+        verify("equal", ONE, ONE + 1e-6, 1e-5, case="second")
+    assert [check.claim for check in checks] == ["equal", "unequal", "equal"]
+    _, equal, unequal = capsys.readouterr().out.splitlines()
+    assert equal.split()[:3] == ["[ok]", "equal", "2"]
+    assert unequal.split() == ["[ok]", "unequal", "1", "-"]
+    with pytest.raises(VerificationError, match="unequal"), one_row_per_claim():
+        verify_differs("unequal", ONE, ONE)
+    assert capsys.readouterr().out == ""

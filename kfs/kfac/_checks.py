@@ -1,4 +1,4 @@
-"""Check for the listings of single layers: compares their factors with the engine's, and with the GGN."""
+"""Check for listings of single layers, against the engine's factors and the GGN."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from kfs.factors.settings import Sharing
 from kfs.problem.risk import EmpiricalRisk
 from kfs.verification import verify, verify_differs
 
-# Function from both factors to their Kronecker product, in the order that belongs to a flattening.
+# From both factors to their Kronecker product, in the order of a flattening.
 Kron = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -24,7 +24,7 @@ def verify_layer(
     shared: bool,
     kron: Kron,
 ) -> None:
-    """Compare the factors of layer `"0"` with the engine's, and their Kronecker product with the GGN's block `G`."""
+    """Compare factors of layer `"0"` with the engine's, and with the GGN's block."""
     block = KFAC(risk, sharing=sharing).blocks["0"]
     verify("the engine computes the same input-based factor", block.A, A, case=case)
     verify("the engine computes the same gradient-based factor", block.B, B, case=case)

@@ -1,23 +1,29 @@
-r"""Backpropagated vectors $\blacktriangle_{n,c}$: they determine which curvature matrix is approximated.
+r"""Backpropagated vectors: they determine which curvature matrix is approximated.
 
-The curvature of each example is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top] J_n$. The matrix in
-the middle belongs to the example's prediction $f_n$, and is small. Each curvature matrix has its own:
+The curvature of each example is
+$J_n^\top [\sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top] J_n$. The matrix in
+the middle belongs to the example's prediction $f_n$, and is small. It is the sum of
+outer products of vectors $\blacktriangle_{n,c}$, and each curvature matrix has its own:
 
 | curvature matrix | $\blacktriangle_{n,c}$ | how many |
 |---|---|---|
-| GGN, type-II Fisher | columns of $S_n$, where $S_n S_n^\top = \mathrm{H}_{f_n} c(f_n, y_n)$ | $\dim f_n$ |
-| Monte Carlo Fisher | $\nabla_{f_n} c(f_n, \tilde{y}_{n,m}) / \sqrt{M}$ for drawn labels $\tilde{y}_{n,m}$ | $M$ |
+| GGN, type-II Fisher | $[S_n]_{:,c}$ | $\dim f_n$ |
+| Monte Carlo Fisher | $\nabla_{f_n} c(f_n, \tilde{y}_{n,m}) / \sqrt{M}$ | $M$ |
 | empirical Fisher | $\nabla_{f_n} c(f_n, y_n)$ | 1 |
 
-Sent back to a layer's output $z_n$, a vector becomes $g_{n,c} = (\mathrm{J}_{z_n} f_n)^\top \blacktriangle_{n,c}$. For
-the empirical Fisher this is the gradient of the example's loss: the backward pass of training has it already. One drawn
-label costs as much. All columns of $S_n$ cost $\dim f_n$ backward passes.
+Here $S_n S_n^\top = \mathrm{H}_{f_n} c(f_n, y_n)$, and $\tilde{y}_{n,m}$ are labels
+that the model draws. Sent back to a layer's output $z_n$, a vector becomes the
+*pseudo-gradient* $g_{n,c} = (\mathrm{J}_{z_n} f_n)^\top \blacktriangle_{n,c}$. For the
+empirical Fisher this is the gradient of the example's loss: the backward pass of
+training has it already. One drawn label costs as much. All columns of $S_n$ cost
+$\dim f_n$ backward passes, for any number of layers.
 
-Implements: backpropagated vectors (chapter "KFAC: An Overview", "Backpropagated Vectors"). The engine's are in
-`kfs/factors/compute.py`: for whole batches, other losses, and two more kinds.
+Implements: backpropagated vectors (chapter "KFAC: An Overview", "Backpropagated
+Vectors"). The engine's are in `kfs/factors/compute.py`: for whole batches, other
+losses, and two more kinds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import sqrt
 
 from torch import Generator, Tensor, stack
@@ -27,7 +33,7 @@ from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.label_sampling import hide_ignored, sample_label
 from kfs.basics.reduction_factors import Loss, criterion
 
-# Function from the loss, and prediction and target of one example, to its vectors [columns, *f_n.shape].
+# From loss, prediction and target of one example to its vectors [columns, *f_n.shape].
 OfDatum = Callable[[Loss, Tensor, Tensor], Tensor]
 
 
@@ -44,24 +50,36 @@ def empirical_vectors(loss: Loss, f_n: Tensor, y_n: Tensor) -> Tensor:
     return gradient.unsqueeze(0)
 
 
-def mc_vectors(loss: Loss, f_n: Tensor, y_n: Tensor, mc_samples: int = 1, generator: Generator | None = None) -> Tensor:
-    """Return gradients for labels that the model draws, divided by the root of their number."""
-    labels = [hide_ignored(loss, sample_label(loss, f_n, generator), y_n) for _ in range(mc_samples)]
-    gradients = [empirical_vectors(loss, f_n, label)[0] for label in labels]
-    return stack(gradients) / sqrt(mc_samples)
+def mc_vectors(
+    loss: Loss,
+    f_n: Tensor,
+    y_n: Tensor,
+    mc_samples: int = 1,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Return gradients for drawn labels, divided by the root of their number."""
+    vectors = []
+    for _ in range(mc_samples):
+        label = hide_ignored(loss, sample_label(loss, f_n, generator), y_n)
+        vectors.append(empirical_vectors(loss, f_n, label)[0])
+    return stack(vectors) / sqrt(mc_samples)
 
 
-def backpropagated_vectors(loss: Loss, f: Tensor, y: Tensor, vectors: OfDatum = type2_vectors) -> Tensor:
-    """Return the vectors of all examples, `[columns, *f.shape]`, for predictions `f` and targets `y`."""
-    return stack([vectors(loss, f_n.detach(), y_n) for f_n, y_n in zip(f, y, strict=True)], dim=1)
+def backpropagated_vectors(
+    loss: Loss, f: Tensor, y: Tensor, vectors: OfDatum = type2_vectors
+) -> Tensor:
+    """Return vectors `[columns, *f.shape]` for predictions `f` and targets `y`."""
+    data = zip(f.detach(), y, strict=True)
+    return stack([vectors(loss, f_n, y_n) for f_n, y_n in data], dim=1)
 
 
-def send_back(vectors: Tensor, f: Tensor, z: Tensor) -> Tensor:
-    """Send vectors `[columns, *f.shape]` from predictions back to a layer's output `z`: `[columns, *z.shape]`.
+def send_back(V: Tensor, f: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Send vectors `[columns, *f.shape]` back to outputs `z`: `[columns, *z.shape]`.
 
-    An example's `f` must depend on its own row of `z` only.
+    Each column is one backward pass. A row of `f` depends on its own row of `z` only.
     """
-    return stack([grad(f, z, column, retain_graph=True)[0] for column in vectors])
+    passes = [grad(f, outputs, column, retain_graph=True) for column in V]
+    return [stack(g) for g in zip(*passes, strict=True)]
 
 
 if __name__ == "__main__":
@@ -74,40 +92,59 @@ if __name__ == "__main__":
     from kfs.factors import compute as engine
     from kfs.factors.settings import Fisher, Settings
     from kfs.losses import describe
-    from kfs.verification import verify
+    from kfs.verification import one_row_per_claim, verify
 
     def middle(vectors: Tensor) -> Tensor:
         """Sum outer products of all vectors of every example."""
         return torch.einsum("cni,cnj->nij", vectors, vectors)
 
-    def middle_of_engine(loss: Loss, f: Tensor, y: Tensor, fisher: Fisher) -> Tensor:
+    def middle_of_engine(loss: Loss, y: Tensor, fisher: Fisher) -> Tensor:
         """Do the same for the engine's vectors."""
         settings = Settings(fisher=fisher, mc_samples=200)
-        return middle(torch.cat(list(engine.backpropagated_vectors(describe(loss), f, y, settings, 0, at_once=2))))
+        of_batch = engine.backpropagated_vectors(describe(loss), f, y, settings, 0, 2)
+        return middle(torch.cat(list(of_batch)))
 
-    torch.manual_seed(0)
-    N, C, d = 3, 4, 5
-    f, W = torch.randn(N, C, dtype=torch.float64), torch.randn(C, d, dtype=torch.float64)
-    z = torch.randn(N, d, dtype=torch.float64, requires_grad=True)
-    for loss, y in ((MSELoss(), torch.randn(N, C, dtype=torch.float64)), (CrossEntropyLoss(), torch.arange(N))):
-        name = type(loss).__name__
+    def check(loss: Loss, y: Tensor) -> None:
+        """Compare all vectors with their definitions, and with the engine's."""
         type2 = middle(backpropagated_vectors(loss, f, y))
-        drawn = middle(backpropagated_vectors(loss, f, y, partial(mc_vectors, mc_samples=200)))
+        drawn = middle(backpropagated_vectors(loss, f, y, mc_200))
         empirical = middle(backpropagated_vectors(loss, f, y, empirical_vectors))
         for n in range(N):
             f_n = f[n].clone().requires_grad_()
             c = criterion(loss)(f_n, y[n])
             H, (g,) = vec_hessian(c, f_n), grad(c, f_n)
-            case = f"{name}, example {n}"
-            verify("type-2 vectors are a factor of the criterion's Hessian", type2[n], H, case=case)
-            # The error of 200 draws is about 10 percent; allow three times that.
-            verify("vectors of drawn labels converge to the Hessian", drawn[n], H, 0.3, case)
-            verify("the empirical vector is the gradient", empirical[n], torch.outer(g, g), case=case)
+            case = f"{loss}, example {n}"
+            claim = "type-2 vectors are a factor of the criterion's Hessian"
+            verify(claim, type2[n], H, case=case)
+            # The error of 200 draws is about 10 percent; allow four times that.
+            claim = "vectors of drawn labels converge to the Hessian"
+            verify(claim, drawn[n], H, 0.4, case)
+            claim = "the empirical vector is the gradient"
+            verify(claim, empirical[n], torch.outer(g, g), case=case)
+
+        # Two layers: their outputs are hidden and the prediction itself.
         V = backpropagated_vectors(loss, f, y)
-        verify("sent back, they are multiplied by the transposed Jacobian", send_back(V, z @ W.T, z), V @ W, case=name)
+        hidden = torch.randn(N, 5, dtype=torch.float64, requires_grad=True)
+        prediction = hidden @ W.T
+        at_hidden, at_prediction = send_back(V, prediction, [hidden, prediction])
+        claim = "sent back, they are multiplied by the transposed Jacobian"
+        verify(claim, at_hidden, V @ W, case=str(loss))
+        claim = "at the prediction, they are as they were"
+        verify(claim, at_prediction, V, case=str(loss))
 
         claim = "the engine's vectors have the same outer products"
-        verify(claim, middle_of_engine(loss, f, y, "type-2"), type2, case=f"{name}, type-2")
-        verify(claim, middle_of_engine(loss, f, y, "ggn"), type2, case=f"{name}, ggn")
-        verify(claim, middle_of_engine(loss, f, y, "empirical"), empirical, case=f"{name}, empirical")
-        verify("the engine's draws converge to the Hessian, too", middle_of_engine(loss, f, y, "mc"), type2, 0.3, name)
+        kinds: tuple[Fisher, ...] = ("type-2", "ggn", "empirical")
+        for kind, expected in zip(kinds, (type2, type2, empirical), strict=True):
+            found = middle_of_engine(loss, y, kind)
+            verify(claim, found, expected, case=f"{loss}, {kind}")
+        claim = "the engine's draws converge to the Hessian, too"
+        verify(claim, middle_of_engine(loss, y, "mc"), type2, 0.4, str(loss))
+
+    torch.manual_seed(0)
+    N, C = 3, 4
+    f = torch.randn(N, C, dtype=torch.float64)
+    W = torch.randn(C, 5, dtype=torch.float64)
+    mc_200 = partial(mc_vectors, mc_samples=200)
+    with one_row_per_claim():
+        check(MSELoss(), torch.randn(N, C, dtype=torch.float64))
+        check(CrossEntropyLoss(), torch.arange(N))

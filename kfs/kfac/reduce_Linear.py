@@ -1,26 +1,30 @@
-r"""KFAC for a linear layer, with weight sharing `reduce`: positions are summed before outer products are taken.
+r"""KFAC for a linear layer, with weight sharing `reduce`: positions are summed first.
 
-A linear layer maps inputs $x_{n,s}$ to $z_{n,s} = W x_{n,s}$, with one weight for all data $n$ and for all
-$S$ positions $s$ of an example. Suppose that the network adds up or averages positions later, so that it sees only
-$\sum_s z_{n,s} = W \sum_s x_{n,s}$. Then the layer is one without weight sharing, whose input is
-$\sum_s x_{n,s}$. The vectors $g_{n,s,c}$ that come back are the same at all positions of an example, so each is
-their mean, $\tfrac{1}{S} \sum_s g_{n,s,c}$. KFAC for such a layer is
+A linear layer maps inputs $x_{n,s}$ to $z_{n,s} = W x_{n,s}$, with one weight for all
+data $n$ and for all $S$ positions $s$ of an example. Suppose that the network adds up
+or averages positions later, so that it sees only $\sum_s z_{n,s} = W \sum_s x_{n,s}$.
+Then the layer is one without weight sharing, whose input is $\sum_s x_{n,s}$. The
+vectors $g_{n,s,c}$ that come back are the same at all positions of an example, so each
+is their mean, $\tfrac{1}{S} \sum_s g_{n,s,c}$. KFAC for such a layer is
 
 $$
 A = R \sum_n \Big( \sum_s x_{n,s} \Big) \Big( \sum_s x_{n,s} \Big)^\top
 \qquad
-B = \frac{1}{N S^2} \sum_{n,c} \Big( \sum_s g_{n,s,c} \Big) \Big( \sum_s g_{n,s,c} \Big)^\top .
+B = \frac{1}{N S^2} \sum_{n,c}
+\Big( \sum_s g_{n,s,c} \Big) \Big( \sum_s g_{n,s,c} \Big)^\top .
 $$
 
-KFAC-reduce uses these formulas for every network. A bias appends a one at every position; their sum is $S$.
+KFAC-reduce uses these formulas for every network: it sums over positions before it
+takes outer products. A bias appends a one at every position; their sum is $S$.
 
-It is exact for a linear net with square loss that sums or averages over positions. For one example the rest of
-the net may be nonlinear, as long as the sum comes first. If every position has a loss term of its own, use
-`expand_Linear`. With one position both are the same.
+It is exact for a linear net with square loss that sums or averages over positions. For
+one example the rest of the net may be nonlinear, as long as the sum comes first. If
+every position has a loss term of its own, use `expand_Linear`. With one position both
+are the same.
 
-Implements: KFAC-reduce for a linear layer (chapter "Conclusion & Outlook", "KFAC for linear layers with
-weight sharing": the paper describes it in words and leaves it to future versions; Eschenhagen et al.,
-2023).
+Implements: KFAC-reduce for a linear layer (chapter "Conclusion & Outlook", "KFAC for
+linear layers with weight sharing": the paper describes it in words and leaves it to
+future versions; Eschenhagen et al., 2023).
 """
 
 from torch import Tensor, outer
@@ -29,7 +33,10 @@ from kfs.basics.jacobians_linear_layer import append_one
 
 
 def input_factor(x: Tensor, reduction_factor: float, bias: bool = False) -> Tensor:
-    """Compute `A` from inputs `[batch, shared, d_in]`. A bias appends a one to every input."""
+    """Compute `A` from inputs `[batch, shared, d_in]`.
+
+    A bias appends a one to every input.
+    """
     N, S, d_in = x.shape
     A = x.new_zeros(d_in + bias, d_in + bias)
     for n in range(N):
@@ -41,7 +48,7 @@ def input_factor(x: Tensor, reduction_factor: float, bias: bool = False) -> Tens
 
 
 def gradient_factor(g: Tensor) -> Tensor:
-    """Compute `B` from vectors at the layer's output, `[columns, batch, shared, d_out]`."""
+    """Compute `B` from vectors `[columns, batch, shared, d_out]` at the output."""
     C, N, S, d_out = g.shape
     B = g.new_zeros(d_out, d_out)
     for n in range(N):
@@ -57,8 +64,7 @@ if __name__ == "__main__":
     from functools import partial
 
     import torch
-    from torch.nn import AvgPool2d, CrossEntropyLoss, Flatten, Identity, Linear, Module, MSELoss, Sequential, Tanh
-    from torch.nn.functional import linear
+    from torch import nn
 
     from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
@@ -67,22 +73,38 @@ if __name__ == "__main__":
     from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
     from kfs.kfac.expand_Linear import kfac_block
     from kfs.problem.risk import EmpiricalRisk
+    from kfs.verification import one_row_per_claim, verify
 
-    def check(case: str, loss: Loss, y: Tensor, activation: Module, exact: bool) -> None:
+    def check(
+        case: str, loss: Loss, y: Tensor, activation: nn.Module, exact: bool
+    ) -> None:
         """Compute both factors, and verify them."""
-        layer, mean = Linear(4, 3).double(), AvgPool2d((5, 1))  # averages five positions
-        head = Sequential(mean, Flatten(), activation, Linear(3, 2)).double()
+        layer, mean = nn.Linear(4, 5).double(), nn.AvgPool2d((5, 1))  # five positions
+        rest = nn.Sequential(mean, nn.Flatten(), activation, nn.Linear(5, 3)).double()
         X = 2 * torch.randn(len(y), 5, 4, dtype=torch.float64)
-        W = torch.cat([layer.weight, layer.bias.unsqueeze(1)], dim=1)  # the joint matrix (W b)
-        z = linear(X, W[:, :-1], W[:, -1])
-        f = head(z)
-        A = input_factor(X, reduction_factor(loss, y), bias=True)
-        B = gradient_factor(send_back(backpropagated_vectors(loss, f, y), f, z))
-        risk = EmpiricalRisk(Sequential(layer, head), loss, (X, y))
+        W = torch.cat([layer.weight, layer.bias.unsqueeze(1)], dim=1)  # (W b)
+        z = nn.functional.linear(X, W[:, :-1], W[:, -1])
+        f = rest(z)
+        R = reduction_factor(loss, y)
+        A = input_factor(X, R, bias=True)
+        (g,) = send_back(backpropagated_vectors(loss, f, y), f, [z])
+        B = gradient_factor(g)
+        case = f"{case}, {loss}, {loss.reduction}"
+        claim = "without a bias, A lacks a row and a column"
+        verify(claim, input_factor(X, R), A[:-1, :-1], case=case)
+        risk = EmpiricalRisk(nn.Sequential(layer, rest), loss, (X, y))
         G = vec_ggn(loss(f, y), f, W, vec=rvec)
-        verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, kron=partial(kfac_block, vec=rvec))
+        kron = partial(kfac_block, vec=rvec)
+        verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, kron=kron)
 
     torch.manual_seed(0)
-    check("one example", CrossEntropyLoss(), torch.tensor([1]), Tanh(), exact=True)
-    check("linear net that averages", MSELoss(), torch.randn(4, 2, dtype=torch.float64), Identity(), exact=True)
-    check("nonlinear net, several examples", CrossEntropyLoss(), torch.tensor([0, 1, 1]), Tanh(), exact=False)
+    values, labels = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 2])
+    with one_row_per_claim():
+        for reduction in ("mean", "sum"):
+            square = nn.MSELoss(reduction=reduction)
+            cross_entropy = nn.CrossEntropyLoss(reduction=reduction)
+            check("one example", square, values[:1], nn.Tanh(), exact=True)
+            check("one example", cross_entropy, labels[:1], nn.Tanh(), exact=True)
+            check("linear net that averages", square, values, nn.Identity(), exact=True)
+            check("nonlinear net", square, values, nn.Tanh(), exact=False)
+            check("nonlinear net", cross_entropy, labels, nn.Tanh(), exact=False)

@@ -1,8 +1,9 @@
-r"""KFAC is exact for regression with a deep linear net, on any data set (Bernacchia et al., 2018).
+r"""KFAC is exact for regression with a deep linear net, on any data set.
 
-With square loss the backpropagated vectors at the prediction do not depend on the example. Without nonlinearities, the
-same holds at all layers: the factor $\sum_c g_{n,c} g_{n,c}^\top$ is the same for all $n$. So for every layer, with
-weight and bias $\tilde{W} = (W\; b)$, and for both flattenings,
+With square loss the backpropagated vectors at the prediction do not depend on the
+example. Without nonlinearities, the same holds at all layers: the factor
+$\sum_c g_{n,c} g_{n,c}^\top$ is the same for all $n$ (Bernacchia et al., 2018). So for
+every layer, with weight and bias $\tilde{W} = (W\; b)$, and for both flattenings,
 
 $$
 \mathrm{KFAC}(G(\mathrm{vec}\, \tilde{W})) = G(\mathrm{vec}\, \tilde{W}),
@@ -10,46 +11,70 @@ $$
 \mathrm{KFAC}(E(\mathrm{vec}\, \tilde{W})) \neq E(\mathrm{vec}\, \tilde{W}),
 $$
 
-and KFAC of the Monte Carlo Fisher converges to $G$. The empirical Fisher $E$ sends residuals back, which do depend on
-the example, so there KFAC remains an approximation.
+and KFAC of the Monte Carlo Fisher converges to $G$, with an error that falls like
+$1 / \sqrt{M}$ for $M$ draws. The empirical Fisher $E$ sends residuals back, which do
+depend on the example, so there KFAC remains an approximation. All this is tested for
+the KFAC of `scaffold`, and then for the engine's.
 
-This catches wrong scales: factors of the number of examples, of the reduction, of the number of draws.
+This catches wrong scales: factors of the number of examples, of the reduction, of the
+number of draws.
 
-Implements: test "KFAC for regression with a deep linear net" (chapter "KFAC for Linear Layers").
+Implements: test "KFAC for regression with a deep linear net" (chapter "KFAC for Linear
+Layers").
 """
 
 if __name__ == "__main__":
+    from functools import partial
     from itertools import pairwise, product
 
     import torch
-    from torch.nn import Linear, MSELoss, Sequential
+    from torch import Tensor, kron
+    from torch.nn import Linear, Module, MSELoss, Sequential
 
-    from kfs import KFAC, EmpiricalRisk
-    from kfs.basics.flattening import cvec, rvec
-    from kfs.conformance.exact import exact_empirical_fisher, exact_ggn
-    from kfs.kfac_tests import MC_SAMPLES, MC_TOLERANCE
-    from kfs.verification import verify, verify_at_most, verify_differs
+    from kfs.basics.emp_fishers import vec_empirical_fisher
+    from kfs.basics.flattening import Vec, cvec, rvec
+    from kfs.basics.ggns import vec_ggn
+    from kfs.kfac.backpropagated_vectors import empirical_vectors, mc_vectors
+    from kfs.kfac.scaffold import kfac
+    from kfs.kfac_tests._checks import JointWeight, verify_engine, verify_rate
+    from kfs.verification import one_row_per_claim, verify, verify_differs
+
+    def block(A: Tensor, B: Tensor, vec: Vec = cvec) -> Tensor:
+        """Return KFAC's approximation of a layer's block."""
+        return kron(A, B) if vec is cvec else kron(B, A)
+
+    def check(model: Module, loss: MSELoss, case: str, draws: bool) -> None:
+        """Compare KFAC of all layers with three matrices."""
+        type2 = kfac(model, loss, X, y)
+        empirical = kfac(model, loss, X, y, empirical_vectors)
+        limits = {}
+        for layer, vec in product(type2, (rvec, cvec)):
+            here = f"{case}, layer {layer}, {vec.__name__}"
+            net = JointWeight(model, layer)
+            f = net(X)
+            limits[layer] = G = vec_ggn(loss(f, y), f, net.W, vec=vec)  # cvec is last
+            K = block(*type2[layer], vec)
+            verify("KFAC-type-II equals the GGN", K, G, case=here)
+            E = vec_empirical_fisher(net, loss, X, y, "W", vec=vec)
+            claim = "KFAC-empirical differs from the empirical Fisher"
+            verify_differs(claim, block(*empirical[layer], vec), E, case=here)
+
+        def drawn(M: int) -> dict[str, Tensor]:
+            factors = kfac(model, loss, X, y, partial(mc_vectors, mc_samples=M))
+            return {layer: block(A, B) for layer, (A, B) in factors.items()}
+
+        if draws:
+            verify_rate(drawn, limits, case)
+        verify_engine(model, loss, X, y, case, empirical_is_exact=False, draws=draws)
 
     torch.manual_seed(0)
-    X, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-
-    for widths, bias, reduction in product(([4, 2], [4, 3, 2], [4, 3, 3, 2]), (True, False), ("mean", "sum")):
-        model = Sequential(*(Linear(d_in, d_out, bias) for d_in, d_out in pairwise(widths))).double()
-        loss = MSELoss(reduction=reduction)
-        risk = EmpiricalRisk(model, loss, (X, y))
-        type2 = KFAC(risk, "type-2")
-        empirical = KFAC(risk, "empirical")
-        with_mc = bias and reduction == "mean"  # drawing takes most of the time
-        mc = KFAC(risk, "mc", mc_samples=MC_SAMPLES, columns_at_once=MC_SAMPLES) if with_mc else None
-
-        for (layer, block), vec in product(type2.blocks.items(), (cvec, rvec)):
-            W = block.layout.params  # names of weight and bias
-            G = exact_ggn(model, loss, X, y, W, vec)
-            E = exact_empirical_fisher(model, loss, X, y, W, vec)
-            K_type2, K_empirical = (K.submatrix(W).to_dense(vec.__name__) for K in (type2, empirical))
-            case = f"{len(model)} layers, {reduction}, {bias=}, layer {layer}, {vec.__name__}"
-            verify("KFAC-type-II equals the GGN", K_type2, G, case=case)
-            if mc is not None:
-                error = (mc.submatrix(W).to_dense(vec.__name__) - G).norm() / G.norm()
-                verify_at_most("KFAC-MC converges to the GGN", error.item(), MC_TOLERANCE, case)
-            verify_differs("KFAC-empirical differs from the empirical Fisher", K_empirical, E, case=case)
+    # Three outputs: R is 2 / (3 N) or 2, which is not 1 / N.
+    X, y = torch.randn(5, 4).double(), torch.randn(5, 3).double()
+    nets, reductions = ([4, 3], [4, 5, 3], [4, 3, 5, 3]), ("mean", "sum")
+    with one_row_per_claim():
+        for widths, bias, reduction in product(nets, (True, False), reductions):
+            layers = [Linear(d_in, d_out, bias) for d_in, d_out in pairwise(widths)]
+            model, loss = Sequential(*layers).double(), MSELoss(reduction=reduction)
+            case = f"{len(layers)} layers, {bias=}, {reduction}"
+            draws = widths == nets[1] and bias and reduction == "mean"  # they take long
+            check(model, loss, case, draws)

@@ -1,51 +1,74 @@
-r"""KFAC-expand is exact for a deep linear net that treats the elements of a sequence independently.
+r"""KFAC-expand is exact for a deep linear net whose positions are independent.
 
-Weight sharing `expand` treats every position like a further example: $A = R \sum_{n,s} x_{n,s} x_{n,s}^\top$ and $B =
-\tfrac{1}{NS} \sum_{n,s,c} g_{n,s,c} g_{n,s,c}^\top$ (Eschenhagen et al., 2023). That is right if each position has a
-prediction and a loss term of its own, and wrong if positions are averaged later. For every layer, and for both
-flattenings, KFAC-expand equals the GGN here. For the first layer, KFAC-reduce does not.
+Weight sharing `expand` treats every position like a further example:
+$A = R \sum_{n,s} x_{n,s} x_{n,s}^\top$ and
+$B = \tfrac{1}{NS} \sum_{n,s,c} g_{n,s,c} g_{n,s,c}^\top$ (Eschenhagen et al., 2023).
+That is right if each position has a prediction and a loss term of its own, and wrong if
+positions are averaged later. For every layer, and for both flattenings, KFAC-expand
+equals the GGN here, and KFAC-expand of the Monte Carlo Fisher converges to it. For the
+first layer, KFAC-reduce does not equal it.
 
-Implements: the test of the deep linear net with an independent sequence axis (chapter "KFAC for Linear Layers", at the
-end of "Regression with Deep Linear Nets").
+All this is tested for the KFAC of `scaffold`, and then for the engine's, which has
+convolutions, too.
+
+Implements: the test of the deep linear net with an independent sequence axis (chapter
+"KFAC for Linear Layers", at the end of "Regression with Deep Linear Nets").
 """
 
 if __name__ == "__main__":
+    from functools import partial
     from itertools import product
 
     import torch
-    from torch.nn import Conv1d, Linear, MSELoss, Sequential
+    from torch import Tensor, kron
+    from torch.nn import Conv1d, Linear, Module, MSELoss, Sequential
 
-    from kfs import KFAC, EmpiricalRisk
-    from kfs.basics.flattening import cvec, rvec
-    from kfs.conformance.exact import exact_ggn
-    from kfs.kfac_tests import MC_SAMPLES, MC_TOLERANCE
-    from kfs.verification import verify, verify_at_most, verify_differs
+    from kfs.basics.flattening import Vec, cvec, rvec
+    from kfs.basics.ggns import vec_ggn
+    from kfs.kfac.backpropagated_vectors import mc_vectors
+    from kfs.kfac.scaffold import kfac
+    from kfs.kfac_tests._checks import JointWeight, verify_engine, verify_rate
+    from kfs.verification import one_row_per_claim, verify, verify_differs
+
+    def block(A: Tensor, B: Tensor, vec: Vec = cvec) -> Tensor:
+        """Return KFAC's approximation of a layer's block."""
+        return kron(A, B) if vec is cvec else kron(B, A)
+
+    def check(model: Module, loss: MSELoss, case: str, draws: bool) -> None:
+        """Compare both variants of KFAC with the GGN, for all layers."""
+        expand = kfac(model, loss, X, y, sharing="expand")
+        reduce = kfac(model, loss, X, y, sharing="reduce")
+        limits = {}
+        for layer, vec in product(expand, (rvec, cvec)):
+            here = f"{case}, layer {layer}, {vec.__name__}"
+            net = JointWeight(model, layer)
+            f = net(X)
+            limits[layer] = G = vec_ggn(loss(f, y), f, net.W, vec=vec)  # cvec is last
+            K = block(*expand[layer], vec)
+            verify("KFAC-expand equals the GGN", K, G, case=here)
+            if layer == "0":
+                claim = "KFAC-reduce does not, for the first layer"
+                verify_differs(claim, block(*reduce[layer], vec), G, case=here)
+
+        def drawn(M: int) -> dict[str, Tensor]:
+            factors = kfac(model, loss, X, y, partial(mc_vectors, mc_samples=M))
+            return {layer: block(A, B) for layer, (A, B) in factors.items()}
+
+        if draws:
+            verify_rate(drawn, limits, case)
+        verify_engine(model, loss, X, y, case, "expand", wrong="reduce", draws=draws)
 
     torch.manual_seed(0)
-    X, y = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 5, 2, dtype=torch.float64)
-
-    for kind, bias, reduction in product(("linear", "convolution"), (True, False), ("mean", "sum")):
-        loss = MSELoss(reduction=reduction)
-        if kind == "linear":
-            inputs, targets = X, y
-            model = Sequential(Linear(3, 4, bias), Linear(4, 3, bias), Linear(3, 2, bias)).double()
-        else:  # of size one: a linear layer whose features stand before the positions
-            inputs, targets = X.transpose(1, 2), y.transpose(1, 2)
-            model = Sequential(Conv1d(3, 4, 1, bias=bias), Conv1d(4, 2, 1, bias=bias)).double()
-        risk = EmpiricalRisk(model, loss, (inputs, targets))
-        expand = KFAC(risk, "type-2", "expand")
-        reduce = KFAC(risk, "type-2", "reduce")
-        with_mc = bias and reduction == "mean"  # drawing takes most of the time
-        mc = KFAC(risk, "mc", "expand", mc_samples=MC_SAMPLES, columns_at_once=MC_SAMPLES) if with_mc else None
-
-        for (layer, block), vec in product(expand.blocks.items(), (cvec, rvec)):
-            W = block.layout.params  # names of weight and bias
-            G = exact_ggn(model, loss, inputs, targets, W, vec)
-            K_expand, K_reduce = (K.submatrix(W).to_dense(vec.__name__) for K in (expand, reduce))
-            case = f"{kind}, {reduction}, {bias=}, layer {layer}, {vec.__name__}"
-            verify("KFAC-expand equals the GGN", K_expand, G, case=case)
-            if mc is not None:
-                error = (mc.submatrix(W).to_dense(vec.__name__) - G).norm() / G.norm()
-                verify_at_most("KFAC-expand-MC converges to it", error.item(), MC_TOLERANCE, case)
-            if "0.weight" in W:
-                verify_differs("KFAC-reduce does not, for the first layer", K_reduce, G, case=case)
+    X, y = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 3).double()
+    losses = MSELoss(), MSELoss(reduction="sum")
+    with one_row_per_claim():
+        for bias, loss in product((True, False), losses):
+            case = f"{bias=}, {loss.reduction}"
+            layers = Linear(4, 5, bias), Linear(5, 4, bias), Linear(4, 3, bias)
+            draws = bias and loss.reduction == "mean"  # they take long
+            check(Sequential(*layers).double(), loss, case, draws)
+            # Convolutions of size one: linear layers, with features before positions.
+            convolutions = Conv1d(4, 5, 1, bias=bias), Conv1d(5, 3, 1, bias=bias)
+            model, case = Sequential(*convolutions).double(), f"convolution, {case}"
+            data = X.transpose(1, 2), y.transpose(1, 2)
+            verify_engine(model, loss, *data, case, "expand", wrong="reduce")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, cast
 from kfs.conformance.cases import EXACT
 from kfs.plots import linearized_rosenbrock, synthetic_fisher, synthetic_hessian, synthetic_kfac
 from kfs.tour import digits, mislabelled, play, structure_errors
-from kfs.tour.run import Report, by_claim, chapters
+from kfs.tour.run import Report, chapters
+from kfs.verification import by_claim, largest_error
 from kfs.version import __version__
 
 if TYPE_CHECKING:
@@ -175,8 +176,8 @@ def _verified(reports: Sequence[Report]) -> str:
     rows = []
     for report in reports:
         for claim, checks in by_claim(report.checks).items():
-            errors = [check.error for check in checks if check.error is not None]
-            rows.append((report.name, claim, str(len(checks)), f"{max(errors):.1e}" if errors else ""))
+            error = largest_error(checks)
+            rows.append((report.name, claim, str(len(checks)), "" if error is None else f"{error:.1e}"))
     failed = "".join(
         f'<p class="failed">{escape(r.name)} failed: {escape(r.failure)}</p>' for r in reports if r.failure is not None
     )

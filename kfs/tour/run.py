@@ -7,7 +7,7 @@ import runpy
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -23,10 +23,20 @@ from torch.random import fork_rng
 
 from kfs import basics, kfac_tests
 from kfs.errors import VerificationError
-from kfs.verification import Check, recording
+from kfs.verification import Check, by_claim, largest_error, recording
 
 # Files of kfs/kfac that can be run, in reading order.
-LISTINGS = ("scaffold", "backpropagated_vectors", "expand_Linear", "reduce_Linear", "expand_Conv", "reduce_Conv")
+LISTINGS = (
+    "scaffold",
+    "sum_of_kronecker_products",
+    "backpropagated_vectors",
+    "expectation_approximation",
+    "expand_Linear",
+    "reduce_Linear",
+    "expand_Conv",
+    "reduce_Conv",
+    "ekfac_Linear",
+)
 ALGEBRA = ("blocks/kronecker", "blocks/damping", "ekfac", "alternatives")
 # Files that a quick tour leaves out: half of the time. Most of their claims are about averages and shared weights.
 SLOW = ("mc_fisher_convergence", "deep_linear_regression", "weight_sharing_expand", "weight_sharing_reduce")
@@ -159,18 +169,10 @@ def _table(reports: list[Report]) -> Table:
         name = report.name
         for claim, checks in by_claim(report.checks).items():
             cases = f" ({len(checks)} cases)" if len(checks) > 1 else ""
-            errors = [check.error for check in checks if check.error is not None]
-            table.add_row(name, escape(claim + cases), f"{max(errors):.1e}" if errors else "-")
+            error = largest_error(checks)
+            table.add_row(name, escape(claim + cases), "-" if error is None else f"{error:.1e}")
             name = ""
         if report.failure is not None:
             table.add_row(name, escape(report.failure), "FAILED", style="red")
         table.add_section()
     return table
-
-
-def by_claim(checks: Iterable[Check]) -> dict[str, list[Check]]:
-    """Group checks of the same claim, in the order in which claims were first made."""
-    grouped: dict[str, list[Check]] = {}
-    for check in checks:
-        grouped.setdefault(check.claim, []).append(check)
-    return grouped

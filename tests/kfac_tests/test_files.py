@@ -1,5 +1,6 @@
 """Every file runs, verifies what it claims, and does nothing when it is imported."""
 
+import runpy
 from importlib import import_module
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import kfs
 from kfs import kfac_tests
 from kfs.errors import VerificationError
 from kfs.factors import KFAC
+from kfs.kfac_tests import _checks
 from kfs.tour.run import definitions, run_definition
+from kfs.verification import by_claim, recording
 
 PACKAGE = Path(kfs.__file__).parent
 FILES = {file.stem: file for file in definitions() if not file.is_relative_to(PACKAGE / "basics")}
@@ -34,6 +37,20 @@ def test_all_files_are_listed() -> None:
     assert {file.stem for file in folder.glob("[a-z]*.py")} == set(kfac_tests.CONTENTS)
 
 
+@pytest.mark.parametrize("name", kfac_tests.CONTENTS)
+def test_a_program_prints_one_row_per_claim(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with recording() as checks:
+        runpy.run_path(str(FILES[name]), run_name="__main__")
+    head, *rows = capsys.readouterr().out.splitlines()
+    claims = by_claim(checks)
+    assert head.split() == ["claim", "cases", "largest", "error"]
+    assert [row.removeprefix("[ok] ").rsplit(maxsplit=2)[0] for row in rows] == list(claims)
+    assert [int(row.split()[-2]) for row in rows] == [len(cases) for cases in claims.values()]
+    # What is verified of the listings is verified of the engine, too, which has more layers.
+    ours = [claim for claim in claims if claim.startswith("the engine's")]
+    assert len(ours) == len(claims) - len(ours)
+
+
 def test_a_wrong_kfac_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scaled by the number of examples, the deep linear test fails; one example does not see it."""
 
@@ -45,9 +62,9 @@ def test_a_wrong_kfac_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
             for block in self.blocks.values():
                 block.reduction_factor *= self.num_data
 
-    monkeypatch.setattr(kfs, "KFAC", Wrong)
+    monkeypatch.setattr(_checks, "KFAC", Wrong)
     report = run_definition(FILES["deep_linear_regression"])
-    assert "False: KFAC-type-II equals the GGN" in (report.failure or "")
+    assert "False: the engine's KFAC-type-II (expand) equals the GGN" in (report.failure or "")
     assert issubclass(VerificationError, AssertionError)
     torch.manual_seed(0)
     assert run_definition(FILES["mlp_batch_size_1"]).failure is None
