@@ -1,16 +1,21 @@
-"""The definitions of the paper's chapter 2, one file each: dense, per example, and literal.
+"""The definitions of the paper's chapter 2, one file each: dense and literal.
 
-Every file runs (`python kfs/basics/ggns.py`), checks itself, and is the oracle of the tests of everything else.
-Read them in the order of `CONTENTS`. Files that start with an underscore contain no definitions, but code that several
-definitions share.
+Every file runs (`python kfs/basics/ggns.py`), checks itself, and is the oracle of the
+tests of everything else. Read them in the order of `CONTENTS`. Files that start with an
+underscore contain no definitions, but code that several definitions share.
 """
 
 from typing import Final
 
 CONTENTS: Final[dict[str, tuple[str, ...]]] = {
-    "Empirical risk and neural networks": ("reduction_factors", "forward_pass", "label_sampling"),
+    "Empirical risk and neural networks": (
+        "reduction_factors",
+        "forward_pass",
+        "label_sampling",
+    ),
     "Flattening and Jacobians": (
         "flattening",
+        "kronecker_algebra",
         "jacobian_products",
         "jacobians",
         "jacobians_linear_layer",
@@ -28,6 +33,7 @@ CONTENTS: Final[dict[str, tuple[str, ...]]] = {
     "Fisher matrices": (
         "mc_fishers",
         "mc_fisher_product",
+        "would_be_gradients",
         "exact_fishers",
         "fisher_kl_metric",
         "mc_fisher_convergence",

@@ -1,27 +1,29 @@
 r"""Gauss-Newton products: multiply with the GGN without forming it.
 
-For a composition $A \mapsto B \mapsto c$ the generalized Gauss-Newton matrix is the Hessian of $c$ with respect to $B$,
-pulled back to $A$ by the Jacobian of $B$. Multiplication with it is therefore three products that we already have
-(Schraudolph, 2002),
+For a composition $A \mapsto B \mapsto c$ the generalized Gauss-Newton matrix is the
+Hessian of $c$ with respect to $B$, pulled back to $A$ by the Jacobian of $B$.
+Multiplication with it is therefore three products that we already have (Schraudolph,
+2002),
 
 $$
 \mathrm{ggnvp}(v) =
   \underbrace{(\mathrm{J}_A B)^\top \Big(
-  \overbrace{(\mathrm{H}_B c) \big( \underbrace{(\mathrm{J}_A B)\, v}_{\mathrm{JVP}} \big)}^{\mathrm{HVP}}
+  \overbrace{(\mathrm{H}_B c)
+    \big( \underbrace{(\mathrm{J}_A B)\, v}_{\mathrm{JVP}} \big)}^{\mathrm{HVP}}
   \Big)}_{\mathrm{VJP}} .
 $$
 
-With two tensors, $A_1$ for the rows and $A_2$ for the columns, the first factor uses $A_1$ and the last one $A_2$.
-These are the off-diagonal blocks of a network's GGN.
+With two tensors, $A_1$ for the rows and $A_2$ for the columns, the first factor uses
+$A_1$ and the last one $A_2$. These are the off-diagonal blocks of a network's GGN.
 
 Implements: GGN-vector products (chapter 2, "Partial Linearization, GGNs, GGNVPs").
 """
 
-from torch import Tensor, ones_like
+from torch import Tensor
 
+from kfs.basics._autograd import check_order
 from kfs.basics.hessian_product import hvp
-from kfs.basics.jacobian_products import jvp, pull_back, vjp
-from kfs.errors import GraphError
+from kfs.basics.jacobian_products import jvp, vjp
 
 
 def ggnvp(c: Tensor, b: Tensor, a: Tensor, v: Tensor) -> Tensor:
@@ -37,7 +39,8 @@ def ggnvp(c: Tensor, b: Tensor, a: Tensor, v: Tensor) -> Tensor:
         A tensor like `a`.
 
     Raises:
-        GraphError: If `c` was not computed from `b`, or `b` not from `a`. The paper has another order.
+        GraphError: If `c` was not computed from `b`, or `b` not from `a`. The paper has
+            another order.
 
     Example:
         >>> import torch
@@ -69,14 +72,6 @@ def mixed_ggnvp(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor, v: Tensor) -> Tens
     return vjp(b, a1, hvp(c, b, jvp(b, a2, v)))
 
 
-def check_order(printed: str, here: str, b: Tensor, a: Tensor) -> None:
-    """Raise an error if `a` was computed from `b`: the paper's order of arguments, not ours."""
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a is b or a.is_leaf or not b.requires_grad:
-        return
-    if pull_back(a, b, ones_like(a), create_graph=False) is not None:
-        raise GraphError(f"a was computed from b; the paper's printed order is {printed}.", f"Here: {here}.")
-
-
 if __name__ == "__main__":
     import torch
 
@@ -101,13 +96,26 @@ if __name__ == "__main__":
     c = outer(b)
 
     linear = linearize(inner, a)
-    G = hessian(outer(linear(a)), a)  # the definition: the Hessian of the partially linearized function
-    verify("GGNVP multiplies with the linearized function's Hessian", ggnvp(c, b, a, v), torch.tensordot(G, v))
-    verify_differs("it does not multiply with the Hessian", ggnvp(c, b, a, v), torch.tensordot(hessian(c, a), v))
+    G = hessian(
+        outer(linear(a)), a
+    )  # the definition: the Hessian of the partially linearized function
+    verify(
+        "GGNVP multiplies with the linearized function's Hessian",
+        ggnvp(c, b, a, v),
+        torch.tensordot(G, v),
+    )
+    verify_differs(
+        "it does not multiply with the Hessian",
+        ggnvp(c, b, a, v),
+        torch.tensordot(hessian(c, a), v),
+    )
 
     w = torch.randn(3, dtype=torch.float64, requires_grad=True)
     b = torch.tanh(M @ a) * (M @ w).unsqueeze(1)
     c = outer(b)
     u = torch.randn(3, dtype=torch.float64)
-    one, other = (mixed_ggnvp(c, b, a, w, u) * v).sum(), (mixed_ggnvp(c, b, w, a, v) * u).sum()
+    one, other = (
+        (mixed_ggnvp(c, b, a, w, u) * v).sum(),
+        (mixed_ggnvp(c, b, w, a, v) * u).sum(),
+    )
     verify("off-diagonal blocks are transposes of each other", one, other)

@@ -1,46 +1,50 @@
 r"""The generalized Gauss-Newton matrix (GGN).
 
-Split a computation $A \mapsto B \mapsto c$ into an inner function $h$ and an outer function $g$. In one dimension
-the chain rule gives $(g \circ h)'' = h' \, g'' \, h' + g' \, h''$. In general, with $k$ running over the entries of
-$B$,
+Split a computation $A \mapsto B \mapsto c$ into an inner function $h$ and an outer
+function $g$. In one dimension the chain rule gives
+$(g \circ h)'' = h' \, g'' \, h' + g' \, h''$. In general, with $k$ running over the
+entries of $B$,
 
 $$
 \mathrm{H}^{\mathrm{vec}}_A c =
   \underbrace{
-    (\mathrm{J}^{\mathrm{vec}}_A B)^\top (\mathrm{H}^{\mathrm{vec}}_B c)\, (\mathrm{J}^{\mathrm{vec}}_A B)
+    (\mathrm{J}^{\mathrm{vec}}_A B)^\top
+    (\mathrm{H}^{\mathrm{vec}}_B c)\,
+    (\mathrm{J}^{\mathrm{vec}}_A B)
   }_{\mathrm{G}^{\mathrm{vec}}_A c}
   + \sum_k \frac{\partial c}{\partial B_k}\, \mathrm{H}^{\mathrm{vec}}_A B_k .
 $$
 
-The GGN is the first term; it ignores the second derivatives of $h$. Equivalently, linearize $h$ and take the Hessian
-of the resulting function, at the point of linearization. If $g$ is convex then the GGN is positive semi-definite, for
-any $h$.
+The GGN is the first term; it ignores the second derivatives of $h$. Equivalently,
+linearize $h$ and take the Hessian of the resulting function, at the point of
+linearization. If $g$ is convex then the GGN is positive semi-definite, for any $h$.
 
 $$
 \begin{array}{ccc}
 g \circ h & \xrightarrow{\text{differentiate twice}} & \mathrm{H}_A c \\
-\downarrow {\scriptstyle \text{linearize } h} & & \downarrow {\scriptstyle \text{ignore curvature of } h} \\
+\downarrow {\scriptstyle \text{linearize } h} & &
+  \downarrow {\scriptstyle \text{ignore curvature of } h} \\
 g \circ \mathrm{lin}_A(h) & \xrightarrow{\text{differentiate twice}} & \mathrm{G}_A c
 \end{array}
 $$
 
-In deep learning $h$ is the network and $g$ the loss. Feed all data at once ($B$ holds $N$ predictions and $c$ is
-the empirical risk) and the GGN is
+In deep learning $h$ is the network and $g$ the loss. Feed all data at once ($B$ holds
+$N$ predictions and $c$ is the empirical risk) and the GGN is
 $R \sum_n (\mathrm{J}_\theta f_n)^\top (\mathrm{H}_{f_n} c_n)\, \mathrm{J}_\theta f_n$.
 
-Implements: GGN tensor, cvec- and rvec-GGN (chapter 2, "Partial Linearization, GGNs, GGNVPs" and "The Generalized
-Gauss-Newton"); the diagram is figure 3 of the paper. Version 1.0.0 of the paper has $g$ and $h$ swapped in the
-one-dimensional chain rule; this has been fixed since.
+Implements: GGN tensor, cvec- and rvec-GGN (chapter 2, "Partial Linearization, GGNs,
+GGNVPs" and "The Generalized Gauss-Newton"); the diagram is figure 3 of the
+paper. Version 1.0.0 of the paper has $g$ and $h$ swapped in the one-dimensional chain
+rule; this has been fixed since.
 """
 
 from torch import Tensor
 
-from kfs.basics._checks import check_node, check_same_kind
+from kfs.basics._autograd import check_order
+from kfs.basics._checks import check_no_vec, check_nodes, check_same_kind
 from kfs.basics.flattening import Vec, matricize, rvec
-from kfs.basics.ggn_product import check_order
 from kfs.basics.hessians import vec_hessian
 from kfs.basics.jacobians import vec_jacobian
-from kfs.errors import DtypeError
 
 
 def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
@@ -56,7 +60,8 @@ def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
         A tensor of shape `[*a1.shape, *a2.shape]`.
 
     Raises:
-        GraphError: If `c` was not computed from `b`, or `b` not from `a1` and `a2`. The paper has another order.
+        GraphError: If `c` was not computed from `b`, or `b` not from `a1` and `a2`. The
+            paper has another order.
 
     Example:
         >>> import torch
@@ -67,9 +72,7 @@ def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
                 [ 0., 32.]])
     """
     a2 = a1 if a2 is None else a2
-    check_node("a1", a1)
-    check_node("a2", a2)
-    check_node("b", b)
+    check_nodes(a1=a1, a2=a2, b=b)
     check_same_kind("a1", a1, "b", b)
     check_same_kind("a2", a2, "b", b)
     check_order("ggn(loss, p, output)", "ggn(loss, output, p)", b, a1)
@@ -79,7 +82,9 @@ def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
     return (J1.T @ H @ J2).reshape((*a1.shape, *a2.shape))
 
 
-def vec_ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None, vec: Vec = rvec) -> Tensor:
+def vec_ggn(
+    c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None, vec: Vec = rvec
+) -> Tensor:
     """Compute the GGN matrix of `a -> b -> c` with respect to flattened `a1` and `a2`.
 
     Args:
@@ -93,14 +98,9 @@ def vec_ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None, vec: Vec
         A matrix of shape `[a1.numel(), a2.numel()]`.
 
     Raises:
-        DtypeError: If a flattening is passed as `a2`, as in the paper's order of arguments.
+        DtypeError: If a flattening is passed as `a2`, as in the paper's order.
     """
-    if a2 is not None and not isinstance(a2, Tensor):
-        raise DtypeError(
-            f"a2 is a {type(a2).__name__}, expected a torch.Tensor; "
-            'the paper\'s printed order is vec_ggn(loss, p, output, "rvec").',
-            "Here: vec_ggn(loss, output, p, vec=rvec), with rvec or cvec of kfs.basics.flattening.",
-        )
+    check_no_vec(a2)
     return matricize(ggn(c, b, a1, a2), a1.ndim, vec)
 
 
@@ -130,16 +130,34 @@ if __name__ == "__main__":
     G = ggn(risk, predictions, W)
 
     gradient = vjp(risk, predictions, torch.ones_like(risk))
-    ignored = hessian((gradient * predictions).sum(), W)  # the gradient is a constant here
-    verify("Hessian = GGN + gradient-weighted curvature of the net", hessian(risk, W), G + ignored)
+    ignored = hessian(
+        (gradient * predictions).sum(), W
+    )  # the gradient is a constant here
+    verify(
+        "Hessian = GGN + gradient-weighted curvature of the net",
+        hessian(risk, W),
+        G + ignored,
+    )
     tangent = linearize(lambda W: last(torch.tanh(linear(X, W, b))), W.detach())
     A = W.detach().clone().requires_grad_()
-    verify("linearize the net first, and the Hessian is the GGN", hessian(loss(tangent(A), y), A), G)
+    verify(
+        "linearize the net first, and the Hessian is the GGN",
+        hessian(loss(tangent(A), y), A),
+        G,
+    )
 
     V = torch.randn_like(W)
-    verify("the GGN tensor acts as the GGN product", torch.tensordot(G, V), mixed_ggnvp(risk, predictions, W, W, V))
+    verify(
+        "the GGN tensor acts as the GGN product",
+        torch.tensordot(G, V),
+        mixed_ggnvp(risk, predictions, W, W, V),
+    )
     mixed, v = ggn(risk, predictions, W, b), torch.randn_like(b)
-    verify("so does an off-diagonal block", mixed @ v, mixed_ggnvp(risk, predictions, W, b, v))
+    verify(
+        "so does an off-diagonal block",
+        mixed @ v,
+        mixed_ggnvp(risk, predictions, W, b, v),
+    )
 
     c, R = criterion(loss), reduction_factor(loss, y)
     for vec in (cvec, rvec):
@@ -149,5 +167,10 @@ if __name__ == "__main__":
             J_n, H_n = vec_jacobian(f_n, W, vec), vec_hessian(c(f_n, y_n), f_n)
             total += J_n.T @ H_n @ J_n
         matrix = vec_ggn(risk, predictions, W, vec=vec)
-        verify("the GGN of the risk is R times the sum over the data", matrix, R * total, case=vec.__name__)
+        verify(
+            "the GGN of the risk is R times the sum over the data",
+            matrix,
+            R * total,
+            case=vec.__name__,
+        )
         verify_psd("the GGN has no negative eigenvalue", matrix, case=vec.__name__)

@@ -1,25 +1,27 @@
 r"""The Hessian of the softmax cross-entropy criterion.
 
-With logits $f \in \mathbb{R}^C$ and $\sigma = \mathrm{softmax}(f)$, the criterion $c(f, y) = -\log\, \sigma_y$ has the
-gradient $\sigma - \mathrm{onehot}(y)$ and the Hessian
+With logits $f \in \mathbb{R}^C$ and $\sigma = \mathrm{softmax}(f)$, the criterion
+$c(f, y) = -\log\, \sigma_y$ has the gradient $\sigma - \mathrm{onehot}(y)$ and the
+Hessian
 
 $$
 \mathrm{H}_f\, c(f, y) = \mathrm{diag}(\sigma) - \sigma \sigma^\top.
 $$
 
-It is a covariance matrix, that of a one-hot label drawn from $\sigma$, and so positive semi-definite: the criterion is
-convex in the logits. The label has disappeared! This will make the Gauss-Newton matrix equal to the Fisher.
+It is a covariance matrix, that of a one-hot label drawn from $\sigma$, and so positive
+semi-definite: the criterion is convex in the logits. The label has disappeared! This
+will make the Gauss-Newton matrix equal to the Fisher.
 
-A tensor of logits with shape $[C, \dots]$ predicts one label per position. The positions do not interact: the
-Hessian has the block above for each of them and is zero elsewhere.
+A tensor of logits with shape $[C, \dots]$ predicts one label per position. The
+positions do not interact: the Hessian has the block above for each of them and is zero
+elsewhere.
 
 Implements: softmax cross-entropy loss Hessian (chapter 2, "Hessians, HVPs").
 """
 
 from torch import Tensor, diag, outer, zeros
 
-from kfs.basics._checks import check_floating
-from kfs.basics.reduction_factors import check_logits
+from kfs.basics._checks import check_floating, check_logits
 
 
 def ce_hessian(logits: Tensor) -> Tensor:
@@ -63,12 +65,25 @@ if __name__ == "__main__":
     f = torch.randn(4, dtype=torch.float64, requires_grad=True)
     for label in torch.arange(4):
         H = hessian(c(f, label), f)
-        verify("the closed form equals autodiff, for every label", ce_hessian(f), H, case=f"label {label}")
+        verify(
+            "the closed form equals autodiff, for every label",
+            ce_hessian(f),
+            H,
+            case=f"label {label}",
+        )
     verify_psd("the Hessian has no negative eigenvalue", ce_hessian(f))
 
     f = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(3, (2, 2))
-    verify("also for a tensor of labels, one per position", ce_hessian(f), hessian(c(f, labels), f))
+    verify(
+        "also for a tensor of labels, one per position",
+        ce_hessian(f),
+        hessian(c(f, labels), f),
+    )
     blocks = matricize(ce_hessian(f), 3, rvec).reshape(3, 4, 3, 4)
     mask = torch.eye(4, dtype=torch.bool).logical_not()
-    verify("different positions do not interact", blocks.permute(0, 2, 1, 3)[..., mask], torch.zeros(3, 3, 12))
+    verify(
+        "different positions do not interact",
+        blocks.permute(0, 2, 1, 3)[..., mask],
+        torch.zeros(3, 3, 12),
+    )

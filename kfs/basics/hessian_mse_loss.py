@@ -1,14 +1,15 @@
 r"""The Hessian of the square-loss criterion.
 
-With a prediction $f$ and a target $y$ of any common shape, the criterion $c(f, y) = \tfrac12 \lVert f - y \rVert^2$
-has the gradient $f - y$ and, as Hessian, the identity,
+With a prediction $f$ and a target $y$ of any common shape, the criterion
+$c(f, y) = \tfrac12 \lVert f - y \rVert^2$ has the gradient $f - y$ and, as Hessian, the
+identity,
 
 $$
 \mathrm{H}_f\, c(f, y) = I.
 $$
 
-It depends neither on the target nor on the prediction. PyTorch's `MSELoss` has no factor of one half; the missing two
-is part of its reduction factor.
+It depends neither on the target nor on the prediction. PyTorch's `MSELoss` has no
+factor of one half; the missing two is part of its reduction factor.
 
 Implements: square loss Hessian (chapter 2, "Hessians, HVPs").
 """
@@ -51,7 +52,12 @@ if __name__ == "__main__":
     for shape in ((4,), (2, 3), (2, 1, 2)):
         f = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         y = torch.randn(shape, dtype=torch.float64)
-        verify("the closed form equals autodiff", mse_hessian(f), hessian(c(f, y), f), case=f"shape {list(shape)}")
+        verify(
+            "the closed form equals autodiff",
+            mse_hessian(f),
+            hessian(c(f, y), f),
+            case=f"shape {list(shape)}",
+        )
         for reduction in ("mean", "sum"):
             loss = MSELoss(reduction=reduction)
             R = reduction_factor(loss, y.unsqueeze(0))

@@ -15,30 +15,33 @@ $$
 \qquad \mathrm{vec} \in \{\mathrm{cvec}, \mathrm{rvec}\}.
 $$
 
-The two matrices have the same entries in a different order. It does not matter whether one flattens before or after:
+The two matrices have the same entries in a different order. It does not matter whether
+one flattens before or after:
 
 $$
 \begin{array}{ccc}
 A \mapsto c & \xrightarrow{\text{differentiate twice}} & \mathsf{H}_A c \\
 \downarrow {\scriptstyle \text{flatten}} & & \downarrow {\scriptstyle \text{flatten}} \\
-\mathrm{vec}(A) \mapsto c & \xrightarrow{\text{differentiate twice}} & \mathrm{H}^{\mathrm{vec}}_A c
+\mathrm{vec}(A) \mapsto c & \xrightarrow{\text{differentiate twice}} &
+  \mathrm{H}^{\mathrm{vec}}_A c
 \end{array}
 $$
 
-For a network with parameters $\theta^{(1)}, \dots, \theta^{(L)}$ the Hessian has $L \times L$ blocks; block $(k, l)$
-takes the first derivative with respect to $\theta^{(k)}$ and the second with respect to $\theta^{(l)}$.
+For a network with parameters $\theta^{(1)}, \dots, \theta^{(L)}$ the Hessian has
+$L \times L$ blocks; block $(k, l)$ takes the first derivative with respect to
+$\theta^{(k)}$ and the second with respect to $\theta^{(l)}$.
 
 Row by row: multiply with a one-hot tensor for every entry of $A$.
 
-Implements: general Hessian, cvec- and rvec-Hessian (chapter 2, "Hessians, HVPs" and "The Hessian"); the
-diagram is figure 2 of the paper.
+Implements: general Hessian, cvec- and rvec-Hessian (chapter 2, "Hessians, HVPs" and
+"The Hessian"); the diagram is figure 2 of the paper.
 """
 
 from itertools import product
 
 from torch import Tensor, zeros, zeros_like
 
-from kfs.basics._checks import check_node, check_scalar
+from kfs.basics._checks import check_nodes, check_scalar
 from kfs.basics.flattening import Vec, matricize, rvec
 from kfs.basics.hessian_product import mixed_hvp
 
@@ -65,10 +68,8 @@ def hessian(c: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
                 [8., 2.]])
     """
     a2 = a1 if a2 is None else a2
-    check_node("c", c)
+    check_nodes(c=c, a1=a1, a2=a2)
     check_scalar("c", c)
-    check_node("a1", a1)
-    check_node("a2", a2)
     H = zeros((*a1.shape, *a2.shape), dtype=a1.dtype, device=a1.device)
     for index in product(*map(range, a1.shape)):
         one_hot = zeros_like(a1)
@@ -77,7 +78,9 @@ def hessian(c: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
     return H
 
 
-def vec_hessian(c: Tensor, a1: Tensor, a2: Tensor | None = None, vec: Vec = rvec) -> Tensor:
+def vec_hessian(
+    c: Tensor, a1: Tensor, a2: Tensor | None = None, vec: Vec = rvec
+) -> Tensor:
     """Compute the Hessian matrix of `c` with respect to flattened `a1` and `a2`.
 
     Args:
@@ -101,14 +104,21 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     A = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     b = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    P, Q = torch.randn(2, 2, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    P, Q = (
+        torch.randn(2, 2, dtype=torch.float64),
+        torch.randn(3, 3, dtype=torch.float64),
+    )
     c = (P @ A @ Q * A).sum() + (A @ b).sum()
 
     # By hand: c = sum P_ik A_kl Q_lj A_ij + sum A_ij b_j.
     H = torch.einsum("ik,lj->ijkl", P, Q)
     H = H + H.permute(2, 3, 0, 1)
     verify("entries are the second partial derivatives", hessian(c, A), H)
-    verify("second derivatives commute", hessian(c, A, b), hessian(c, b, A).permute(1, 2, 0))
+    verify(
+        "second derivatives commute",
+        hessian(c, A, b),
+        hessian(c, b, A).permute(1, 2, 0),
+    )
     verify("an off-diagonal block", hessian(c, A, b), torch.eye(3).expand(2, 3, 3))
 
     for vec, unflatten in ((cvec, unflatten_cvec), (rvec, unflatten_rvec)):
@@ -121,4 +131,8 @@ if __name__ == "__main__":
             hessian(flat_c, a),
             case=vec.__name__,
         )
-    verify_differs("cvec- and rvec-Hessian differ", vec_hessian(c, A, vec=cvec), vec_hessian(c, A, vec=rvec))
+    verify_differs(
+        "cvec- and rvec-Hessian differ",
+        vec_hessian(c, A, vec=cvec),
+        vec_hessian(c, A, vec=rvec),
+    )

@@ -1,9 +1,10 @@
 r"""Jacobian products: multiply with derivatives that are never formed.
 
-A function from a tensor $A$ to a tensor $B$ has one partial derivative per pair of entries. This *Jacobian* is
-usually too large to store, but automatic differentiation multiplies with it at about the cost of evaluating the
-function. A tensor $V$ shaped like $B$ is pulled back, a **vector-Jacobian product**; a tensor $V$ shaped like $A$
-is pushed forward, a **Jacobian-vector product**:
+A function from a tensor $A$ to a tensor $B$ has one partial derivative per pair of
+entries. This *Jacobian* is usually too large to store, but automatic differentiation
+multiplies with it at about the cost of evaluating the function. A tensor $V$ shaped
+like $B$ is pulled back, a **vector-Jacobian product**; a tensor $V$ shaped like $A$ is
+pushed forward, a **Jacobian-vector product**:
 
 $$
 \mathrm{vjp}(V)_{j} = \sum_{i} V_{i} \frac{\partial B_{i}}{\partial A_{j}}
@@ -11,23 +12,26 @@ $$
 \mathrm{jvp}(V)_{i} = \sum_{j} \frac{\partial B_{i}}{\partial A_{j}} V_{j}
 $$
 
-with $i$ and $j$ running over all index tuples of $B$ and $A$. For vectors these are $J^\top v$ and $J v$.
+with $i$ and $j$ running over all index tuples of $B$ and $A$. For vectors these are
+$J^\top v$ and $J v$.
 
-Both functions take tensors of an *already evaluated* graph, not a function to be traced. Backpropagation is a VJP,
-so `vjp` is one call of `torch.autograd.grad`. `jvp` uses a trick (Townsend, 2017): the VJP $u(w) = J^\top w$ is
-linear in $w$, therefore its own VJP with respect to $w$ is multiplication with $(J^\top)^\top = J$.
+Both functions take tensors of an *already evaluated* graph, not a function to be
+traced. Backpropagation is a VJP, so `vjp` is one call of `torch.autograd.grad` (`grad`
+is that function with errors that explain). `jvp` uses a trick (Townsend, 2017): the VJP
+$u(w) = J^\top w$ is linear in $w$, therefore its own VJP with respect to $w$ is
+multiplication with $(J^\top)^\top = J$.
 
 Implements: VJPs and JVPs (chapter 2, "Jacobians, JVP, VJPs").
 """
 
-from torch import Tensor, autograd, linspace, ones_like, zeros_like
+from torch import Tensor, ones_like
 
-from kfs.basics._checks import check_like, check_node
-from kfs.errors import GraphError
+from kfs.basics._autograd import connected, grad, zero_jvp
+from kfs.basics._checks import check_like, check_nodes
 
 
 def vjp(b: Tensor, a: Tensor, v: Tensor, create_graph: bool = False) -> Tensor:
-    """Multiply a tensor with the Jacobian of `b` with respect to `a`, from the left: `v^T J`.
+    """Multiply the Jacobian of `b` with respect to `a` from the left: `v^T J`.
 
     The graph is kept, so that more derivatives can be taken.
 
@@ -49,19 +53,16 @@ def vjp(b: Tensor, a: Tensor, v: Tensor, create_graph: bool = False) -> Tensor:
         >>> vjp(a**2, a, torch.tensor([1.0, 10.0]))
         tensor([ 2., 40.])
     """
-    check_node("b", b)
-    check_node("a", a)
+    check_nodes(b=b, a=a)
     check_like("v", v, "b", b)
-    u = pull_back(b, a, v, create_graph)
-    if u is None:
-        raise no_path("b", "a")
-    return u
+    return connected(grad(b, a, v, create_graph), "b", "a")
 
 
 def jvp(b: Tensor, a: Tensor, v: Tensor) -> Tensor:
     """Multiply the Jacobian of `b` with respect to `a` with a tensor: `J v`.
 
-    The graph is kept. The result can be differentiated with respect to `v` if `v` requires gradients.
+    The graph is kept. The result can be differentiated with respect to `v` if `v`
+    requires gradients.
 
     Args:
         b: A node of a computation graph.
@@ -80,64 +81,13 @@ def jvp(b: Tensor, a: Tensor, v: Tensor) -> Tensor:
         >>> jvp(a.prod(), a, torch.tensor([1.0, 10.0]))
         tensor(12.)
     """
-    check_node("b", b)
-    check_node("a", a)
+    check_nodes(b=b, a=a)
     check_like("v", v, "a", a)
-    w = ones_like(b, requires_grad=True)  # any point will do; some backward passes have a pole at zero
+    # Any w will do; some backward passes have a pole at zero.
+    w = ones_like(b, requires_grad=True)
     u = vjp(b, a, w, create_graph=True)
-    product = pull_back(u, w, v, create_graph=v.requires_grad)
-    if product is not None:
-        return product
-    probe = linspace(1, 2, b.numel(), dtype=b.dtype, device=b.device).reshape(b.shape)
-    if vjp(b, a, probe).count_nonzero():  # the derivative is not zero, but its dependence on w was not recorded
-        raise GraphError(
-            "The backward pass from b to a cannot be differentiated, as with @once_differentiable functions.",
-            "Write that function's backward pass in differentiable operations.",
-        )
-    return zeros_like(b)
-
-
-def pull_back(b: Tensor, a: Tensor, v: Tensor, create_graph: bool) -> Tensor | None:
-    """Return `v^T J` with the Jacobian of `b` with respect to `a`, or `None` if no path leads from `a` to `b`."""
-    if not b.requires_grad:
-        return None
-    kept = [(t, t.grad) for t in (b, a) if t.retains_grad]  # autograd would add to their .grad
-    try:
-        (u,) = autograd.grad(b, a, v, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    except RuntimeError as error:
-        for symptom, (cause, way_out) in _AUTOGRAD_ERRORS.items():
-            if symptom in str(error):
-                raise GraphError(cause, way_out) from error
-        raise
-    finally:
-        for t, grad in kept:
-            t.grad = grad
-    return u
-
-
-def no_path(b: str, a: str) -> GraphError:
-    """Return the error for two tensors of which one was not computed from the other."""
-    return GraphError(
-        f"{b} was not computed from {a}: there is no path between them in the computation graph.",
-        "Pass the very tensor that entered the computation, not a copy, a slice or a detached version of it.",
-    )
-
-
-# Parts of PyTorch's messages, and the causes and ways out for our messages.
-_AUTOGRAD_ERRORS = {
-    "a second time": (
-        "The computation graph has been freed by an earlier backward pass.",
-        "Evaluate the network again, or pass retain_graph=True to that backward pass.",
-    ),
-    "modified by an inplace operation": (
-        "A tensor of the computation graph has been overwritten since the forward pass (by an optimizer step, say).",
-        "Evaluate the network again, or replace the in-place operation.",
-    ),
-    "is not implemented": (
-        "An operation in the computation graph has no second derivative in PyTorch.",
-        "Use another implementation, for attention: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
-    ),
-}
+    product = grad(u, w, v, create_graph=v.requires_grad)
+    return zero_jvp(b, a) if product is None else product
 
 
 if __name__ == "__main__":
@@ -150,11 +100,26 @@ if __name__ == "__main__":
     M = torch.randn(4, 3, dtype=torch.float64)
     B = torch.tanh(M @ A)  # a matrix-to-matrix function
 
-    # Independent route: the Jacobian's entries, dB_ik/dA_jl = (1 - B_ik^2) M_ij delta_kl, written down by hand.
-    J = torch.einsum("ik,ij,kl->ikjl", 1 - B.detach() ** 2, M, torch.eye(2, dtype=torch.float64))
+    # Independent route: the Jacobian's entries, written down by hand,
+    # dB_ik/dA_jl = (1 - B_ik^2) M_ij delta_kl.
+    J = torch.einsum(
+        "ik,ij,kl->ikjl", 1 - B.detach() ** 2, M, torch.eye(2, dtype=torch.float64)
+    )
 
     V = torch.randn_like(B)
-    verify("VJP contracts the Jacobian's output indices", vjp(B, A, V), torch.einsum("ik,ikjl->jl", V, J))
+    verify(
+        "VJP contracts the Jacobian's output indices",
+        vjp(B, A, V),
+        torch.einsum("ik,ikjl->jl", V, J),
+    )
     U = torch.randn_like(A)
-    verify("JVP contracts the Jacobian's input indices", jvp(B, A, U), torch.einsum("ikjl,jl->ik", J, U))
-    verify("VJP and JVP are transposes: <V, JU> = <J^T V, U>", (V * jvp(B, A, U)).sum(), (vjp(B, A, V) * U).sum())
+    verify(
+        "JVP contracts the Jacobian's input indices",
+        jvp(B, A, U),
+        torch.einsum("ikjl,jl->ik", J, U),
+    )
+    verify(
+        "VJP and JVP are transposes: <V, JU> = <J^T V, U>",
+        (V * jvp(B, A, U)).sum(),
+        (vjp(B, A, V) * U).sum(),
+    )

@@ -1,13 +1,16 @@
 r"""Jacobians of a linear layer: where the K of KFAC comes from.
 
-An affine map $z = W x + b$ is one matrix-vector product if the bias becomes a column of the weight and a one is
-appended to the input,
+An affine map $z = W x + b$ is one matrix-vector product if the bias becomes a column of
+the weight and a one is appended to the input,
 
 $$
-z = W x + b = \begin{pmatrix} W & b \end{pmatrix} \begin{pmatrix} x \\ 1 \end{pmatrix} = \tilde{W} \tilde{x}.
+z = W x + b
+  = \begin{pmatrix} W & b \end{pmatrix} \begin{pmatrix} x \\ 1 \end{pmatrix}
+  = \tilde{W} \tilde{x}.
 $$
 
-Its Jacobian with respect to the parameters is a Kronecker product of the input and an identity matrix,
+Its Jacobian with respect to the parameters is a Kronecker product of the input and an
+identity matrix,
 
 $$
 \mathrm{J}^{\mathrm{cvec}}_{\tilde{W}} z = \tilde{x}^\top \otimes I
@@ -15,14 +18,16 @@ $$
 \mathrm{J}^{\mathrm{rvec}}_{\tilde{W}} z = I \otimes \tilde{x}^\top.
 $$
 
-KFAC is based on this structure. Note that the two flattenings have the factors in *opposite order*.
+KFAC is based on this structure. Note that the two flattenings have the factors in
+*opposite order*.
 
-Implements: Jacobians of a linear layer with respect to its weights (chapter 2, "Jacobians, JVP, VJPs").
+Implements: Jacobians of a linear layer with respect to its weights (chapter 2,
+"Jacobians, JVP, VJPs").
 """
 
 from torch import Tensor, cat, eye, kron, ones
 
-from kfs.basics._checks import check_tensor
+from kfs.basics._checks import check_ndim, check_tensor
 from kfs.basics.flattening import Vec, check_vec, cvec
 from kfs.errors import ShapeError
 
@@ -38,7 +43,9 @@ def append_one(x: Tensor) -> Tensor:
     """
     check_tensor("x", x)
     if x.ndim == 0:
-        raise ShapeError("x is a scalar.", "Pass one input [d_in], or several as columns [d_in, S].")
+        raise ShapeError(
+            "x is a scalar.", "Pass one input [d_in], or several as columns [d_in, S]."
+        )
     return cat([x, ones(1, *x.shape[1:], dtype=x.dtype, device=x.device)])
 
 
@@ -57,9 +64,7 @@ def linear_layer_jacobian(x: Tensor, d_out: int, vec: Vec) -> Tensor:
         ShapeError: If `x` is no vector.
     """
     vec = check_vec(vec)
-    check_tensor("x", x)
-    if x.ndim != 1:
-        raise ShapeError(f"x has shape {list(x.shape)}, expected a vector.", "Pass the input of one example.")
+    check_ndim("x", x, 1, "Pass the input of one example.")
     identity = eye(d_out, dtype=x.dtype, device=x.device)
     row = x.unsqueeze(0)
     return kron(row, identity) if vec is cvec else kron(identity, row)
@@ -94,7 +99,11 @@ if __name__ == "__main__":
             linear_layer_jacobian(x, d_out, vec),
             case=vec.__name__,
         )
-    verify("the Jacobian with respect to b is the identity", vec_jacobian(z, b), torch.eye(d_out))
+    verify(
+        "the Jacobian with respect to b is the identity",
+        vec_jacobian(z, b),
+        torch.eye(d_out),
+    )
     verify_differs(
         "the flattenings have the Kronecker factors in opposite order",
         linear_layer_jacobian(x_joint, d_out, cvec),

@@ -1,14 +1,18 @@
 r"""Jacobians of a linear layer with weight sharing: one weight, many inputs.
 
-Attention, convolution and recurrence apply one weight matrix to many vectors per example. Put these as columns,
-$X = (x_1, \dots, x_S)$, and the layer is a matrix product,
+Attention, convolution and recurrence apply one weight matrix to many vectors per
+example. Put these as columns, $X = (x_1, \dots, x_S)$, and the layer is a matrix
+product,
 
 $$
 Z = W X + b \mathbf{1}^\top
-  = \begin{pmatrix} W & b \end{pmatrix} \begin{pmatrix} X \\ \mathbf{1}^\top \end{pmatrix} = \tilde{W} \tilde{X}.
+  = \begin{pmatrix} W & b \end{pmatrix}
+    \begin{pmatrix} X \\ \mathbf{1}^\top \end{pmatrix}
+  = \tilde{W} \tilde{X}.
 $$
 
-The Jacobian is still a Kronecker product. Instead of a row it now contains all $S$ shared inputs,
+The Jacobian is still a Kronecker product. Instead of a row it now contains all $S$
+shared inputs,
 
 $$
 \mathrm{J}^{\mathrm{cvec}}_{\tilde{W}} Z = \tilde{X}^\top \otimes I
@@ -16,18 +20,19 @@ $$
 \mathrm{J}^{\mathrm{rvec}}_{\tilde{W}} Z = I \otimes \tilde{X}^\top.
 $$
 
-PyTorch stores the transpose, positions first: $Z^\top$ has shape $[S, d_{\mathrm{out}}]$. Since
-$\mathrm{rvec}(Z^\top) = \mathrm{cvec}(Z)$, a Jacobian whose rows come from PyTorch's layout and whose columns come
-from PyTorch's weight is neither of the two matrices above. It is the cvec-Jacobian with permuted columns.
+PyTorch stores the transpose, positions first: $Z^\top$ has shape
+$[S, d_{\mathrm{out}}]$. Since $\mathrm{rvec}(Z^\top) = \mathrm{cvec}(Z)$, a Jacobian
+whose rows come from PyTorch's layout and whose columns come from PyTorch's weight is
+neither of the two matrices above. It is the cvec-Jacobian with permuted columns.
 
-Implements: Jacobians of a linear layer with weight sharing (chapter 2, commented out there).
+Implements: Jacobians of a linear layer with weight sharing (chapter 2, commented out
+there).
 """
 
 from torch import Tensor, eye, kron
 
-from kfs.basics._checks import check_tensor
+from kfs.basics._checks import check_ndim
 from kfs.basics.flattening import Vec, check_vec, cvec
-from kfs.errors import ShapeError
 
 
 def shared_linear_layer_jacobian(X: Tensor, d_out: int, vec: Vec) -> Tensor:
@@ -45,11 +50,10 @@ def shared_linear_layer_jacobian(X: Tensor, d_out: int, vec: Vec) -> Tensor:
         ShapeError: If `X` is no matrix.
     """
     vec = check_vec(vec)
-    check_tensor("X", X)
-    if X.ndim != 2:
-        raise ShapeError(f"X has shape {list(X.shape)}, expected a matrix.", "Pass one example's inputs as columns.")
+    check_ndim("X", X, 2, "Pass one example's inputs as columns.")
     identity = eye(d_out, dtype=X.dtype, device=X.device)
-    return kron(X.T.contiguous(), identity) if vec is cvec else kron(identity, X.T.contiguous())
+    rows = X.T.contiguous()
+    return kron(rows, identity) if vec is cvec else kron(identity, rows)
 
 
 if __name__ == "__main__":
@@ -87,7 +91,13 @@ if __name__ == "__main__":
         linear_layer_jacobian(X[:, 0], d_out, cvec),
     )
 
-    mixed = matricize(jacobian(torch.nn.functional.linear(X.T, W, b), W_joint), 2, rvec)  # PyTorch's layout
+    mixed = matricize(
+        jacobian(torch.nn.functional.linear(X.T, W, b), W_joint), 2, rvec
+    )  # PyTorch's layout
     closed_form = shared_linear_layer_jacobian(X_joint, d_out, cvec)
     columns = rvec(unflatten_cvec(torch.arange(W_joint.numel()), W_joint.shape))
-    verify("PyTorch's layout: the cvec-Jacobian with its columns in rvec order", mixed, closed_form[:, columns])
+    verify(
+        "PyTorch's layout: the cvec-Jacobian with its columns in rvec order",
+        mixed,
+        closed_form[:, columns],
+    )

@@ -1,4 +1,4 @@
-"""The paper's KFAC listings: programs for reading, which run and check themselves against the engine.
+"""The paper's KFAC listings, for reading: they run, and are checked against the engine.
 
 Start with `scaffold`. The engine, for any model and any size of data, is `kfs.factors`.
 """

@@ -15,6 +15,7 @@ from tests.definitions import report_of
 
 FOLDER = Path(basics.__file__).parent
 ROOT = FOLDER.parent.parent
+WIDTH = 88  # of the column of code in the book
 FILES = sorted(file for file in FOLDER.glob("*.py") if not file.name.startswith("_"))
 IDS = [file.stem for file in FILES]
 
@@ -43,6 +44,12 @@ def test_it_tells_what_it_implements(file: Path) -> None:
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     assert "\nImplements: " in docstring
     assert "$" in docstring, "a definition states its formula"
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
+def test_its_lines_fit_the_column_of_the_book(file: Path) -> None:
+    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    assert [number for number, line in lines if len(line) > WIDTH] == []
 
 
 def test_it_runs_from_the_root_as_the_document_says() -> None:

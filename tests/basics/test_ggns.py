@@ -24,6 +24,13 @@ from kfs.errors import DtypeError, FlatteningError, GraphError, ShapeError
 from tests.basics.cases import CASES, Case, assert_close, leaf, shapes, smooth_function
 
 
+def test_a_prediction_without_a_graph_is_refused() -> None:
+    a = leaf((3,))
+    b = a**2
+    with pytest.raises(GraphError, match="b is not part of a computation graph"):
+        ggnvp((b**2).sum(), b.detach(), a, torch.ones_like(a))
+
+
 @given(in_shape=shapes, out_shape=shapes)
 def test_linearization_is_the_tangent(in_shape: tuple[int, ...], out_shape: tuple[int, ...]) -> None:
     f, anchor = smooth_function(in_shape, out_shape), leaf(in_shape)

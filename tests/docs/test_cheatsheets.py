@@ -596,7 +596,7 @@ def layer_of(sharing: str, reduction: str) -> Layer:
     f = last(mean(z))
     risk = EmpiricalRisk(nn.Sequential(first, mean, last), loss, (X, y))
     K = KFAC(risk, sharing="reduce" if sharing == "reduce" else "expand")
-    g = send_back(backpropagated_vectors(loss, f, y), f, z)
+    (g,) = send_back(backpropagated_vectors(loss, f, y), f, [z])
     names = {
         "R": reduction_factor(loss, y),
         "N": 4,
