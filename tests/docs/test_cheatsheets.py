@@ -498,7 +498,7 @@ def scaffold(problem: Problem, kind: str, vec: Any) -> dict[str, Any]:
             "columns": range(len(V)),
             "vectors": vectors,
             "x": problem.X,
-            "g": send_back(V, f, z),
+            "g": send_back(V, f, [z])[0],
             "J": lambda n: differentiated(problem.model, problem.X[n], problem.params[0], vec),
             "J_z": lambda n: differentiated(rest, z[n].detach().requires_grad_(), None, vec),
         }
