@@ -19,7 +19,7 @@ from kfs import KFAC, EmpiricalRisk
 from kfs.conformance import Adapter, find
 from kfs.errors import ModelError
 from kfs.factors.audit import Audits, forget_audits
-from kfs.factors.rules import new_session
+from kfs.factors.rules import new_trace
 
 PATIENCE = 20  # peers that take longer than so many forward+backwards are not measured again
 ADAPTERS = ("backpack", "kronfluence", "laplace", "nngeometry")  # curvlinops has arguments of its own, below
@@ -155,12 +155,12 @@ def of_eight(problem: Batches) -> Batches:
 def audit_seconds(problem: Batches, params: list[str] | None, repeats: int) -> float:
     """Return how long the audit of a problem's first batch takes."""
     risk = risk_of(problem, params)
-    session = new_session(risk.params)
+    trace = new_trace(risk.params)
     batch = next(iter(risk.batches()))
 
     def run() -> None:
         forget_audits()
-        Audits(problem.model, session).of_batch(risk, batch)
+        Audits(problem.model, trace).of_batch(risk, batch)
 
     with autocast(problem), risk.untouched(first_order=True), torch.enable_grad():
         return medians({"audit": run}, repeats, "audit")["audit"]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from benchmarks.report import RESULTS, Row, medians, save
 from kfs.factors.accumulate import FactorSums
 from kfs.factors.capture import forward
-from kfs.factors.rules import new_session
+from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
 from kfs.optim import KFAC
 from kfs.problem.risk import EmpiricalRisk
@@ -72,7 +72,7 @@ def watched_pass(risk: EmpiricalRisk) -> None:
     (batch,) = risk.batches()
     sums = FactorSums(Settings(), dry=True)
     with torch.enable_grad():
-        f, _ = forward(risk, batch, new_session(risk.params), sums)
+        f, _ = forward(risk, batch, new_trace(risk.params), sums)
         loss = nn.functional.cross_entropy(f, batch.y)
         torch.autograd.grad(loss, list(risk.params.values()))
 

@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.distributed import Ranks, added_up
@@ -39,10 +40,10 @@ from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.interface import Sums
 from kfs.factors.audit import Audits, Counts
 from kfs.factors.block import Block
-from kfs.factors.capture import forward, recorder_for, send_back
+from kfs.factors.capture import forward
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, details, naming
 from kfs.factors.layout import Key, Side
-from kfs.factors.rules import new_session
+from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
 from kfs.files import with_tensors
 from kfs.losses import Loss
@@ -52,7 +53,7 @@ from kfs.problem.data import Batch
 from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.torch_fixes import RightGradients, explained, has_instance_norms
 from kfs.runtime import sync
-from kfs.runtime.cuda_graphs import Replays
+from kfs.runtime.cuda_graphs import CudaRecorder, Recorder, Replays
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, numbers
 
@@ -361,6 +362,19 @@ def explain_vectors(risk: EmpiricalRisk, settings: Settings) -> None:
                 pass
 
 
+def recorder_for(risk: EmpiricalRisk, settings: Settings) -> Recorder | None:
+    """Return the recorder of CUDA graphs; `None` if passes are not recorded."""
+    if not settings.replay or risk.device.type != "cuda":
+        return None
+    model = risk.model.parameters() if isinstance(risk.model, Module) else ()  # pragma: no cover (tested on a GPU)
+    devices = {t.device for t in (*risk.params.values(), *model)}  # pragma: no cover
+    sums = risk.device if settings.factor_device is None else torch.device(settings.factor_device)  # pragma: no cover
+    if len(devices) > 1 or sums.type != "cuda":  # pragma: no cover
+        log.info("Passes over batches are not replayed as CUDA graphs: model and sums are on several devices.")
+        return None
+    return CudaRecorder(risk.device, settings.memory)  # pragma: no cover
+
+
 def sweep(
     risk: EmpiricalRisk,
     sums: Sums,
@@ -465,24 +479,24 @@ def passes(
         with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
             known = audits.of_batch(risk, batch) if settings.audit else None
             # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
-            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known, assumed, padding)
+            f, one = forward(risk, batch, trace, sums, settings.batch_axis, known, assumed, padding)
             risk.finite(f.detach(), batch)
             if seen is not None:
                 seen(f.detach())
             audits.compare(f.detach())
-            missed = audits.follow_up(risk, batch, capture.operations)
+            missed = audits.follow_up(risk, batch, one.operations)
             # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
-            send_back(f, capture, vectors_of(f.detach(), batch))
-        progress.unexplained |= capture.unexplained | missed
-        progress.reached |= capture.reached
+            one.send_back(f, vectors_of(f.detach(), batch))
+        progress.unexplained |= one.unexplained | missed
+        progress.reached |= one.reached
 
     assumed: DeferredChecks | None = None
     # The contexts are entered around all batches, or around each batch if the caller's code runs in between.
     with _surroundings(risk, at_once, entered=not pausing) as check_values:
         with _surroundings(risk, at_once, entered=pausing):  # all parameters require gradients in this context
-            session = new_session(risk.params, settings.joint_bias)
+            trace = new_trace(risk.params, settings.joint_bias, blocks=sums.placement)
             audits = Audits(
-                risk.model, session, settings.batch_axis, counts=Counts(risk.mask_source, risk.loss.class_axis)
+                risk.model, trace, settings.batch_axis, counts=Counts(risk.mask_source, risk.loss.class_axis)
             )
         with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model, log) as replays:
             for place, batch in enumerate(risk.batches(task)):

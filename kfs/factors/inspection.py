@@ -17,10 +17,11 @@ from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.audit import Audit, Audits
 from kfs.factors.blocks.block_diagonal import kind_and_size
-from kfs.factors.capture import AuditResult, backward, forward, measure_rows
+from kfs.factors.capture import forward
 from kfs.factors.compute import not_covered, shared_with
 from kfs.factors.layout import Side
-from kfs.factors.rules import new_session
+from kfs.factors.rows import AuditResult
+from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
 from kfs.problem.data import Batch, can_be_cut, cut
 from kfs.problem.risk import EmpiricalRisk
@@ -187,7 +188,7 @@ def inspect(
     risk = _Sample(model, _anything, [(sample, targets)], params=params)
     settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
     with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
-        audits = Audits(risk.model, new_session(risk.params, joint_bias), batch_axis)
+        audits = Audits(risk.model, new_trace(risk.params, joint_bias), batch_axis)
         for batch in risk.batches():
             # Without values there is nothing to audit.
             known = audits.of_batch(risk, batch) if audit and risk.device.type != "meta" else None
@@ -233,11 +234,11 @@ def _uses(
 ) -> tuple[FactorSums, dict[str, str]]:
     """Run a forward and a backward pass; return sums without values, and the uncovered parameters with reasons."""
     sums = FactorSums(settings, dry=True)
-    session = new_session(risk.params, settings.joint_bias)
-    f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
-    measure_rows(f, capture)
-    backward(f, capture, torch.ones_like(f).unsqueeze(0))
-    why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts, capture.reached)
+    trace = new_trace(risk.params, settings.joint_bias)
+    f, one = forward(risk, batch, trace, sums, settings.batch_axis, known)
+    one.measure_rows(f)
+    one.backward(f, torch.ones_like(f).unsqueeze(0))
+    why_not = not_covered(risk.params, sums.blocks.values(), one.unexplained, sums.conflicts, one.reached)
     return sums, why_not | shared_with(why_not, sums.blocks.values())
 
 

@@ -30,16 +30,16 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it 
 
 from kfs.factors.accumulate import BlockSums, FactorSums, settle_counts
 from kfs.factors.blocks import computable
-from kfs.factors.capture import AuditResult, Capture, send_back
+from kfs.factors.capture import CapturedPass
 from kfs.factors.compute import backpropagated_vectors, columns_at_once, not_covered
 from kfs.factors.layout import Key
-from kfs.factors.rows import BatchMasks
+from kfs.factors.rows import AuditResult, BatchMasks
 from kfs.factors.settings import Settings
-from kfs.factors.trace import Session
+from kfs.factors.trace import Trace
 from kfs.losses import Loss
 from kfs.optim.recorded_update import SHARE, memory_of, recorder_for
 from kfs.problem.data import Batch, MaskSource
-from kfs.problem.isolation import evaluating, is_same, other_random_state, random_state, restored, uncompiled
+from kfs.problem.isolation import evaluating, is_same, other_random_state, random_state, restored
 from kfs.problem.outputs import prediction_in
 from kfs.runtime import cuda_graphs
 from kfs.runtime.cuda_graphs import Graph, Reads, Recorder, shape_of, unchanged_attributes, why_not
@@ -110,7 +110,7 @@ class FactorPass:
         model: Called with the arguments.
         loss: The declared loss.
         settings: Which curvature matrix to compute, and how.
-        session: Contains the plans.
+        trace: Contains the plans.
         known: Result of the audit.
         autocast: Whether the user's pass ran with autocast, and its dtype.
         masks: Finds a mask in the arguments.
@@ -119,7 +119,7 @@ class FactorPass:
     model: nn.Module
     loss: Loss
     settings: Settings
-    session: Session
+    trace: Trace
     known: AuditResult | None
     autocast: Autocast
     masks: MaskSource
@@ -135,31 +135,24 @@ class FactorPass:
         totals += [t for role in roles for t in role.on_device]
         if totals:
             torch._foreach_zero_(totals)
-        # Run the model with a capture.
-        device = self.session.device_type
-        masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, num_data), device=self.session.device)
-        capture = Capture(self.session, sums, num_data, self.settings.batch_axis, self.known, masks=masks)
-        args, kwargs = mapped(arguments, capture.mark_data)
-        with (
-            torch.enable_grad(),
-            torch.autocast(device, self.autocast[1], self.autocast[0]),
-            evaluating(),
-            uncompiled(),
-        ):
-            with capture:
+        # Run the model in a captured pass.
+        device = self.trace.device_type
+        masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, num_data), device=self.trace.device)
+        one = CapturedPass(self.trace, sums, num_data, self.settings.batch_axis, self.known, masks=masks)
+        args, kwargs = one.mark(arguments)
+        with torch.enable_grad(), torch.autocast(device, self.autocast[1], self.autocast[0]), evaluating():
+            with one:
                 f = prediction_in(self.model(*args, **kwargs))
-            capture.clear_marks()
-            capture.running = False
-            capture.find_hidden_uses(f)
+            one.finish_forward(f)
         # Send vectors back through its graph.
         with torch.no_grad():
             at_once = columns_at_once(self.settings, f.device) if self.settings.columns_at_once else 1
             values = computable(f.detach())
             vectors = backpropagated_vectors(self.loss, values, y, self.settings, first, at_once)
-            send_back(f, capture, (columns.to(f.dtype) for columns in vectors))
+            one.send_back(f, (columns.to(f.dtype) for columns in vectors))
             for total in (total for block in sums.blocks.values() for total in block.sums):
                 total.complete(roughly=True)
-        return not_covered(capture.tracker.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
+        return not_covered(one.tracker.params, sums.blocks.values(), one.unexplained, sums.conflicts)
 
 
 @dataclass(eq=False)
@@ -242,13 +235,13 @@ class FactorGraphs:
         self._enabled = replay and settings.fisher not in {"empirical", "forward-only"}
         self._times: dict[Hashable, int] = {}
         self._graphs: dict[PassKey, FactorGraph] = {}
-        self._place: Hashable = None  # session and memory addresses of the model in the last pass
+        self._place: Hashable = None  # trace and memory addresses of the model in the last pass
         self._changes: dict[Hashable, int] = {}  # how often the model differed from its recorded state
         self._refused: set[Hashable] = set()  # passes that cannot be recorded, by key
         self._refusals: dict[Hashable, int] = {}  # by mode of the model, which is the key without the shape
         self._reasons: set[str] = set()  # Each is logged once.
 
-    def key(self, model: nn.Module, session: Session, arguments: Any, autocast: Autocast) -> PassKey | None:
+    def key(self, model: nn.Module, trace: Trace, arguments: Any, autocast: Autocast) -> PassKey | None:
         """Return the key of the recording for a pass; `None` if the pass cannot be recorded."""
         tensors = list(tensors_in(arguments))
         if not self._enabled or not tensors or recorder_for(tensors[0].device) is None:
@@ -257,9 +250,9 @@ class FactorGraphs:
         if shape is None:
             return None
         own = (*model.parameters(), *model.buffers())
-        place = id(session), tuple(t.data_ptr() for t in own)
+        place = id(trace), tuple(t.data_ptr() for t in own)
         if place != self._place:
-            # Recordings for another session or other memory would never be used again.
+            # Recordings for another trace or other memory would never be used again.
             self.forget()
             self._place = place
         mode = autocast, uses_tf32(), tuple(module.training for module in model.modules())

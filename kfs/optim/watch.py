@@ -32,12 +32,12 @@ from kfs.errors import DataError, KfsError, KfsWarning, ModelError
 from kfs.factors.accumulate import FactorSums
 from kfs.factors.audit import Audit, Audits, Counts, NotRepeatableError, distrust
 from kfs.factors.blocks import computable
-from kfs.factors.capture import AuditResult, Capture, measure_rows, pass_derived, send_back
+from kfs.factors.capture import CapturedPass, Interception
 from kfs.factors.compute import backpropagated_vectors, not_covered
-from kfs.factors.rows import BatchMasks
-from kfs.factors.rules import new_session
+from kfs.factors.rows import AuditResult, BatchMasks
+from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
-from kfs.factors.trace import Session
+from kfs.factors.trace import Trace
 from kfs.losses import Loss
 from kfs.optim.across_ranks import Exchange
 from kfs.optim.costs import Costs
@@ -46,12 +46,12 @@ from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, whole_in_bac
 from kfs.optim.loss_check import Targets, shows_targets
 from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
 from kfs.problem.data import MaskSource
-from kfs.problem.isolation import evaluating, is_evaluating, restored, uncompiled
+from kfs.problem.isolation import evaluating, is_evaluating, restored
 from kfs.problem.outputs import parts_of, prediction_in
 from kfs.problem.whole_parameters import WholeParameters
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import unchanged_attributes
-from kfs.runtime.nested import mapped, tensors_in
+from kfs.runtime.nested import tensors_in
 from kfs.runtime.sync import DeferredChecks, number, numbers
 
 # Graph nodes to visit at most: few operations lie between predictions and loss, and graphs of other models are large.
@@ -129,7 +129,7 @@ class Pass:
     owner: "weakref.ref[Any]"  # the `Watch` that created it
     loss: Loss  # the declared loss
     settings: Settings
-    session: InitVar[Session | None]  # tracks parameters; `None` to count examples only
+    trace: InitVar[Trace | None]  # tracks parameters; `None` to count examples only
     known: InitVar[AuditResult | None]  # result of the audit
     bases: Bases  # eigenbases for sums of squared gradients
     arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
@@ -146,7 +146,7 @@ class Pass:
     # If passes like this one are to be recorded: their key, how to run them, and the data of this one.
     to_record: tuple[PassKey, FactorPass, Data | None] | None = None
 
-    def __post_init__(self, session: Session | None, known: AuditResult | None, arguments: tuple[Any, Any]) -> None:
+    def __post_init__(self, trace: Trace | None, known: AuditResult | None, arguments: tuple[Any, Any]) -> None:
         self.audited = known
         axis = self.settings.batch_axis or 0
         num_data = number_of_data(arguments, axis, self.place)
@@ -162,46 +162,43 @@ class Pass:
         labels = arguments[1].get("labels")
         self.targets = Targets(labels if isinstance(labels, Tensor) else None, compare=self.compare)
         self._result = StepSums(self.num_data, in_model=self.targets.y is not None)
-        self._stack = ExitStack()
         self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
         self._replayed: FactorResult | None = None
-        self._capture: Capture | None = None
+        self._captured: CapturedPass | None = None
         self._padding: DeferredChecks | None = None  # records padding that no rule about rows explains
-        if session is not None:
+        if trace is not None:
             # Which targets are counted is known once the gradient of the loss arrives.
             masks = BatchMasks(
                 mask=self.masks.find(arguments, self.num_data),
                 pending=self.loss.class_axis is not None,
-                device=session.device,
+                device=trace.device,
             )
             batch_axis = self.settings.batch_axis
-            self._padding = None if self.settings.fisher == "forward-only" else DeferredChecks(session.device)
-            self._capture = Capture(
-                session, self._sums, self.num_data, batch_axis, known, masks=masks, padding=self._padding
+            self._padding = None if self.settings.fisher == "forward-only" else DeferredChecks(trace.device)
+            trace.restart_blocks()
+            self._captured = CapturedPass(
+                trace, self._sums, self.num_data, batch_axis, known, masks=masks, padding=self._padding
             )
 
     def start(self) -> Any:
         """Enter the capture. Return marked arguments for the model, or `None` to leave them unchanged."""
-        if self._capture is None:
+        if self._captured is None:
             return None
-        marked = mapped(self._arguments, self._capture.mark_data)
-        self._stack.enter_context(uncompiled())
-        self._stack.enter_context(self._capture)
+        marked = self._captured.mark(self._arguments)
+        self._captured.__enter__()
         return marked
 
     def stop(self) -> None:
         """Exit the capture."""
-        self._stack.close()
-        if self._capture is not None:
-            self._capture.clear_marks()
-            self._capture.running = False
+        if self._captured is not None:
+            self._captured.__exit__()
 
     @property
     def sends_vectors(self) -> bool:
         """Whether vectors are sent back through the graph before the user's gradient."""
-        if self._capture is None or self.settings.fisher not in _WITHOUT_VECTORS:
-            return self._capture is not None
-        return self._capture.queries is not None and self._capture.queries.need_probes
+        if self._captured is None or self.settings.fisher not in _WITHOUT_VECTORS:
+            return self._captured is not None
+        return self._captured.rows.need_probes
 
     def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:
         """Return the model's output with a hook that calls `receive` with this pass when a gradient arrives."""
@@ -219,8 +216,8 @@ class Pass:
                 f"has shape {list(f.shape)}.",
                 "Put the batch axis first in predictions; pass its position in inputs as batch_axis=.",
             )
-        if self._capture is not None:
-            self._capture.find_hidden_uses(f)
+        if self._captured is not None:
+            self._captured.finish_forward(f)
         self._edge = get_gradient_edge(f)
         self._f = f.detach()
         reference = weakref.ref(self)
@@ -271,8 +268,8 @@ class Pass:
         with self.costs.timed("factors"):
             if y is not None and result.examples and self.graph is not None:
                 self._replayed = self.graph.replay(self._arguments, y, first_datum)
-            if self._capture is not None:
-                self._capture_gradients(self._capture, f, y, first_datum)
+            if self._captured is not None:
+                self._capture_gradients(self._captured, f, y, first_datum)
         del self._f, self._edge, self._arguments  # Free them early: the graph and the inputs are large.
 
     def _deviance(self, f: Tensor, y: Tensor) -> Tensor:
@@ -281,17 +278,14 @@ class Pass:
             return self.loss.deviance(f, y).sum()
         return f.new_full((), torch.nan)
 
-    def _capture_gradients(self, capture: Capture, f: Tensor, y: Tensor | None, first_datum: int) -> None:
+    def _capture_gradients(self, one: CapturedPass, f: Tensor, y: Tensor | None, first_datum: int) -> None:
         """Send vectors back through the graph, or capture gradients in the user's backward pass."""
         if y is None or not self._result.examples:
             return
-        if capture.masks.pending:
-            capture.masks.set_targets(self.loss.counted(y))
+        if one.masks.pending:
+            one.masks.set_targets(self.loss.counted(y))
         if self.settings.fisher in _WITHOUT_VECTORS:
-            capture.keep_graph = False
-            measure_rows(self._edge, capture, self._f)
-            capture.listening = True
-            self._sums.finish_forward()
+            one.listen(self._edge, self._f)
         else:
             at_once = self.settings.columns_at_once or 1
             # On an accelerator, a tensor lets one kernel draw all labels, as in recorded passes, with the same result.
@@ -301,7 +295,7 @@ class Pass:
             if self.to_record is not None:
                 self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
             # The user's backward pass needs the graph afterwards.
-            send_back(self._edge, capture, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
+            one.send_back(self._edge, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
 
     @property
     def shows_padding(self) -> bool:
@@ -310,24 +304,16 @@ class Pass:
 
     def collect(self) -> StepSums:
         """Return the sums of the pass, after its backward pass."""
-        result, capture = self._result, self._capture
+        result, one = self._result, self._captured
         if self.compare and self.num_data:
             result.other = self.targets.other_loss()
             result.scales = [(self.targets.known_scale(), result.count)]
         if self._replayed is not None:
             result.blocks = self._replayed.blocks
             result.uncovered = self._replayed.uncovered
-        if capture is None or not result.examples:
+        if one is None or not result.examples:
             return result
-        if capture.listening:  # Gradients were captured in the user's backward pass.
-            with torch.no_grad():
-                pass_derived(capture)
-            self._sums.finish_backward()
-            self._sums.finish_batch()
-            capture.listening = False
-            capture.note_padding()
-            if capture.queries is not None:
-                capture.queries.forget()
+        one.stop_listening()  # gradients were captured in the user's backward pass, unless vectors were sent back
         result.blocks = self._sums.blocks
         result.squares = {key: squares.total for key, (_, squares) in self.bases.items()}
         self._sums.complete()
@@ -335,8 +321,8 @@ class Pass:
         if self.settings.fisher == "empirical":
             for total in (*gradients, *result.squares.values()):
                 total.div_(self.targets.scale**2)
-        params = capture.tracker.params
-        result.uncovered = not_covered(params, result.blocks.values(), capture.unexplained, self._sums.conflicts)
+        params = one.tracker.params
+        result.uncovered = not_covered(params, result.blocks.values(), one.unexplained, self._sums.conflicts)
         return result
 
 
@@ -376,7 +362,7 @@ class Watch:
     audit: Audit | None = None  # report of the last audit
     in_half_precision: bool = False  # whether the last pass was run with autocast
     _place: int = 0  # index of the argument tensor with one row per example
-    _session: Session | None = None
+    _trace: Trace | None = None
     _call: _Call | None = None
     _latest: "weakref.ref[Pass] | None" = None
     _complete: list[Pass] = field(default_factory=list)
@@ -466,37 +452,37 @@ class Watch:
         # Find out whether this pass computes factors, counts examples, or is not needed.
         method = self._wanted()
         wanted = None if method is None else method()
-        session = None
+        trace = None
         bases: Bases = {}
         problem = None
         if wanted is not None:
             params, bases = wanted
-            session, problem = self._session_for(params, self._call.frame)
+            trace, problem = self._trace_for(params, self._call.frame)
         elif self.loss.reduction != "sum":
             # Without factors, examples are counted only if the loss is a sum over them.
             return None
         arguments = (args, kwargs)
         if number_of_data(arguments, self.settings.batch_axis or 0, self._place) == 0:
-            session = None  # An empty batch has no curvature.
+            trace = None  # An empty batch has no curvature.
             bases = {}
         # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
-        autocast = _autocast("cuda" if session is None else session.device_type)
-        key = None if session is None or bases else self._graphs.key(module, session, arguments, autocast)
+        autocast = _autocast("cuda" if trace is None else trace.device_type)
+        key = None if trace is None or bases else self._graphs.key(module, trace, arguments, autocast)
         graph = None if key is None else self._graphs.find(key, module)
         # Otherwise, the first pass with such arguments is audited before the user's own call.
         known = None
         if graph is None and problem is None:
             try:
                 with _outside_of_captures():
-                    known = self._known(module, session, arguments, wanted)
+                    known = self._known(module, trace, arguments, wanted)
             except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
-                session, problem = None, self._raise_or_defer(error)
+                trace, problem = None, self._raise_or_defer(error)
                 bases = {}
         one = Pass(
             weakref.ref(self),
             self.loss,
             self.settings,
-            session if graph is None else None,
+            trace if graph is None else None,
             known,
             bases,
             arguments,
@@ -511,8 +497,8 @@ class Watch:
         )
         one.problem = problem or one.problem
         # Record passes like this one if they repeat.
-        if session is not None and graph is None and key is not None and self._graphs.wants(key):
-            factors = FactorPass(module, self.loss, self.settings, session, known, autocast, self.masks)
+        if trace is not None and graph is None and key is not None and self._graphs.wants(key):
+            factors = FactorPass(module, self.loss, self.settings, trace, known, autocast, self.masks)
             one.to_record = key, factors, None
         self._call.watched = one
         return one.start()
@@ -529,15 +515,15 @@ class Watch:
         with self.exchange.ranks.agreed("audits") if isinstance(error, Exception) else nullcontext():
             raise error
 
-    def _known(self, model: nn.Module, session: Session | None, arguments: Any, wanted: Any) -> AuditResult | None:
+    def _known(self, model: nn.Module, trace: Trace | None, arguments: Any, wanted: Any) -> AuditResult | None:
         """Return the result of an audit, or of an earlier one; `None` if the model is not audited.
 
         If a process needs to audit a sharded model, the parameters are gathered on all processes.
         """
         audits = None
-        if session is not None and self.settings.audit:
+        if trace is not None and self.settings.audit:
             counts = Counts(self.masks, self.loss.class_axis)
-            audits = Audits(model, session, self.settings.batch_axis, halves=False, counts=counts)
+            audits = Audits(model, trace, self.settings.batch_axis, halves=False, counts=counts)
         if not self._sharded or wanted is None:
             return self._audited(model, audits, arguments)
         ranks = self.exchange.ranks
@@ -547,7 +533,7 @@ class Watch:
             return self._audited(model, audits, arguments)
         with ranks.agreed("an audit"), WholeParameters(model, ranks).in_place(wanted[0]) as params:
             if audits is not None:
-                audits.session = new_session(params, self.settings.joint_bias, mixing=True)
+                audits.trace = new_trace(params, self.settings.joint_bias, mixing=True)
             return self._audited(model, audits, arguments)
 
     def _audited(self, model: nn.Module, audits: Audits | None, arguments: Any) -> AuditResult | None:
@@ -578,10 +564,8 @@ class Watch:
         self.audit = audits.report
         return known
 
-    def _session_for(
-        self, params: dict[str, Tensor], frame: FrameType | None
-    ) -> tuple[Session | None, Exception | None]:
-        """Return the session with the plans of earlier passes, or a new one if other parameters are tracked.
+    def _trace_for(self, params: dict[str, Tensor], frame: FrameType | None) -> tuple[Trace | None, Exception | None]:
+        """Return the trace with the plans of earlier passes, or a new one if other parameters are tracked.
 
         If the model was called from compiled code, raise an error, or return it if the step has to raise it.
         """
@@ -589,12 +573,12 @@ class Watch:
             _refuse_compiled(frame)
         except ModelError as error:
             return None, self._raise_or_defer(error)
-        session = self._session
-        known = {} if session is None else session.tracker.params
-        if session is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
+        trace = self._trace
+        known = {} if trace is None else trace.tracker.params
+        if trace is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
             model = self._model() if self._sharded else None
-            session = self._session = new_session(params, self.settings.joint_bias, mixing=True, model=model)
-        return session, None
+            trace = self._trace = new_trace(params, self.settings.joint_bias, mixing=True, model=model)
+        return trace, None
 
     def _after_forward(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
         """Finish the pass after the outermost forward call. `output` is `None` if the forward pass has failed."""
@@ -680,7 +664,7 @@ class Watch:
 def _outside_of_captures() -> Iterator[None]:
     """Suspend captures that other optimizers of the same model have started for the same pass."""
     with ExitStack() as stack:
-        while isinstance(_get_current_function_mode(), Capture):
+        while isinstance(_get_current_function_mode(), Interception):
             stack.enter_context(_pop_mode_temporarily())
         yield
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 import kfs
 from kfs.factors.accumulate import FactorSums
 from kfs.factors.block import Block
-from kfs.factors.capture import Capture, send_back
+from kfs.factors.capture import CapturedPass
 from kfs.factors.compute import backpropagated_vectors
-from kfs.factors.rules import new_session
+from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
 from tests.distributed.pool import Pool
 
@@ -59,17 +59,14 @@ def captured(model: nn.Module, x: Tensor, y: Tensor, passes: int) -> tuple[dict[
     sums = FactorSums(SETTINGS)
     frozen = {"layers.1.weight", "layers.1.bias"}
     params = {name: p for name, p in model.named_parameters() if name not in frozen}
-    session = new_session(params, model=model).renewed()
+    trace = new_trace(params, model=model).renewed()
     for _ in range(passes):
-        capture = Capture(session, sums, len(x))
-        with capture:
-            f = model(capture.mark_data(x))
-        capture.clear_marks()
-        capture.running = False
-        capture.find_hidden_uses(f)
-        send_back(f, capture, backpropagated_vectors(loss, f.detach(), y, SETTINGS, 0, 1))
+        with CapturedPass(trace, sums, len(x)) as one:
+            f = model(one.mark(x))
+        one.finish_forward(f)
+        one.send_back(f, backpropagated_vectors(loss, f.detach(), y, SETTINGS, 0, 1))
     sums.complete(None)
-    return {one.layout.name: Block(one, 1.0) for one in sums.blocks.values()}, capture
+    return {block.layout.name: Block(block, 1.0) for block in sums.blocks.values()}, one
 
 
 def compare_passes(settings: dict[str, Any]) -> None:
@@ -100,17 +97,15 @@ def test_passes_of_pytorch_are_captured(ranks: Pool, settings: dict[str, Any]) -
 
 
 def compare_without_model() -> None:
-    """A session that does not know the model sees nothing."""
+    """A trace that does not know the model sees nothing."""
     model = nn.Linear(3, 2)
     fully_shard(model)
-    session = new_session(dict(model.named_parameters()))
+    trace = new_trace(dict(model.named_parameters()))
     x = torch.rand(4, 3)
-    capture = Capture(session, FactorSums(SETTINGS), len(x))
-    with capture:
-        model(capture.mark_data(x))
-    capture.clear_marks()
-    assert not capture.sums.blocks  # type: ignore[attr-defined]
+    with CapturedPass(trace, FactorSums(SETTINGS), len(x)) as one:
+        model(one.mark(x))
+    assert not one.sums.blocks  # type: ignore[attr-defined]
 
 
-def test_sessions_without_model(ranks: Pool) -> None:
+def test_traces_without_model(ranks: Pool) -> None:
     ranks(2, compare_without_model)

@@ -13,7 +13,7 @@ from kfs.errors import ModelError
 from kfs.factors import KFAC, inspect
 from kfs.factors.accumulate import FactorSums
 from kfs.factors.capture import forward
-from kfs.factors.rules import new_session
+from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
 from kfs.losses import TokenCrossEntropy
 from kfs.problem.risk import EmpiricalRisk
@@ -31,7 +31,7 @@ def same_predictions(risk: EmpiricalRisk) -> None:
     """Taps and replacements do not change what a model computes."""
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, _ = forward(risk, batch, new_session(risk.params), FactorSums(Settings()))
+        f, _ = forward(risk, batch, new_trace(risk.params), FactorSums(Settings()))
     with torch.no_grad(), risk.untouched():
         close(f.detach(), risk.predict(risk.params, batch))
 

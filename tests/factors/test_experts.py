@@ -16,7 +16,7 @@ from kfs.factors import exact_blocks
 from kfs.factors.accumulate import FactorSums, PerDatumSums, Statistic
 from kfs.factors.capture import forward
 from kfs.factors.compute import sweep
-from kfs.factors.rules import new_session
+from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
 from tests.factors.models import Function
 from tests.factors.test_composites import same_predictions
@@ -174,7 +174,7 @@ def test_predictions_of_groups(style: str) -> None:
     risk = EmpiricalRisk(model, nn.MSELoss(), (X, model(X).detach().nan_to_num()))
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, _ = forward(risk, batch, new_session(risk.params), FactorSums(Settings()))
+        f, _ = forward(risk, batch, new_trace(risk.params), FactorSums(Settings()))
     rows = slice(0, 5 if style == "grouped_mm" else 6)
     torch.testing.assert_close(f[rows], model(X)[rows])
     assert f.shape == model(X).shape

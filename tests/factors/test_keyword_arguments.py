@@ -17,7 +17,7 @@ from kfs.errors import ModelError
 from kfs.factors.accumulate import FactorSums, PerDatumSums, Statistic
 from kfs.factors.capture import forward
 from kfs.factors.compute import sweep
-from kfs.factors.rules import RULES, asked, new_session
+from kfs.factors.rules import RULES, asked, new_trace
 from kfs.factors.settings import Settings
 from kfs.problem.data import Batch
 from tests.factors.calls import CASES, WIDTH, Case, N
@@ -71,8 +71,8 @@ def test_keyword_arguments_in_any_order(case: Case) -> None:
         model = case.model(positional, by_name)
         risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
         with risk.untouched(first_order=True):
-            session = new_session(risk.params)
-            f, _ = forward(risk, Batch(X, y, 0), session, FactorSums(Settings()))
+            trace = new_trace(risk.params)
+            f, _ = forward(risk, Batch(X, y, 0), trace, FactorSums(Settings()))
         case.close(f, plain)
         assert torch.equal(model(X), plain)
         found = factors(KFAC(risk, audit=False))

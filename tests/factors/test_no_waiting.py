@@ -17,11 +17,11 @@ from kfs.factors.accumulate import BlockSums, FactorSums, PerDatumSums, Squares,
 from kfs.factors.accumulate.block_sums import RoleSums
 from kfs.factors.accumulate.inputs import OneHot
 from kfs.factors.accumulate.outer_products import OuterProductSum
-from kfs.factors.capture import forward, send_back
+from kfs.factors.capture import forward
 from kfs.factors.layout import Layout
 from kfs.factors.rows import RowMap
 from kfs.factors.rows.row_map import IndexedRows, StridedRows
-from kfs.factors.rules import new_session
+from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
 from kfs.problem.data import Batch
 from kfs.problem.risk import EmpiricalRisk
@@ -118,13 +118,13 @@ class Passes:
 
     def __init__(self, risk: EmpiricalRisk, sums: Sums) -> None:
         self.risk, self.sums = risk, sums
-        self.session = new_session(risk.params)
+        self.trace = new_trace(risk.params)
 
     def add(self, batch: Batch) -> None:
-        f, capture = forward(self.risk, batch, self.session, self.sums)
+        f, one = forward(self.risk, batch, self.trace, self.sums)
         generator = torch.Generator().manual_seed(batch.first)
         vectors = torch.randn(2, 1, *f.shape, generator=generator, dtype=f.dtype)
-        send_back(f, capture, iter(vectors))
+        one.send_back(f, iter(vectors))
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

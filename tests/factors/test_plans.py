@@ -15,12 +15,12 @@ from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, optim
 from kfs.errors import ModelError
 from kfs.factors import compute
 from kfs.factors.accumulate import FactorSums
-from kfs.factors.capture import capture as capture_module
-from kfs.factors.capture import forward, send_back
-from kfs.factors.rules import RULES, new_session
+from kfs.factors.capture import forward
+from kfs.factors.rules import RULES, new_trace
 from kfs.factors.rules.fallback import without_rule
 from kfs.factors.settings import Settings
-from kfs.factors.trace import Session
+from kfs.factors.trace import Trace
+from kfs.factors.trace import trace as trace_module
 from tests.factors.models import Function
 from tests.operators.contract import close
 
@@ -57,49 +57,49 @@ class Asked:
         return counted
 
 
-def run(session: Session, sums: FactorSums, model: nn.Module, X: Tensor) -> None:
+def run(trace: Trace, sums: FactorSums, model: nn.Module, X: Tensor) -> None:
     """Make one captured forward pass and a backward pass."""
     risk = EmpiricalRisk(model, nn.MSELoss(), (X, normal(len(X), 2)))
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, capture = forward(risk, batch, session, sums)
-        send_back(f, capture, [torch.ones_like(f).unsqueeze(0)])
+        f, one = forward(risk, batch, trace, sums)
+        one.send_back(f, [torch.ones_like(f).unsqueeze(0)])
 
 
 def test_rules_are_asked_once_for_every_shape_and_storage() -> None:
     model, asked, sums = mlp(), Asked(), FactorSums(Settings())
-    session = Session(dict(model.named_parameters()), asked.rules, without_rule)
+    trace = Trace(dict(model.named_parameters()), asked.rules, without_rule)
     weight = model.get_parameter("0.weight")
     for data, times in ((5, 2), (5, 2), (4, 4), (5, 4), (4, 4)):
-        run(session, sums, model, normal(data, 3))
+        run(trace, sums, model, normal(data, 3))
         assert asked.times == times
     with torch.no_grad():
         weight.add_(1.0)  # other values at the same place
-    run(session, sums, model, normal(5, 3))
+    run(trace, sums, model, normal(5, 3))
     assert asked.times == 4
     weight.data = weight.data.clone()
-    run(session, sums, model, normal(5, 3))
+    run(trace, sums, model, normal(5, 3))
     assert asked.times == 6
     with torch.autocast("cpu", torch.bfloat16):
-        run(session, sums, model, normal(5, 3))
+        run(trace, sums, model, normal(5, 3))
     assert asked.times == 8
 
 
 def test_ever_new_shapes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_module, "_MOST_PLANS", 10)
+    monkeypatch.setattr(trace_module, "_MOST_PLANS", 10)
     model, sums = mlp(), FactorSums(Settings())
-    session = new_session(dict(model.named_parameters()))
+    trace = new_trace(dict(model.named_parameters()))
     for data in range(1, 30):
-        run(session, sums, model, normal(data, 3))
-        assert len(session.plans) <= 12
+        run(trace, sums, model, normal(data, 3))
+        assert len(trace.plans) <= 12
         assert len(sums.adders) <= 12
 
 
 def test_derived_parameters_need_no_plan_for_every_batch() -> None:
     model = Function(lambda m, x: (x * torch.sigmoid(m.p)) @ m.W, p=normal(3), W=normal(3, 2))
-    sums, session = FactorSums(Settings()), new_session(dict(model.named_parameters()))
+    sums, trace = FactorSums(Settings()), new_trace(dict(model.named_parameters()))
     for _ in range(5):
-        run(session, sums, model, normal(4, 3))
+        run(trace, sums, model, normal(4, 3))
     assert len(sums.adders) == 2
 
 
@@ -112,11 +112,11 @@ def test_plans_keep_no_activation_alive() -> None:
         return F.linear(h + m.p, m.V)
 
     model = Function(compute, W=normal(3, 4), s=normal(4), b=normal(4), p=normal(1, 4), V=normal(2, 4))
-    sums, session = FactorSums(Settings()), new_session(dict(model.named_parameters()))
+    sums, trace = FactorSums(Settings()), new_trace(dict(model.named_parameters()))
     for _ in range(2):
-        run(session, sums, model, normal(4, 3))
+        run(trace, sums, model, normal(4, 3))
     gc.collect()
-    assert session.plans
+    assert trace.plans
     assert all(reference() is None for reference in seen)
 
 
@@ -319,13 +319,13 @@ def test_plans_die_with_the_strides_of_a_parameter() -> None:
         Asked(),
         FactorSums(Settings()),
     )
-    session = Session(dict(model.named_parameters()), asked.rules, without_rule)
+    trace = Trace(dict(model.named_parameters()), asked.rules, without_rule)
     weight = model.get_parameter("0.weight")
     for times in (2, 2):
-        run(session, sums, model, normal(5, 3))
+        run(trace, sums, model, normal(5, 3))
         assert asked.times == times
     weight.data = weight.data.T  # the same storage, address and shape
-    run(session, sums, model, normal(5, 3))
+    run(trace, sums, model, normal(5, 3))
     assert asked.times == 4
 
 

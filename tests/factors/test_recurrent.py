@@ -18,7 +18,7 @@ from kfs.factors import rules as all_rules
 from kfs.factors.accumulate import FactorSums
 from kfs.factors.audit import forget_audits
 from kfs.factors.capture import forward
-from kfs.factors.rules import new_session, recurrent
+from kfs.factors.rules import new_trace, recurrent
 from kfs.factors.rules.recurrent import SendBack
 from kfs.factors.settings import Settings
 from kfs.problem.risk import EmpiricalRisk
@@ -134,7 +134,7 @@ def watched(model: nn.Module, x: Tensor) -> Tensor:
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (x, torch.zeros(len(x), dtype=torch.int64)))
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, _ = forward(risk, batch._replace(x=x), new_session(risk.params), FactorSums(Settings(), dry=True))
+        f, _ = forward(risk, batch._replace(x=x), new_trace(risk.params), FactorSums(Settings(), dry=True))
     return f
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kfs.factors import EKFAC, KFAC
 from kfs.factors.audit import Audits, audits
 from kfs.factors.audit.audit import audit
-from kfs.factors.rules import new_session
+from kfs.factors.rules import new_trace
 from kfs.problem.risk import EmpiricalRisk
 from tests.factors.arrangements import normal
 from tests.factors.models import Function
@@ -45,7 +45,7 @@ def test_audits_need_a_batch() -> None:
     """Nothing is there before the first one."""
     model = nn.Linear(3, 3)
     risk = EmpiricalRisk(model, LOSS, (torch.randn(4, 3), torch.arange(4) % 3))
-    unused = Audits(model, new_session(risk.params))
+    unused = Audits(model, new_trace(risk.params))
     batch = next(iter(risk.batches()))
     assert unused.report is None
     assert unused.follow_up(risk, batch, 0) == set()

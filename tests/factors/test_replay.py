@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kfs.factors import EKFAC, KFAC, compute, exact_blocks
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.interface import Sums
-from kfs.factors.capture import recorder_for
+from kfs.factors.compute import recorder_for
 from kfs.losses import TokenCrossEntropy
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.cuda_graphs import Replays, shape_of

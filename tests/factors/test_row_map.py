@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kfs.errors import DataError
-from kfs.factors.capture.row_queries import KnownUse, UnknownRows
 from kfs.factors.rows.measure import measured
 from kfs.factors.rows.row_map import IndexedRows, StridedRows, by_length
+from kfs.factors.rows.source import KnownUse, UnknownRows
 
 
 def test_owners() -> None:

@@ -18,10 +18,10 @@ from kfs.factors.accumulate import Use
 from kfs.factors.accumulate.inputs import OneHot, Rows, Vectors
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.accumulate.patches import Patches
-from kfs.factors.capture.capture import prepared
 from kfs.factors.layout import Layout
 from kfs.factors.rows.row_map import by_length
 from kfs.factors.rules import RULES
+from kfs.factors.trace.discovery import prepared
 from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan, Rewrite, with_argument
 from kfs.factors.trace.tracking import Tracked
 from tests.operators.contract import close

@@ -17,6 +17,7 @@ from kfs import optim
 from kfs.errors import ModelError
 from kfs.factors import EKFAC, KFAC, inspect
 from kfs.factors.rules import RULES, convolution, elementwise, embedding, linear, normalization
+from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Copy, Rewrite
 from kfs.problem.risk import EmpiricalRisk
 from tests.factors.arrangements import normal
@@ -53,8 +54,8 @@ class Wrong:
 def rewritten(body: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule that runs something else, under capture."""
 
-    def run(capture: Any, *args: Any, **named: Any) -> Any:
-        with capture:
+    def run(seen: Discovery, *args: Any, **named: Any) -> Any:
+        with seen.intercepting():
             return body(*args, **named)
 
     return lambda *_, **__: Rewrite(run)

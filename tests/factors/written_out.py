@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.factors.capture.capture import Capture
+from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Call, Planned, Rewrite
 from kfs.problem.risk import EmpiricalRisk
 
@@ -47,13 +47,13 @@ def written_out(kind: str) -> Any:
     def rule(call: Call, *arguments: Any) -> Planned:  # noqa: ARG001 (all rules take it)
         _, _, _, biases, layers, _, _, bidirectional, batch_first = arguments
 
-        def body(capture: Capture, x: Tensor, hx: Any, params: list[Tensor], *_: Any) -> Any:
+        def body(seen: Discovery, x: Tensor, hx: Any, params: list[Tensor], *_: Any) -> Any:
             first = hx if kind == "LSTM" else (hx, hx)
             directions = range(2 if bidirectional else 1)
             per = len(params) // (layers * len(directions))
             # A learned state gets a batch axis, as in the rule for cells.
-            data = [capture.as_data(torch.zeros_like(h)) for h in first]
-            with capture.row_queries().with_axis(0), capture:
+            data = [seen.as_data(torch.zeros_like(h)) for h in first]
+            with seen.rows.with_axis(0), seen.intercepting():
                 initial = [a + b for a, b in zip(data, first, strict=True)]
                 x = x if batch_first else x.transpose(0, 1)
                 last = []

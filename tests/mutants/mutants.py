@@ -500,9 +500,9 @@ _MUTANTS = [
         "min for max",
     ),
     capture(
-        "factors/capture/tap.py",
-        "for derived in reversed(capture.derived):",
-        "for derived in capture.derived:",
+        "factors/capture/captured_pass.py",
+        "for derived in reversed(self.derived):",
+        "for derived in self.derived:",
         "derived parameters in the wrong order",
         ("tests/factors/test_composites.py", "tests/factors/test_gradient_streams.py"),
     ),
@@ -521,7 +521,7 @@ _MUTANTS = [
         ("tests/factors/test_rows.py", "tests/factors/test_composites.py"),
     ),
     capture(
-        "factors/capture/derived.py",
+        "factors/trace/derived.py",
         "strides = tuple(0 if n == 1 else stride for n, stride in zip(padded, strides, strict=True))",
         "strides = tuple(strides)",
         "axes of length one that are expanded",

@@ -56,7 +56,7 @@ def assert_same(a: Any, b: Any) -> None:
 def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that grows with everything that watching pays for."""
     done: list[str] = []
-    for name in ("Pass", "Audits", "new_session"):
+    for name in ("Pass", "Audits", "new_trace"):
         made = getattr(watching, name)
 
         def counted(*args: Any, name: str = name, made: Any = made, **kwargs: Any) -> Any:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import SolverError
-from kfs.factors.capture import send_back as send_back_at_once
+from kfs.factors.capture import CapturedPass
 from kfs.losses import HalfSquaredError
-from kfs.optim import KFAC, watch
+from kfs.optim import KFAC
 from kfs.optim.costs import Costs
 from tests.optim.training import data, mlp, train
 
@@ -94,13 +94,13 @@ def test_costs() -> None:
 
 def test_factors_are_timed_with_the_vectors_that_are_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """This happens inside of the user's backward pass."""
-    send_back = send_back_at_once
+    send_back = CapturedPass.send_back
 
     def slowly(*args: Any) -> None:
         sleep(0.01)
         send_back(*args)
 
-    monkeypatch.setattr(watch, "send_back", slowly)
+    monkeypatch.setattr(CapturedPass, "send_back", slowly)
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1)
     train(model, optimizer, [(X, Y)] * 2, LOSS)

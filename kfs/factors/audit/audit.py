@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from math import isfinite, isnan, nan, prod
+from math import isfinite, isnan, nan
 from typing import Any
 
 import torch
@@ -33,16 +33,15 @@ from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.audit.gradient_sums import GradientSums
 from kfs.factors.audit.report import Audit, AuditedUse, percent
 from kfs.factors.audit.row_experiments import Counts, RowExperiments, hold_for
-from kfs.factors.capture.capture import Capture, hidden_uses
-from kfs.factors.capture.row_queries import AuditResult, KnownUse, Question, RowQuery, What
-from kfs.factors.capture.tap import backward, measure_rows, pass_derived
+from kfs.factors.capture.captured_pass import CapturedPass, hidden_uses
 from kfs.factors.rows.counted import ALL, RowRule
 from kfs.factors.rows.measure import Measured, probes
-from kfs.factors.trace.session import Session
+from kfs.factors.rows.queries import MeasureRows, PendingQuery
+from kfs.factors.rows.source import AuditResult, KnownUse, Question, RowQuery, What
+from kfs.factors.trace.trace import Trace
 from kfs.factors.trace.tracking import Tracker, tensors_of
 from kfs.problem.data import can_be_cut, cut
 from kfs.problem.isolation import uncompiled
-from kfs.runtime.nested import mapped
 from kfs.runtime.precision import IN_HALF_PRECISION, at_least_float32, tolerance_for
 
 
@@ -165,7 +164,7 @@ def audit(
     run: Run,
     x: Any,
     num_data: int,
-    session: Session,
+    trace: Trace,
     batch_axis: int | None = None,
     halves: bool = True,
     whole: bool = False,
@@ -178,7 +177,7 @@ def audit(
         run: Evaluates the model.
         x: A batch of inputs.
         num_data: Number of examples.
-        session: Has parameters and rules. It is not modified.
+        trace: Has parameters and rules. It is not modified.
         batch_axis: Position of the batch axis in inputs, if not the first.
         halves: Whether each prediction depends on one example alone, so that half of the examples have the same ones.
         whole: Whether to audit all examples in any case.
@@ -195,7 +194,7 @@ def audit(
         if num_data > FEW and not whole and can_be_cut(x, num_data, FEW, batch_axis):
             try:
                 part = cut(x, num_data, range(num_data - FEW, num_data), batch_axis)
-                return _Audit(run, part, FEW, session, batch_axis, halves, counts=counts, earlier=earlier).result()
+                return _Audit(run, part, FEW, trace, batch_axis, halves, counts=counts, earlier=earlier).result()
             except Exception:
                 log.debug("The audit of %d examples did not go through; now all %d.", FEW, num_data, exc_info=True)
         if num_data == 1 and can_be_cut(x, 1, 1, batch_axis):
@@ -203,11 +202,11 @@ def audit(
             # do.
             try:
                 twice = cut(x, 1, [0, 0], batch_axis)
-                one = _Audit(run, twice, 2, session, batch_axis, halves, counts=counts, earlier=earlier)
+                one = _Audit(run, twice, 2, trace, batch_axis, halves, counts=counts, earlier=earlier)
                 return _of_one_datum(*one.result())
             except Exception:
                 log.debug("The audit of two copies of an example did not go through; now one.", exc_info=True)
-        every = _Audit(run, x, num_data, session, batch_axis, halves, whole=True, counts=counts, earlier=earlier)
+        every = _Audit(run, x, num_data, trace, batch_axis, halves, whole=True, counts=counts, earlier=earlier)
         return every.result()
 
 
@@ -224,7 +223,7 @@ class _Audit:
         run: Run,
         x: Any,
         num_data: int,
-        session: Session,
+        trace: Trace,
         batch_axis: int | None,
         halves: bool,
         whole: bool = False,
@@ -237,44 +236,42 @@ class _Audit:
         self.rules_hold = False
         self.x = x
         self.num_data = num_data
-        self.session = session.renewed()
+        self.trace = trace.renewed()
         self.batch_axis = batch_axis
         self.halves = halves and num_data > 1
         self.whole = whole
-        self.params = session.tracker.params
+        self.params = trace.tracker.params
 
     def result(self) -> tuple[Audited, Tensor]:
         """Run the audit."""
         # Run under capture, and compare predictions and gradients with those of the model alone.
         names = list(self.params)
         with _without_hooks(self.params.values()):
-            f, capture, sums, exact = self._captured([self.params[name] for name in names])
+            f, one, sums, exact = self._captured([self.params[name] for name in names])
         tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f.dtype, f.device)
         predictions = self._compare_predictions(f.detach(), tolerance)
-        gradients, unexplained = self._compare_gradients(
-            f, capture, sums, dict(zip(names, exact, strict=True)), tolerance
-        )
+        gradients, unexplained = self._compare_gradients(f, one, sums, dict(zip(names, exact, strict=True)), tolerance)
         # Store what later batches need: row maps, answers, uses that are not covered.
-        queries = list(capture.row_queries().opened)
-        uses = [query for query in queries if not query.meeting]
+        pending, asked = list(self.rows.opened), list(self.rows.asked)
+        uses = [one for one in pending if not one.query.meeting]
         known = replace(
             self.known,
-            answers={question: answer for question, answer, _ in capture.row_queries().questions},
-            uses=tuple(self._placed(query, capture.routes) for query in uses),
-            meetings=tuple(self._placed(query, capture.routes) for query in queries if query.meeting),
+            answers={question: answer for question, answer, _ in self.rows.questions},
+            uses=tuple(self._placed(query, one.routes) for query in uses),
+            meetings=tuple(self._placed(query, one.routes) for query in pending if query.query.meeting),
             unexplained=frozenset(unexplained),
-            inputs=tuple(is_data for _, is_data in capture.marks.inputs),
-            both_ways=frozenset(self.session.both_ways),
+            inputs=tuple(is_data for _, is_data in one.marks.inputs),
+            both_ways=frozenset(self.trace.both_ways),
         )
         # Find out which rows count, by further passes.
-        mixes = any(query.measured is not None and query.measured.mixes for query in queries)
-        capture.row_queries().forget()
-        known = self._with_row_rules(known, capture, mixes)
+        mixes = any(query.measured is not None and query.measured.mixes for query in pending)
+        self.rows.forget()
+        known = self._with_row_rules(known, asked, one.routes, mixes)
         report = Audit(
             self.num_data,
             predictions,
             gradients,
-            tuple(self._audited_uses(uses, known, capture.routes)),
+            tuple(self._audited_uses(uses, known, one.routes)),
             tolerance,
             missed=tuple(name for name in gradients if name in dict(unexplained)),
             unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None and name not in gradients),
@@ -282,19 +279,19 @@ class _Audit:
         )
         return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
 
-    def _audited_uses(self, queries: Sequence[RowQuery], known: AuditResult, routes: bool) -> Iterator[AuditedUse]:
+    def _audited_uses(self, queries: Sequence[PendingQuery], known: AuditResult, routes: bool) -> Iterator[AuditedUse]:
         """Generate the report of all measured uses."""
         rules: dict[What, list[RowRule]] = {}
         for what, rule in known.rows:
             rules.setdefault(what, []).append(rule)
         for query in queries:
-            operation, parameter = query.what
-            rules_left = rules.get(query.what)
+            operation, parameter = query.query.what
+            rules_left = rules.get(query.query.what)
             order, counted = self._rows(query, routes), str(rules_left.pop(0)) if rules_left else ""
             both = [order] if order == _MEASURED or not counted else [order, counted]
             yield AuditedUse(parameter, operation, ", ".join(both), _misfit(query))
 
-    def _with_row_rules(self, known: AuditResult, capture: Capture, mixes: bool) -> AuditResult:
+    def _with_row_rules(self, known: AuditResult, asked: Sequence[RowQuery], routes: bool, mixes: bool) -> AuditResult:
         """Add the row rule of every use."""
         counts = self.counts
         if counts is None:
@@ -302,10 +299,12 @@ class _Audit:
         # An example without any target that counts has no row that does, unless predictions depend on other examples.
         otherwise = ALL if counts.class_axis is None or mixes else RowRule("data")
         known = replace(known, otherwise=otherwise)
-        if capture.most_positions <= self.num_data and not capture.routes:  # one row of every example
+        most_positions = max((query.rows * query.positions for query in asked), default=0)
+        if most_positions <= self.num_data and not routes:  # one row of every example
             return known
         before = self.earlier
-        if before is not None and hold_for(before.rows, capture.whats):
+        whats = [query.what for query in asked]
+        if before is not None and hold_for(before.rows, whats):
             return replace(
                 known,
                 rows=before.rows,
@@ -313,75 +312,77 @@ class _Audit:
                 checked=before.checked,
                 distrusted=before.distrusted,
             )
-        axis, routes = self.batch_axis, capture.routes
-        tried = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes)
+        axis = self.batch_axis
+        tried = RowExperiments(self.run, self.x, self.num_data, self.trace, axis, known, counts, routes)
         rules = tried.rules()
         if self.num_data == 1:  # a single example's rows are all rows
             rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
         # A few short sequences do not distinguish row rules.
-        are_many = self.num_data == FEW and capture.most_positions >= _ENOUGH * self.num_data
-        self.rules_hold = are_many and hold_for(rules, capture.whats)
+        are_many = self.num_data == FEW and most_positions >= _ENOUGH * self.num_data
+        self.rules_hold = are_many and hold_for(rules, whats)
         return replace(known, rows=rules, has_mask=tried.has_mask, checked=tried.checked)
 
-    def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
+    def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, CapturedPass, GradientSums, Sequence[Tensor | None]]:
         """Run the model until answers are stable: which results have a row per example, and which inputs are constant.
 
         Returns:
-            Predictions, the capture, sums over uses, and gradients of `params` by autograd.
+            Predictions, the pass, sums over uses, and gradients of `params` by autograd.
         """
         self.known = AuditResult()
-        first: Capture | None = None  # the first pass in which examples mixed
+        first: list[PendingQuery] = []  # those of the first pass in which examples mixed
         rounds = 0
         while True:
             rounds += 1
             sums = GradientSums()
-            capture = Capture(self.session, sums, self.num_data, self.batch_axis, self.known, measuring=True)
-            f = self._forward(capture)
-            exact = self._send_back(f, capture, params)
+            one = self._new_pass(sums)
+            f = self._forward(one)
+            exact = self._send_back(f, one, params)
             # Repeat the pass if weights are used both ways, or if answers to questions were wrong.
-            if not self.session.both_ways >= sums.placement.both_ways:
-                self.session.learn(sums.placement.both_ways)
+            both_ways = self.trace.blocks.both_ways
+            if not self.trace.both_ways >= both_ways:
+                self.trace.learn(both_ways)
                 continue
-            changed = self._changed_answers(capture)
+            changed = self._changed_answers()
             if changed and rounds < _ROUNDS:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
             # If examples mix, an input may be the same for all examples: try other inputs as constants.
-            mixed = [
-                query for query in capture.row_queries().opened if query.measured is not None and query.measured.mixes
-            ]
-            if not mixed or self.session.mixing:
-                return f, capture, sums, exact
-            first = first or capture
-            constants = self._more_constants(capture)
+            mixed = [query for query in self.rows.opened if query.measured is not None and query.measured.mixes]
+            if not mixed or self.trace.mixing:
+                return f, one, sums, exact
+            first = first or list(self.rows.opened)
+            constants = self._more_constants(one)
             if constants is None:
                 raise self._mixing(first)
             self.known = AuditResult(constants=constants)
 
-    def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def _new_pass(self, sums: GradientSums) -> CapturedPass:
+        """Return a pass that measures all row maps. Blocks are placed anew in every pass."""
+        self.trace.restart_blocks()
+        mixing = self.trace.mixing
+        self.rows = MeasureRows(
+            self.num_data, self.batch_axis, answers=self.known.answers, mixing=mixing, keeps_first=True
+        )
+        return CapturedPass(self.trace, sums, self.num_data, self.batch_axis, self.known, self.rows)
+
+    def _send_back(self, f: Tensor, one: CapturedPass, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Measure row maps, sum gradients times inputs, and return gradients by autograd for the same vectors."""
-        queries = capture.queries
-        if self.num_data == 1 or queries is None or not (queries.opened or queries.observed):  # no query is pending
-            return backward(f, capture, next(probes(f, self.num_data)).unsqueeze(0), also=params)
-        exact = measure_rows(f, capture, also=params)
+        if self.num_data == 1 or not self.rows.need_probes:
+            return one.backward(f, next(probes(f, self.num_data)).unsqueeze(0), also=params)
+        exact = one.measure_rows(f, also=params)
         with full_precision(f.device.type):
-            queries.replay()
-            pass_derived(capture)
+            self.rows.replay()
+            one.pass_derived()
         return exact
 
-    def _forward(self, capture: Capture, within: AbstractContextManager[Any] | None = None) -> Tensor:
-        """Run the model under capture."""
-        marked = mapped(self.x, capture.mark_data)
-        try:
-            return self.run(marked, self.num_data, capture if within is None else within)
-        finally:
-            capture.clear_marks()
-            capture.running = False
+    def _forward(self, one: CapturedPass, within: AbstractContextManager[Any] | None = None) -> Tensor:
+        """Run the model in a captured pass."""
+        return self.run(one.mark(self.x), self.num_data, one if within is None else within)
 
-    def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
+    def _changed_answers(self) -> dict[Question, bool]:
         """Return corrections of wrong answers."""
         changed: dict[Question, bool] = {}
-        for question, answer, queries in capture.row_queries().questions:
+        for question, answer, queries in self.rows.questions:
             found = [query.measured for query in queries if query.measured is not None and query.measured.has_votes]
             if not found:
                 continue
@@ -398,16 +399,16 @@ class _Audit:
         """
         return found.is_precise or 2 * found.number_of_owners > self.num_data
 
-    def _more_constants(self, capture: Capture) -> frozenset[int] | None:
+    def _more_constants(self, one: CapturedPass) -> frozenset[int] | None:
         """Return the next set of inputs to try as constants; `None` if all were tried.
 
         The first set has all inputs without an axis as long as the batch; then come single inputs.
         """
-        data = [place for place, (_, is_data) in enumerate(capture.marks.inputs) if is_data]
+        data = [place for place, (_, is_data) in enumerate(one.marks.inputs) if is_data]
         if not self.known.constants:
-            without = [place for place in data if self.num_data not in capture.marks.inputs[place][0]]
+            without = [place for place in data if self.num_data not in one.marks.inputs[place][0]]
             self.candidates = [frozenset(without)] if without else []
-            self.candidates += [frozenset([place]) for place in reversed(data)] if len(capture.marks.inputs) > 1 else []
+            self.candidates += [frozenset([place]) for place in reversed(data)] if len(one.marks.inputs) > 1 else []
         return self.candidates.pop(0) if self.candidates else None
 
     def _compare_predictions(self, f: Tensor, tolerance: float) -> float:
@@ -449,14 +450,14 @@ class _Audit:
             return None
 
     def _compare_gradients(
-        self, f: Tensor, capture: Capture, sums: GradientSums, exact: Mapping[str, Tensor | None], tolerance: float
+        self, f: Tensor, one: CapturedPass, sums: GradientSums, exact: Mapping[str, Tensor | None], tolerance: float
     ) -> tuple[dict[str, float], set[tuple[str, str]]]:
         """Compare sums over uses with gradients by autograd.
 
         Returns:
             Relative differences by parameter, and `(parameter, why)` of uses that were missed or misread.
         """
-        left_out = {name for name, _ in capture.unexplained | sums.conflicts}
+        left_out = {name for name, _ in one.unexplained | sums.conflicts}
         zeros = torch.zeros_like
         gradients = {name: zeros(self.params[name]) if g is None else g.to_dense() for name, g in exact.items()}
         differences: dict[str, float] = {}
@@ -467,7 +468,7 @@ class _Audit:
             if not isfinite(distance + size + terms):
                 differences[name] = nan
                 continue
-            precision = torch.bfloat16 if name in sums.narrow else capture.precisions.get(name, f.dtype)
+            precision = torch.bfloat16 if name in sums.narrow else one.precisions.get(name, f.dtype)
             roundings = _ROUNDINGS_IN_HALF_PRECISION if torch.finfo(precision).bits == 16 else _ROUNDINGS
             noise = roundings * torch.finfo(precision).eps * terms
             if distance <= noise:  # terms may cancel, so that only rounding errors are left
@@ -492,24 +493,24 @@ class _Audit:
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Return the error that names the first operation whose result differs under capture."""
-        plain, captured = Results(self.session.tracker), Results(self.session.tracker)
+        plain, captured = Results(self.trace.tracker), Results(self.trace.tracker)
         once = self.run(self.x, self.num_data, plain).detach()
         if difference_of(self.run(self.x, self.num_data, None).detach(), once) > tolerance:
             return NotRepeatableError(
                 "The model is not the same function in every call: its predictions for the same data differ.",
                 "Remove random draws and counters outside of PyTorch. If you know the cause, pass audit=False.",
             )
-        capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
-        self._forward(capture, both(capture, captured))
+        one = self._new_pass(GradientSums())
+        self._forward(one, both(one, captured))
         return wrong_rule(plain, captured, difference, tolerance)
 
-    def _mixing(self, capture: Capture) -> ModelError:
+    def _mixing(self, opened: Sequence[PendingQuery]) -> ModelError:
         """Return the error that names the operations between which examples mix."""
-        queries = [query for query in capture.row_queries().opened if query.measured is not None]
+        queries = [query for query in opened if query.measured is not None]
         last = max(place for place, query in enumerate(queries) if query.measured.mixes)  # type: ignore[union-attr]
-        operation, parameter = queries[last].what
+        operation, parameter = queries[last].query.what
         after = (
-            f", and before {queries[last + 1].what[0]} ({queries[last + 1].what[1]!r})"
+            f", and before {queries[last + 1].query.what[0]} ({queries[last + 1].query.what[1]!r})"
             if last + 1 < len(queries)
             else ""
         )
@@ -518,19 +519,19 @@ class _Audit:
             f"for several examples (gradients are off by {percent(_misfit(queries[last]))})."
         )
 
-    def _placed(self, query: RowQuery, routes: bool) -> KnownUse:
+    def _placed(self, query: PendingQuery, routes: bool) -> KnownUse:
         """Return the row map of a query in the form that later batches use."""
         certain = query.certain and not routes and query.measured is not None and query.measured.has_votes
-        return KnownUse(query.what, query.leading, self.num_data, query.inner if certain else None)
+        return KnownUse(query.query.what, query.query.leading, self.num_data, query.inner if certain else None)
 
-    def _rows(self, query: RowQuery, routes: bool) -> str:
+    def _rows(self, query: PendingQuery, routes: bool) -> str:
         """Describe the order of rows for the report."""
         inner = self._placed(query, routes).inner
         if query.measured is not None and not query.measured.has_votes:
             return "no gradient"
         if inner is None:
             return _MEASURED
-        shared = prod(query.leading) // self.num_data
+        shared = query.query.rows // self.num_data
         if inner == shared:
             return "batch first" if shared > 1 else "one row per example"
         return "batch last" if inner == 1 else f"{inner} of {shared} rows of an example together"
@@ -550,5 +551,5 @@ def _without_hooks(params: Any) -> Iterator[None]:
             one.update(before)
 
 
-def _misfit(query: RowQuery) -> float:
+def _misfit(query: PendingQuery) -> float:
     return 0.0 if query.measured is None else query.measured.worst

@@ -14,8 +14,8 @@ from torch.nn import Module
 from kfs.factors.audit.audit import FEW, Audited, Run, audit, compare_whole
 from kfs.factors.audit.report import Audit
 from kfs.factors.audit.row_experiments import Counts
-from kfs.factors.capture.row_queries import AuditResult
-from kfs.factors.trace.session import Session
+from kfs.factors.rows.source import AuditResult
+from kfs.factors.trace.trace import Trace
 from kfs.problem.data import Batch, axis_to_cut
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.cuda_graphs import attributes_of
@@ -82,32 +82,32 @@ class Audits:
 
     Args:
         model: A module, or a function.
-        session: Has parameters and rules.
+        trace: Has parameters and rules.
         batch_axis: Position of the batch axis in inputs, if not the first.
         halves: Whether each prediction depends on one example alone; not so in training.
         counts: The source of masks and ignored targets. By default, all rows count.
 
     Attributes:
         report: The merged report of all batches so far; `None` if there was no batch.
-        session: The session that audits use. It may be replaced by one with other tensors for the same parameters.
+        trace: The trace that audits use. It may be replaced by one with other tensors for the same parameters.
     """
 
     def __init__(
         self,
         model: Any,
-        session: Session,
+        trace: Trace,
         batch_axis: int | None = None,
         halves: bool = True,
         counts: Counts | None = None,
     ) -> None:
         self._counts = counts
         self.report: Audit | None = None
-        self.session = session
+        self.trace = trace
         self._batch_axis = batch_axis
         self._halves = halves
         self._done = _done(model)
         self._model = model
-        self._key = (_described(model, session), batch_axis, halves)
+        self._key = (_described(model, trace), batch_axis, halves)
         self._state = self._done.state(model)
         self._seen: list[Audited] = []
         self._predictions: Tensor | None = None
@@ -137,7 +137,7 @@ class Audits:
                 run,
                 x,
                 num_data,
-                self.session,
+                self.trace,
                 self._batch_axis,
                 self._halves,
                 counts=self._counts,
@@ -190,7 +190,7 @@ class Audits:
 
     def _keys(self, x: Any, num_data: int) -> tuple[Any, Any]:
         """Return the cache key of an audit, with and without sizes of inputs."""
-        kind = self.session.device_type
+        kind = self.trace.device_type
         context = (self._key, self._state, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         strict, less_strict = _shapes(x, num_data, self._batch_axis)
         return (context, strict), (context, less_strict)
@@ -217,7 +217,7 @@ class Audits:
         if is_first:  # the pass that the audit was run for
             return set()
         run = partial(_evaluate, risk, batch)
-        other, _ = audit(run, batch.x, len(batch.y), self.session, self._batch_axis, self._halves, whole=True)
+        other, _ = audit(run, batch.x, len(batch.y), self.trace, self._batch_axis, self._halves, whole=True)
         return set(other.known.unexplained)
 
     def compare(self, f: Tensor) -> None:
@@ -264,15 +264,15 @@ def _changes(one: dict[Any, Any], other: dict[Any, Any]) -> set[Any]:
     return {name for name, _ in one.items() ^ other.items()}
 
 
-def _described(model: Any, session: Session) -> Any:
+def _described(model: Any, trace: Trace) -> Any:
     """Return everything but inputs that the audits of a model depend on: its modules, and the tracked parameters."""
     modules = model.modules() if isinstance(model, Module) else ()
-    params = session.tracker.params.items()
+    params = trace.tracker.params.items()
     return (
         tuple((id(module), type(module), module.training) for module in modules),
         tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in params),
-        session.joint_bias,
-        session.mixing,
+        trace.joint_bias,
+        trace.mixing,
     )
 
 

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums
-from kfs.factors.capture.capture import Capture, Used
-from kfs.factors.capture.row_queries import AuditResult, What
-from kfs.factors.capture.tap import backward, measure_rows
+from kfs.factors.capture.captured_pass import CapturedPass, Used
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule, matching_rule
 from kfs.factors.rows.measure import MULTIPLE, has_gradient, probes
 from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.trace.session import Session
+from kfs.factors.rows.source import AuditResult, What
+from kfs.factors.trace.trace import Trace
 from kfs.problem.data import MaskSource
 from kfs.runtime.nested import mapped, tensors_in
 
@@ -69,7 +68,7 @@ class _Seen:
     def note(self) -> None:
         """Record which rows have a gradient, after a vector and its multiple were sent back."""
         if len(self.arrived) == 2:
-            self.rows.append(has_gradient(*self.arrived).reshape(self.used.rows, self.used.positions))
+            self.rows.append(has_gradient(*self.arrived).reshape(self.used.query.rows, self.used.query.positions))
         elif self.rows:  # no gradient arrived
             self.rows.append(torch.zeros_like(self.rows[0]))
         self.arrived.clear()
@@ -140,7 +139,7 @@ class RowExperiments:
     run: Run  # evaluates the model
     x: Any  # inputs
     num_data: int
-    session: Session
+    trace: Trace
     batch_axis: int | None
     known: AuditResult  # results of the audit so far
     counts: Counts
@@ -179,13 +178,13 @@ class RowExperiments:
             rules = {n: rule if self._is_regular(seen[n].used) else MEASURED for n, rule in rules.items()}
         self.checked = min((n for n, one in seen.items() if self._shows_padding(one, rules[n])), default=None)
         uses = range(max(seen, default=-1) + 1)
-        return tuple((seen[n].used.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
+        return tuple((seen[n].used.query.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
 
     def _shows_padding(self, one: _Seen, rule: RowRule) -> bool:
         """Whether gradients of a use would show padding that these examples lack: in tokens or other inputs."""
         inputs = tensors_in(self.x)
         plausible = len(inputs) > 1 or any(t.ndim > 1 and not t.is_floating_point() for t in inputs)
-        several = one.used.rows * one.used.positions > self.num_data and not one.used.by_construction
+        several = one.used.query.rows * one.used.query.positions > self.num_data and not one.used.by_construction
         # Zeros mean nothing if values determine which rows have gradients, or if every batch is measured anyway.
         return plausible and several and one.rounds == 1 and rule.kind not in {"positions", "measured"}
 
@@ -242,7 +241,7 @@ class RowExperiments:
         """Return the mask's rule if the user computes the mask and no padding of these examples can show it."""
         if not callable(self.counts.source.mask) or self.mask is None or not self.mask.all():
             return rule
-        size = one.used.rows * one.used.positions // self.num_data
+        size = one.used.query.rows * one.used.query.positions // self.num_data
         fits = size > 1 and size % self.mask.shape[1] == 0
         return RowRule("mask") if rule.kind in {"all", "data"} and fits else rule
 
@@ -250,7 +249,7 @@ class RowExperiments:
         """Whether the rows of a use are in a regular order in all batches."""
         if used.by_construction or self.num_data == 1:
             return True
-        return used.query < len(self.known.uses) and self.known.uses[used.query].inner is not None
+        return used.known < len(self.known.uses) and self.known.uses[used.known].inner is not None
 
     def _all(self, noise: torch.Generator | None = None) -> tuple[list[BatchMasks], dict[int, _Seen]]:
         """Run all experiments, and return masks, and rows with gradients by the index of the use."""
@@ -274,29 +273,25 @@ class RowExperiments:
         self, x: Any, mask: Tensor | None, noise: torch.Generator | None
     ) -> tuple[list[BatchMasks], dict[int, _Seen]]:
         """Run the model once, send some vectors back, and return their masks and the rows that had gradients."""
-        capture = Capture(self.session, _NoSums(), self.num_data, self.batch_axis, self.known)
-        capture.noise = noise
         seen: dict[int, _Seen] = {}
 
         def observe(used: Used, row_map: RowMap, _: Receiver) -> Receiver:
             seen[used.number] = _Seen(used, row_map)
             return seen[used.number].receive
 
-        capture.observer = observe
-        try:
-            f = self.run(mapped(x, capture.mark_data), self.num_data, capture)
-        finally:
-            capture.clear_marks()
-            capture.running = False
-        measure_rows(f, capture)
+        one = CapturedPass(
+            self.trace, _NoSums(), self.num_data, self.batch_axis, self.known, observer=observe, noise=noise
+        )
+        f = self.run(one.mark(x), self.num_data, one)
+        one.measure_rows(f)
         v = next(probes(f, self.num_data))
         masks = list(self._masks(f, mask))
-        for one in masks:
+        for of_vector in masks:
             for multiple in (1, MULTIPLE):
-                backward(f, capture, one.of_predictions(multiple * v).unsqueeze(0), keep_graph=True)
+                one.backward(f, of_vector.of_predictions(multiple * v).unsqueeze(0), keep_graph=True)
             for use in seen.values():
                 use.note()
-        capture.row_queries().forget()
+        one.rows.forget()
         # A mask may leave nothing to attend to. Then predictions are not finite, and gradients are meaningless.
         usable = mask is self.mask or not f.isnan().any()
         return masks, {number: use for number, use in seen.items() if usable and len(use.rows) == len(masks)}

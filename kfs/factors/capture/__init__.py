@@ -1,7 +1,7 @@
-"""Capture: one forward and one backward pass of a model, in which operations with tracked parameters are seen."""
+"""Captured passes: one forward and one backward pass of a model, whose uses of tracked parameters are accumulated."""
 
-from kfs.factors.capture.capture import Capture, forward, recorder_for
-from kfs.factors.capture.row_queries import AuditResult
-from kfs.factors.capture.tap import backward, measure_rows, pass_derived, send_back
+from kfs.factors.capture.captured_pass import CapturedPass, forward, hidden_uses
+from kfs.factors.capture.tap import Phase
+from kfs.factors.trace.discovery import Interception
 
-__all__ = ["AuditResult", "Capture", "backward", "forward", "measure_rows", "pass_derived", "recorder_for", "send_back"]
+__all__ = ["CapturedPass", "Interception", "Phase", "forward", "hidden_uses"]

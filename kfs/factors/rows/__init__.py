@@ -5,5 +5,6 @@ An activation has one row for every vector of features; its leading axes, flatte
 
 from kfs.factors.rows.counted import BatchMasks
 from kfs.factors.rows.row_map import RowMap
+from kfs.factors.rows.source import AuditResult
 
-__all__ = ["BatchMasks", "RowMap"]
+__all__ = ["AuditResult", "BatchMasks", "RowMap"]

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from kfs.factors.accumulate.block_sums import BlockMap
 from kfs.factors.rules import (
     attention,
     convolution,
@@ -23,7 +24,7 @@ from kfs.factors.rules import (
 )
 from kfs.factors.rules.fallback import without_rule
 from kfs.factors.trace.plan import Call, Planned
-from kfs.factors.trace.session import Rule, Session
+from kfs.factors.trace.trace import Rule, Trace
 
 RULES = {
     **linear.RULES,
@@ -37,12 +38,16 @@ RULES = {
 }
 
 
-def new_session(
-    params: Mapping[str, Tensor], joint_bias: bool = True, mixing: bool = False, model: Module | None = None
-) -> Session:
-    """Return a new session with all rules. Arguments are those of `Session`."""
+def new_trace(
+    params: Mapping[str, Tensor],
+    joint_bias: bool = True,
+    mixing: bool = False,
+    model: Module | None = None,
+    blocks: BlockMap | None = None,
+) -> Trace:
+    """Return a new trace with all rules. Arguments are those of `Trace`."""
     rules = {func: asked(rule) for func, rule in RULES.items()}
-    return Session(params, rules, without_rule, joint_bias, mixing, model)
+    return Trace(params, rules, without_rule, joint_bias, mixing, model, blocks)
 
 
 @cache
@@ -63,4 +68,4 @@ def asked(rule: Rule) -> Rule:
     return ask
 
 
-__all__ = ["RULES", "asked", "new_session"]
+__all__ = ["RULES", "asked", "new_trace"]

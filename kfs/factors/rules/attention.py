@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.factors.capture.capture import Capture
 from kfs.factors.rules.elementwise import broadcast, joined
+from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite
 
 _BODY = FunctionType(
@@ -28,8 +28,8 @@ def multi_head_attention(call: Call, *args: Any, **named: Any) -> Planned:
     return Rewrite(_attend)
 
 
-def _attend(capture: Capture, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    with capture.row_queries().with_axis(1 if query.ndim == 3 else None), capture:
+def _attend(seen: Discovery, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    with seen.rows.with_axis(1 if query.ndim == 3 else None), seen.intercepting():
         return _BODY(query, *args, **kwargs)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kfs.factors.accumulate.inputs import Rows
-from kfs.factors.capture.derived import Spread, on_device
 from kfs.factors.layout import Layout
+from kfs.factors.trace.derived import Spread, on_device
 from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read
 from kfs.factors.trace.tracking import is_in_place
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.inputs import OneHot
-from kfs.factors.capture.capture import Capture
+from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Rewrite
 from kfs.problem.torch_fixes import embedding_bag_written_out, refuse_changing_embedding
 
@@ -41,8 +41,8 @@ def embedding_bag(call: Call, *args: Any, **named: Any) -> Planned:
     return Rewrite(_written_out)
 
 
-def _written_out(capture: Capture, *args: Any, **named: Any) -> Tensor:
-    with capture:
+def _written_out(seen: Discovery, *args: Any, **named: Any) -> Tensor:
+    with seen.intercepting():
         return embedding_bag_written_out(*args, **named)
 
 

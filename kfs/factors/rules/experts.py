@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kfs.factors.capture.capture import Capture
 from kfs.factors.rules.elementwise import broadcast
+from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite, argument_at
 
 
@@ -34,9 +34,9 @@ def product(call: Call, a: Argument, b: Argument) -> Planned:
     def multiply(vectors: Tensor, matrix: Tensor) -> Tensor:
         return matrix @ vectors if weight is a else vectors @ matrix
 
-    def body(capture: Capture, *args: Any, **kwargs: Any) -> Tensor:
+    def body(seen: Discovery, *args: Any, **kwargs: Any) -> Tensor:
         W, vectors = (argument_at(t.place, args, kwargs) for t in (weight, x))
-        with capture:
+        with seen.intercepting():
             return _over_experts(vectors, W, multiply)
 
     return Rewrite(body)
@@ -63,9 +63,9 @@ def einsum(weight: Argument, x: Argument, letters: tuple[str, str, str]) -> Plan
     repeated = _is_repeated(weight)
     matrix, vectors, output = (part.replace(expert, "") for part in letters)
 
-    def body(capture: Capture, *args: Any, **kwargs: Any) -> Tensor:
+    def body(seen: Discovery, *args: Any, **kwargs: Any) -> Tensor:
         W, data = (argument_at(t.place, args, kwargs) for t in (weight, x))
-        with capture:
+        with seen.intercepting():
             if repeated:
                 return torch.einsum(f"{matrix},{v}->{result}", W[0], data)
             pairs = zip(W.unbind(0), data.unbind(axis), strict=True)
@@ -90,9 +90,9 @@ def baddbmm(
         return None
     joins = beta == 1 and alpha == 1 and _are_biases(input, batch1, batch2)
 
-    def body(capture: Capture, *args: Any, **kwargs: Any) -> Tensor:
+    def body(seen: Discovery, *args: Any, **kwargs: Any) -> Tensor:
         bias, a, b = (argument_at(t.place, args, kwargs) for t in (input, batch1, batch2))
-        with capture:
+        with seen.intercepting():
             if joins:
                 triples = zip(bias.squeeze(1).unbind(0), a.unbind(0), b.unbind(0), strict=True)
                 return torch.stack([torch.addmm(*triple) for triple in triples])
@@ -121,11 +121,11 @@ def grouped_mm(
     if bias is not None or out_dtype is not None or not input.data or not _is_stack(mat2):
         return None
 
-    def body(capture: Capture, *args: Any, **kwargs: Any) -> Tensor:
+    def body(seen: Discovery, *args: Any, **kwargs: Any) -> Tensor:
         x, W = (argument_at(t.place, args, kwargs) for t in (input, mat2))
         ends = None if offs is None else argument_at(offs.place, args, kwargs).tolist()
         # Autocast does not affect this operation, but would affect its parts.
-        with torch.autocast(x.device.type, enabled=False), capture:
+        with torch.autocast(x.device.type, enabled=False), seen.intercepting():
             if ends is None:
                 return _over_experts(x, W, torch.matmul)
             sizes = [stop - start for start, stop in pairwise([0, *ends])]

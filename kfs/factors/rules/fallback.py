@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.inputs import Rows
-from kfs.factors.accumulate.interface import Receiver
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.capture.capture import Capture, prepared
-from kfs.factors.capture.derived import Spread, add_derived, on_device, scattered, settled, tap_spread
 from kfs.factors.rows.row_map import RowMap
+from kfs.factors.rows.source import Receiver, RowQuery
 from kfs.factors.rules import elementwise, linear
 from kfs.factors.rules.elementwise import all_rows, entries_layout
+from kfs.factors.trace.derived import Spread, add_derived, on_device, scattered, tap_spread
+from kfs.factors.trace.discovery import Discovery, prepared
 from kfs.factors.trace.plan import Argument, Broadcast, Call, Plan, argument_at
-from kfs.factors.trace.session import no_rule
+from kfs.factors.trace.trace import no_rule
 from kfs.factors.trace.tracking import Derived, Tracked, is_in_place, tensors_of
 
 # Operations whose results consist of entries of their first argument.
@@ -30,50 +30,50 @@ _MOVE_NAMES = (
 _MOVES = {getattr(owner, name) for name in _MOVE_NAMES for owner in (torch, Tensor) if hasattr(owner, name)}
 _CASTS = {getattr(Tensor, name) for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")}
 _ELEMENTWISE = {func for func, rule in elementwise.RULES.items() if rule is elementwise.elementwise}
-# Products and lookups: `Capture` has already asked whether constants have a row for every example.
+# Products and lookups: discovery has already asked whether constants have a row for every example.
 _PRODUCTS = {linear.linear, linear.addmm, linear.matmul, linear.mm, linear.rmatmul}
 _FOLLOW = {func for func, rule in linear.RULES.items() if rule in _PRODUCTS} | {F.embedding}
 # Operations that treat all vectors of their inputs alike, so inputs may have one more leading axis.
 _BY_ROWS = _FOLLOW | _ELEMENTWISE | {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
 
 
-def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def without_rule(seen: Discovery, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that has no rule.
 
     A result of parameters and constants is tracked as a derived parameter, unless it has a row for every example. All
     other uses are probed, to find out whether predictions depend on them.
     """
     inputs = tensors_of((*args, *kwargs.values()))
-    tracked = [t for t in inputs if capture.tracker.find(t) is not None]
-    parameters = [capture.tracker.get(t) for t in tracked]
+    tracked = [t for t in inputs if seen.tracker.find(t) is not None]
+    parameters = [seen.tracker.get(t) for t in tracked]
     names = set().union(*(parameter.names for parameter in parameters))
-    has_data = any(map(capture.is_data, inputs))
+    has_data = any(map(seen.is_data, inputs))
     # An in-place operation may change a derived parameter; then its new values are tracked.
     change = None if has_data else _Change.expected(func, args, kwargs, tracked, parameters)
     result = func(*args, **kwargs)
     if change is not None and change.happened:
-        change.follow(capture)
+        change.follow(seen)
         return result
     if is_in_place(func):  # the result may not be used, so there is nothing to probe
-        why = _why_not(capture, func, parameters, has_data)
-        capture.unexplained.update((name, why) for name in names)
+        why = _why_not(seen, func, parameters, has_data)
+        seen.unexplained.update((name, why) for name in names)
         return result
     # Otherwise, track the result, or probe it if that is not possible.
     outputs = [t for t in tensors_of([result]) if t.is_floating_point() or t.is_complex()]
     storages = {t.untyped_storage()._cdata for t in tracked}
     if not outputs or all(t.untyped_storage()._cdata in storages for t in outputs):
         return result  # a view of a parameter, or nothing to differentiate
-    if capture.tracker.as_other_numbers(tracked):
+    if seen.tracker.as_other_numbers(tracked):
         operation = getattr(func, "__name__", str(func))
-        return _probed(capture, result, names, no_rule(f"{operation} as other numbers (view_as_complex)"))
-    followed = _followed(capture, func, args, kwargs, tracked, parameters, has_data, result)
+        return _probed(seen, result, names, no_rule(f"{operation} as other numbers (view_as_complex)"))
+    followed = _followed(seen, func, args, kwargs, tracked, parameters, has_data, result)
     if followed is None:
-        followed = _probed(capture, result, names, _why_not(capture, func, parameters, has_data))
+        followed = _probed(seen, result, names, _why_not(seen, func, parameters, has_data))
     return followed
 
 
 def _followed(
-    capture: Capture,
+    seen: Discovery,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -84,51 +84,51 @@ def _followed(
 ) -> Any:
     """Return the result, tracked so that its gradients reach all parameters; `None` if that is not possible."""
     different = list({id(t): t for t in tracked}.values())
-    arguments = [Argument.of((), t, capture.tracker.get(t), data=False) for t in different]
+    arguments = [Argument.of((), t, seen.tracker.get(t), data=False) for t in different]
     follows = isinstance(result, Tensor) and not has_data and all(argument.by_rows for argument in arguments)
     if follows and len(different) == 1 and func not in _FOLLOW:
-        return _Following(capture, func, args, kwargs, tracked[0], arguments[0], parameters[0], result).result()
-    expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(capture, t, parameter)]
+        return _Following(seen, func, args, kwargs, tracked[0], arguments[0], parameters[0], result).result()
+    expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(seen, t, parameter)]
     if expanded and (len({parameter.name for parameter in parameters}) > 1 or has_data):
         # With one example, everything may be a row of it; an audit knows what larger batches are like.
-        guess = capture.num_data > 1 or not has_data
-        with capture.row_queries().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
+        guess = seen.num_data > 1 or not has_data
+        with seen.rows.question(func, seen.tracker.get(expanded[0]).name, guess) as has_rows:
             if has_rows:
-                return _with_expanded(capture, func, args, kwargs, expanded[0])
-    return _Computed(capture, func, args, kwargs, different, arguments, result).result() if follows else None
+                return _with_expanded(seen, func, args, kwargs, expanded[0])
+    return _Computed(seen, func, args, kwargs, different, arguments, result).result() if follows else None
 
 
-def _why_not(capture: Capture, func: Any, parameters: list[Tracked], has_data: bool) -> str:
+def _why_not(seen: Discovery, func: Any, parameters: list[Tracked], has_data: bool) -> str:
     """Return the reason why a use is not covered: there is no rule, or the rule does not take such arguments."""
     operation = getattr(func, "__name__", str(func))
     others = " together with another parameter" if len({one.name for one in parameters}) > 1 and not has_data else ""
     before = " before it meets the batch" if any(one.derived is not None for one in parameters) else ""
-    if func in capture.session.rules and not others + before:
+    if func in seen.trace.rules and not others + before:
         return f"it is used by {operation} with arguments that the rule for it does not take"
     return no_rule(operation + others + before)
 
 
-def _may_have_rows(capture: Capture, t: Tensor, parameter: Tracked) -> bool:
+def _may_have_rows(seen: Discovery, t: Tensor, parameter: Tracked) -> bool:
     """Whether (a view of) a parameter may have a row for every example, such as expanded learned queries."""
     argument = Argument.of((), t, parameter, data=False)
-    computed = parameter.derived is not None and capture.num_data == 1
-    return argument.by_rows and (computed or elementwise.is_expanded(capture.num_data, argument))
+    computed = parameter.derived is not None and seen.num_data == 1
+    return argument.by_rows and (computed or elementwise.is_expanded(seen.num_data, argument))
 
 
-def _with_expanded(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor) -> Any:
+def _with_expanded(seen: Discovery, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor) -> Any:
     """Run an operation on (a view of) a parameter that was expanded over the batch, treating it as data."""
-    parameter = capture.tracker.get(t)
+    parameter = seen.tracker.get(t)
     argument = Argument.of((), t, parameter, data=False)
-    call = Call(func, capture.num_data)
-    collect = _per_datum_receiver(capture, call, argument, parameter)
+    call = Call(func, seen.num_data)
+    collect = _per_datum_receiver(seen, call, argument, parameter)
     spread = Spread.expanded(argument, tuple(t.shape))
     # A copy has its own storage, so it is not recognized as the parameter again.
-    swap = {id(t): tap_spread(capture, t, (call.name, parameter.name), spread, collect).clone()}
+    swap = {id(t): tap_spread(seen, t, (call.name, parameter.name), spread, collect).clone()}
     named = {key: _replaced(part, swap) for key, part in kwargs.items()}
-    with capture:
+    with seen.intercepting():
         result = func(*_replaced(args, swap), **named)
     for one in tensors_of([result]):
-        capture.marks.mark(one)  # even if nothing else depends on data
+        seen.marks.mark(one)  # even if nothing else depends on data
     return result
 
 
@@ -137,7 +137,7 @@ class _Following:
 
     def __init__(
         self,
-        capture: Capture,
+        seen: Discovery,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -146,7 +146,7 @@ class _Following:
         parameter: Tracked,
         result: Tensor,
     ) -> None:
-        self.capture = capture
+        self.seen = seen
         self.func = func
         self.args = args
         self.kwargs = kwargs
@@ -154,37 +154,37 @@ class _Following:
         self.argument = argument
         self.parameter = parameter
         self.plain = result
-        self.call = Call(func, capture.num_data)
+        self.call = Call(func, seen.num_data)
         self.what = (self.call.name, parameter.name)
         self.shape = tuple(parameter.tensor.shape)
 
     def result(self) -> Tensor:
         """Return the result, tracked so that its per-example gradients reach the parameter."""
-        num_data = self.capture.num_data
+        num_data = self.seen.num_data
         # Without an audit, guess from a new axis as long as the batch.
         guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
-        with self.capture.row_queries().question(self.func, self.parameter.name, guess) as has_data:
-            return self.capture.marks.mark(self._with_rows_of_data()) if has_data else self._derived()
+        with self.seen.rows.question(self.func, self.parameter.name, guess) as has_data:
+            return self.seen.marks.mark(self._with_rows_of_data()) if has_data else self._derived()
 
     def _with_rows_of_data(self) -> Tensor:
         """Tap the result, which has a row for every example, so that gradients are still separate."""
-        capture, shape = self.capture, tuple(self.plain.shape)
+        seen, shape = self.seen, tuple(self.plain.shape)
         if self.func in _ELEMENTWISE:
             spread = Spread.expanded(self.argument, shape)
-            z = tap_spread(capture, self.t.expand(shape), self.what, spread, self._receiver())
+            z = tap_spread(seen, self.t.expand(shape), self.what, spread, self._receiver())
             return self._again(z)
         if self.func in _MOVES or self.func in _CASTS:
             spread = Spread(shape, self._entries_of_result(), self.shape)
-            return tap_spread(capture, self.plain, self.what, spread, self._receiver())
+            return tap_spread(seen, self.plain, self.what, spread, self._receiver())
         receive, pull_back = self._back()
 
         def start(row_map: RowMap) -> Receiver:
             data = on_device(row_map.index(self.plain.numel()), self.plain.device).reshape(shape)
-            mine = [data == n for n in range(capture.num_data)]
+            mine = [data == n for n in range(seen.num_data)]
             return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum)[0] for of_datum in mine], 1))
 
-        opened = capture.open(self.what, shape, start, meeting=True)
-        return capture.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
+        opened = seen.open(RowQuery(self.what, shape, meeting=True), start)
+        return seen.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
 
     def _derived(self) -> Tensor:
         """Track the result; per-example gradients are pulled back through the operation after the backward pass."""
@@ -195,11 +195,11 @@ class _Following:
 
         token = (self.func, self.parameter.token, self.argument.offset, self.argument.shape, self.argument.stride)
         name, also = self.parameter.name, self.parameter.also
-        return add_derived(self.capture, self.plain, name, token, self.call.name, add_use, also)
+        return add_derived(self.seen, self.plain, name, token, self.call.name, add_use, also)
 
     def _receiver(self) -> Receiver:
         """Return the gradient callback for `[columns, N, *shape of the parameter]`."""
-        return _per_datum_receiver(self.capture, self.call, self.argument, self.parameter)
+        return _per_datum_receiver(self.seen, self.call, self.argument, self.parameter)
 
     def _back(self) -> tuple[Receiver, Callable[[Tensor], list[Tensor]]]:
         """Return the callback for gradients `[columns, N, *shape]` of the argument, and their computation."""
@@ -254,7 +254,7 @@ class _Change:
         """Whether the operation has changed the tensor."""
         return self.t._version != self.version
 
-    def follow(self, capture: Capture) -> None:
+    def follow(self, seen: Discovery) -> None:
         """Track the changed tensor in place of the original one."""
         old = self.parameter
 
@@ -264,9 +264,9 @@ class _Change:
             return lambda g: collect(pull_back(g)[0])
 
         derived = Derived(add_use)
-        capture.derived.append(derived)
+        seen.derived.append(derived)
         token = ("in place", self.func, old.token, self.view)
-        capture.tracker.add(Tracked(old.name, old.tensor, token, derived, old.also))
+        seen.tracker.add(Tracked(old.name, old.tensor, token, derived, old.also))
 
     def _again(self, value: Tensor) -> Tensor:
         value = value.clone()
@@ -285,7 +285,7 @@ class _Computed:
 
     def __init__(
         self,
-        capture: Capture,
+        seen: Discovery,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -293,17 +293,17 @@ class _Computed:
         arguments: list[Argument],
         result: Tensor,
     ) -> None:
-        self.capture = capture
+        self.seen = seen
         self.func = func
         self.args = args
         self.kwargs = kwargs
         self.tensors = tensors  # the tracked tensors
         self.arguments = arguments
         self.plain = result
-        self.call = Call(func, capture.num_data)
+        self.call = Call(func, seen.num_data)
         inputs = tensors_of((*args, *kwargs.values()))
-        sources = list(map(capture.tracker.find, inputs))
-        self.key = ("computed", capture.key_of(func, args, kwargs, inputs, sources))
+        sources = list(map(seen.tracker.find, inputs))
+        self.key = ("computed", seen.key_of(func, args, kwargs, inputs, sources))
         self.names = [name for source in sources if source is not None for name in sorted(source.names)]
         self.constants = [t for t, source in zip(inputs, sources, strict=True) if source is None]
         derived = [t for t, argument in zip(tensors, arguments, strict=True) if argument.derived]
@@ -313,19 +313,19 @@ class _Computed:
         """Return the result, tracked so that its per-example gradients reach all parameters."""
         if not self.constants or self.func in _FOLLOW:
             return self._followed()
-        num_data = self.capture.num_data
+        num_data = self.seen.num_data
         most = max(t.shape.count(num_data) for t in self.tensors)
         guess = num_data > 1 and self.plain.shape.count(num_data) > most
-        with self.capture.row_queries().question(self.func, self.names[0], guess) as has_data:
+        with self.seen.rows.question(self.func, self.names[0], guess) as has_data:
             if not has_data:
                 return self._followed()
-            swap = {id(t): self.capture.as_data(t) for t in self.constants}
-            with self.capture:
+            swap = {id(t): self.seen.as_data(t) for t in self.constants}
+            with self.seen.intercepting():
                 return _run_again(self.func, self.args, self.kwargs, swap)
 
     def _followed(self) -> Tensor:
         names = self.names
-        return add_derived(self.capture, self.plain, names[0], self.key, self.call.name, self._add_use, names)
+        return add_derived(self.seen, self.plain, names[0], self.key, self.call.name, self._add_use, names)
 
     def _add_use(self) -> Receiver:
         by_rule, expanded = self._by_rule()
@@ -333,7 +333,7 @@ class _Computed:
         rest = dict(expanded)
         for t, argument in zip(self.tensors, self.arguments, strict=True):
             if id(t) not in rest and (argument.name not in by_rule or any(t is one for one in self.inputs)):
-                receive = _per_datum_receiver(self.capture, self.call, argument, self.capture.tracker.get(t))
+                receive = _per_datum_receiver(self.seen, self.call, argument, self.seen.tracker.get(t))
                 rest[id(t)] = t, _at_entries(receive, argument)
 
         def run(*values: Tensor) -> Tensor:
@@ -356,21 +356,21 @@ class _Computed:
             By name of a parameter, the callback for gradients of the result. By id of a broadcast tensor, the expanded
             tensor and the callback for its gradients.
         """
-        capture, num_data, plain = self.capture, self.capture.num_data, self.plain
-        rule = capture.session.rules.get(self.func)
+        seen, num_data, plain = self.seen, self.seen.num_data, self.plain
+        rule = seen.trace.rules.get(self.func)
         aligned = self.func is F.embedding or all(t.ndim == plain.ndim for t in self.inputs)
         if rule is None or self.func not in _BY_ROWS or not aligned:
             return {}, {}
         swap = {id(t): t.detach().expand(num_data, *t.shape) for t in self.inputs}
         args = _replaced(self.args, swap)
         kwargs = {name: _replaced(part, swap) for name, part in self.kwargs.items()}
-        plans = capture.session.plans
+        plans = seen.trace.plans
         if self.key not in plans:
             copies = {id(t) for t in swap.values()}
 
             def described(place: int | str, part: Any) -> Any:
                 is_copy = id(part) in copies
-                tracked = capture.tracker.find(part) if isinstance(part, Tensor) and not is_copy else None
+                tracked = seen.tracker.find(part) if isinstance(part, Tensor) and not is_copy else None
                 return Argument.of((place,), part, tracked, data=is_copy) if isinstance(part, Tensor) else part
 
             named = {name: described(name, part) for name, part in kwargs.items()}
@@ -380,9 +380,9 @@ class _Computed:
         for step in plans[self.key] or ():
             plan = step.plan if isinstance(step, Broadcast) else step
             assert plan is not None  # noqa: S101 (derived parameters are treated as data)
-            for one in settled(capture, plan, self.call, plain):
+            for one in seen.trace.settle_once(plan, self.call, plain):
                 with full_precision(plain.device.type):
-                    receive = capture.use(one, prepared(one, args, kwargs), by_construction=True)
+                    receive = seen.use(one, prepared(one, args, kwargs), by_construction=True)
                 if isinstance(step, Broadcast):
                     t = argument_at(step.argument.place, self.args, self.kwargs)
                     expanded[id(t)] = t.expand(step.shape[1:]), receive
@@ -391,15 +391,15 @@ class _Computed:
         return by_rule, expanded
 
 
-def _per_datum_receiver(capture: Capture, call: Call, argument: Argument, parameter: Tracked) -> Receiver:
+def _per_datum_receiver(seen: Discovery, call: Call, argument: Argument, parameter: Tracked) -> Receiver:
     """Return the callback for gradients `[columns, N, *shape]` of a parameter, or of a derived one."""
     with full_precision(argument.device.type):
         if parameter.derived is None:
-            return _use_per_datum(capture, call, argument, parameter.tensor)
+            return _use_per_datum(seen, call, argument, parameter.tensor)
         return parameter.derived.collector()
 
 
-def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tensor) -> Receiver:
+def _use_per_datum(seen: Discovery, call: Call, argument: Argument, like: Tensor) -> Receiver:
     """Record a use of all entries of a parameter by every example; gradients are `[columns, N, *shape]`."""
     layout = entries_layout(argument)
     device = argument.device
@@ -408,22 +408,22 @@ def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tenso
         rows_last: Tensor = g.reshape(*g.shape[:2], -1, layout.row_size)
         return rows_last
 
-    plans, key = capture.session.plans, ("per example", call.func, layout, call.num_data)
+    plans, key = seen.trace.plans, ("per example", call.func, layout, call.num_data)
     if key not in plans:
         inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
         plans[key] = Plan(call.name, layout, inputs, read=by_rows)
-    (plan,) = settled(capture, plans[key], call, like)
-    return capture.use(plan, None, by_construction=True)
+    (plan,) = seen.trace.settle_once(plans[key], call, like)
+    return seen.use(plan, None, by_construction=True)
 
 
-def _probed(capture: Capture, result: Any, names: set[str], why: str) -> Any:
+def _probed(seen: Discovery, result: Any, names: set[str], why: str) -> Any:
     """Return results with probes that report the use as not covered if gradients reach them."""
 
     def fire(_: Tensor) -> None:
-        capture.unexplained.update((name, why) for name in names)
+        seen.unexplained.update((name, why) for name in names)
 
     if isinstance(result, Tensor):
-        return capture.tap(result, fire, probed=True)
+        return seen.tap(result, fire, probed=True)
     fire(tensors_of(result)[0])  # several results are not probed one by one
     return result
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.inputs import Inputs, Rows, Vectors
-from kfs.factors.capture.capture import Capture
 from kfs.factors.layout import Layout
 from kfs.factors.rules import experts
+from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read, Rewrite, argument_at, with_argument
 
 
@@ -202,10 +202,10 @@ def bias_apart(call: Call, x: Argument, weight: Argument, bias: Argument | None,
         return None
     place = bias.place
 
-    def body(capture: Capture, *args: Any, **kwargs: Any) -> Tensor:
+    def body(seen: Discovery, *args: Any, **kwargs: Any) -> Tensor:
         b = argument_at(place, args, kwargs)
         args, kwargs = with_argument(place, None, args, kwargs)
-        with capture:
+        with seen.intercepting():
             out: Tensor = call.func(*args, **kwargs) + b.reshape(-1, *(1,) * trailing)
             return out
 

@@ -37,7 +37,7 @@ from torch.utils import checkpoint
 
 from kfs.errors import ModelError
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.capture.capture import Capture
+from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite
 from kfs.runtime.precision import at_least_float32
 
@@ -357,7 +357,7 @@ class SendBack(torch.autograd.Function):
         """Raise: slopes have no graph, so they would be treated as constants."""
         raise ModelError(
             "The gradient of a recurrent network is differentiated again, in a pass that KFAC captures.",
-            "Compute second derivatives (a gradient penalty, a Hessian) in a pass that KFAC does not capture, or write "
+            "Compute second derivatives (a gradient penalty, a Hessian) in a pass that KFAC does not seen, or write "
             "the network as a loop over cells, such as torch.nn.LSTMCell.",
         )
 
@@ -439,10 +439,10 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
     """Return the rule for one time of a recurrent network, such as `torch.lstm_cell`."""
 
     def body(
-        capture: Capture, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+        seen: Discovery, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Any:
-        state = _with_batch(capture, hx if states == 2 else (hx,))
-        with capture:
+        state = _with_batch(seen, hx if states == 2 else (hx,))
+        with seen.intercepting():
             state = step(F.linear(input, w_ih, b_ih), *_recur(state, w_hh, b_hh))
         return state if states == 2 else state[0]
 
@@ -454,17 +454,17 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
     return rule
 
 
-def _with_batch(capture: Capture, state: Iterable[Tensor]) -> State:
+def _with_batch(seen: Discovery, state: Iterable[Tensor]) -> State:
     """Return states that are marked as data: they may be zeros, but they have a batch axis."""
-    return tuple(_first_state(capture, h) for h in state)
+    return tuple(_first_state(seen, h) for h in state)
 
 
-def _first_state(capture: Capture, h: Tensor) -> Tensor:
+def _first_state(seen: Discovery, h: Tensor) -> Tensor:
     """Return a first state that is marked as data; a learned one is expanded over the batch."""
-    if capture.tracker.find(h) is None:
-        return capture.as_data(h)
-    with capture:
-        return capture.as_data(torch.zeros_like(h)) + h
+    if seen.tracker.find(h) is None:
+        return seen.as_data(h)
+    with seen.intercepting():
+        return seen.as_data(torch.zeros_like(h)) + h
 
 
 def _recur(state: State, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, State]:
@@ -505,57 +505,57 @@ class _Network:
     bidirectional: bool
     batch_first: bool
 
-    def run(self, capture: Capture, input: Tensor, hx: Any, params: list[Tensor], *_: Any, **__: Any) -> Any:
+    def run(self, seen: Discovery, input: Tensor, hx: Any, params: list[Tensor], *_: Any, **__: Any) -> Any:
         """Run all layers and directions. The operation's other arguments are fields already."""
         _refuse_checkpoint()
-        initial = _with_batch(capture, hx if self.states == 2 else (hx,))
+        initial = _with_batch(seen, hx if self.states == 2 else (hx,))
         directions = 2 if self.bidirectional else 1
         per = 4 if self.has_biases else 2
         per += self.states == 2 and initial[0].shape[-1] != initial[1].shape[-1]  # a projection
-        with capture.row_queries().with_axis(1):
-            with capture:
+        with seen.rows.with_axis(1):
+            with seen.intercepting():
                 x = input.transpose(0, 1).contiguous() if self.batch_first else input
             last: list[State] = []
             for layer in range(self.num_layers):
                 outputs = []
                 for direction in range(directions):
                     place = layer * directions + direction
-                    with capture:
+                    with seen.intercepting():
                         state = tuple(h[place] for h in initial)
                     weights = params[place * per : (place + 1) * per]
-                    out, state = self._layer(capture, x, state, weights, backwards=direction == 1)
+                    out, state = self._layer(seen, x, state, weights, backwards=direction == 1)
                     outputs.append(out)
                     last.append(state)
-                with capture:
+                with seen.intercepting():
                     x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
-            with capture:
+            with seen.intercepting():
                 result = x.transpose(0, 1) if self.batch_first else x
                 return (result, *(torch.stack([state[i] for state in last]) for i in range(self.states)))
 
     def _layer(
-        self, capture: Capture, x: Tensor, state: State, weights: Sequence[Tensor], backwards: bool
+        self, seen: Discovery, x: Tensor, state: State, weights: Sequence[Tensor], backwards: bool
     ) -> tuple[Tensor, State]:
         """Run one layer in one direction; return its outputs in the order of its inputs, and its last state."""
         w_ih, w_hh = weights[:2]
         b_ih, b_hh = weights[2:4] if self.has_biases else (None, None)
         w_hr = weights[-1] if len(weights) % 2 else None
-        with capture:
+        with seen.intercepting():
             x = x.flip(0) if backwards else x
         # The states are known from PyTorch's operation, so all times can be computed by one linear operation each.
         before = self._states_before(x, state, weights)
-        with capture:
+        with seen.intercepting():
             p = F.linear(x, w_ih, b_ih)
-            q = F.linear(capture.as_data(before), w_hh, b_hh)
+            q = F.linear(seen.as_data(before), w_hh, b_hh)
         slopes = slopes_of(self.kind, p, q, before, *state[1:])
         projected = None
         if w_hr is not None:
-            with capture:
-                projected = F.linear(capture.as_data(slopes.states.to(before.dtype)), w_hr)
+            with seen.intercepting():
+                projected = F.linear(seen.as_data(slopes.states.to(before.dtype)), w_hr)
         first = state if self.states == 2 else (*state, None)
         weight, projection = w_hh.detach(), None if w_hr is None else w_hr.detach()
         found: tuple[Tensor, ...] = Recurrence.apply(p, q, projected, *first, slopes, before.dtype, weight, projection)  # type: ignore[no-untyped-call]
-        out, *cell = (capture.marks.mark(t) for t in found)
-        with capture:
+        out, *cell = (seen.marks.mark(t) for t in found)
+        with seen.intercepting():
             last = out[-1]
             out = out.flip(0) if backwards else out
         return out, (last, *cell)

@@ -1,5 +1,5 @@
-"""Plans for uses of parameters, the descriptions of arguments that rules see, and the session that caches plans."""
+"""Discovery: which operations use parameters, and plans for these uses, which a trace keeps for later batches."""
 
-from kfs.factors.trace.session import Session
+from kfs.factors.trace.trace import Trace
 
-__all__ = ["Session"]
+__all__ = ["Trace"]

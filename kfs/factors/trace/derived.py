@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kfs.factors.accumulate.interface import Receiver
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan
+from kfs.factors.rows.source import Receiver, RowQuery
+from kfs.factors.trace.plan import Argument, Broadcast, Call
 from kfs.factors.trace.tracking import Derived, Tracked
 
 if TYPE_CHECKING:
-    from kfs.factors.capture.capture import Capture
+    from kfs.factors.trace.discovery import Discovery
 
 
 class Spread:
@@ -140,23 +140,23 @@ def scattered(g: Tensor, index: Tensor | None, shape: tuple[int, ...]) -> Tensor
     return full.index_add_(-1, on_device(index, g.device), g).reshape(*g.shape[:-1], *shape)
 
 
-def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) -> Tensor:
+def tap_broadcast(seen: "Discovery", step: Broadcast, t: Tensor, call: Call) -> Tensor:
     """Expand (a view of) a parameter to a shape with a batch axis, and return it with a tap."""
     z = t.expand(step.shape)
     if step.plan is None:
-        derived = capture.tracker.get(t).derived
+        derived = seen.tracker.get(t).derived
         assert derived is not None  # noqa: S101 (without a plan, it is a derived parameter)
         with full_precision(z.device.type):
             collect = derived.collector()
-        return tap_spread(capture, z, (call.name, step.argument.name or ""), step.spread, collect)
+        return tap_spread(seen, z, (call.name, step.argument.name or ""), step.spread, collect)
     with full_precision(z.device.type):
-        (plan,) = settled(capture, step.plan, call, z)
-        receive = capture.use(plan, None)
-    return capture.tap(z, receive)
+        (plan,) = seen.trace.settle_once(step.plan, call, z)
+        receive = seen.use(plan, None)
+    return seen.tap(z, receive)
 
 
 def tap_spread(
-    capture: "Capture", z: Tensor, what: tuple[str, str], spread: Spread, collect: Callable[[Tensor], None]
+    seen: "Discovery", z: Tensor, what: tuple[str, str], spread: Spread, collect: Callable[[Tensor], None]
 ) -> Tensor:
     """Return a tensor of parameter entries with a tap that collects per-example gradients."""
 
@@ -165,12 +165,12 @@ def tap_spread(
         return lambda g: collect(read(g.squeeze(-1)))
 
     # Every number is a row of its own, because the batch axis may be any axis.
-    receive = capture.open(what, tuple(z.shape), start, meeting=True)
-    return capture.tap(z, lambda g: receive(g.unsqueeze(-1)))
+    receive = seen.open(RowQuery(what, tuple(z.shape), meeting=True), start)
+    return seen.tap(z, lambda g: receive(g.unsqueeze(-1)))
 
 
 def add_derived(
-    capture: "Capture",
+    seen: "Discovery",
     out: Tensor,
     name: str,
     token: Any,
@@ -180,29 +180,13 @@ def add_derived(
 ) -> Tensor:
     """Track the output of an operation that does not depend on data yet; `add_use` is as in `Derived`."""
     out = out.contiguous()
-    if capture.measuring and capture.num_data > 1:
-        out = capture.observed(out, (operation, name))
+    measure = seen.rows.observe((operation, name), tuple(out.shape)) if seen.num_data > 1 else None
+    if measure is not None:
+        out = seen.tap(out, measure)
     derived = Derived(add_use)
-    capture.derived.append(derived)
-    capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived, frozenset(also)))
+    seen.derived.append(derived)
+    seen.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived, frozenset(also)))
     return out
-
-
-def track_copy(capture: "Capture", copy: Copy, result: Any, key: Any) -> Any:
-    """Track a copy of a whole parameter as the parameter; views are tracked already."""
-    if isinstance(result, Tensor) and capture.tracker.find(result) is None:
-        known = capture.precisions.get(copy.name, result.dtype)
-        capture.precisions[copy.name] = max(known, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        capture.tracker.add(Tracked(copy.name, result, ("copy", key, result.dtype)))
-    return result
-
-
-def settled(capture: "Capture", plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
-    """Return the settled plans for a plan, which are cached across batches."""
-    known = capture.session.settled
-    if plan not in known or not capture.fit(known[plan]):
-        known[plan] = capture.session.settle(plan, call, like, capture.sums.placement)
-    return known[plan]
 
 
 def _in_order(entries: Tensor, size: int) -> bool:

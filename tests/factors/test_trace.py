@@ -1,4 +1,4 @@
-"""A session over batches: plans of every kind are found again, do not change sums, and keep nothing alive.
+"""A trace over batches: plans of every kind are found again, do not change sums, and keep nothing alive.
 
 What plans depend on is tested by `test_plans`.
 """
@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from kfs.factors.accumulate import BlockSums, FactorSums
 from kfs.factors.audit.gradient_sums import GradientSums
-from kfs.factors.capture import Capture, backward, forward, send_back
-from kfs.factors.rules import RULES, new_session
+from kfs.factors.capture import CapturedPass, forward
+from kfs.factors.rules import RULES, new_trace
 from kfs.factors.rules.fallback import without_rule
 from kfs.factors.settings import Settings
-from kfs.factors.trace import Session
+from kfs.factors.trace import Trace
 from kfs.factors.trace.plan import Plan
 from kfs.problem.risk import EmpiricalRisk
 from tests.factors.models import Function
@@ -47,11 +48,11 @@ class CountedRules(dict[Any, Any]):
 
 
 class Sweep:
-    """Passes over batches that share one session, as `kfs.factors.compute.sweep` makes them.
+    """Passes over batches that share one trace, as `kfs.factors.compute.sweep` makes them.
 
     Attributes:
         rules: Says how often rules were asked.
-        session: Outlives batches.
+        trace: Outlives batches.
         sums: What inputs and gradients are added to.
     """
 
@@ -59,17 +60,17 @@ class Sweep:
         """Start without plans."""
         self.model = model
         self.rules = CountedRules()
-        self.session = Session(dict(model.named_parameters()), self.rules, without_rule)
+        self.trace = Trace(dict(model.named_parameters()), self.rules, without_rule)
         self.sums = FactorSums(Settings())
 
-    def batch(self, num_data: int = 5, features: int = 4) -> tuple[Tensor, Capture]:
+    def batch(self, num_data: int = 5, features: int = 4) -> tuple[Tensor, CapturedPass]:
         """Pass a batch of random data through the model and back."""
         X = torch.randn(num_data, features, dtype=torch.float64)
         risk = EmpiricalRisk(self.model, nn.CrossEntropyLoss(), (X, torch.zeros(num_data, dtype=torch.long)))
         (batch,) = risk.batches()
-        f, capture = forward(risk, batch, self.session, self.sums)
-        send_back(f, capture, iter([torch.ones_like(f).unsqueeze(0)]))
-        return X, capture
+        f, one = forward(risk, batch, self.trace, self.sums)
+        one.send_back(f, iter([torch.ones_like(f).unsqueeze(0)]))
+        return X, one
 
     @property
     def blocks(self) -> list[BlockSums]:
@@ -79,7 +80,7 @@ class Sweep:
     @property
     def settled(self) -> set[Plan]:
         """All settled plans."""
-        return {plan for found in self.session.plans.values() if isinstance(found, list) for plan in found}
+        return {plan for found in self.trace.plans.values() if isinstance(found, list) for plan in found}
 
 
 def two_layers() -> nn.Module:
@@ -120,16 +121,16 @@ def test_rules_are_asked_once() -> None:
 def test_rules_are_asked_once_for_every_kind_of_plan() -> None:
     sweep = Sweep(of_all_kinds())
     sweep.batch()
-    asked, plans = dict(sweep.rules.asked), len(sweep.session.plans)
+    asked, plans = dict(sweep.rules.asked), len(sweep.trace.plans)
     assert {"linear", "mul", "clone", "add"} <= {name.strip("_") for name in asked}
     for _ in range(3):
         sweep.batch()
     assert sweep.rules.asked == asked
-    assert len(sweep.session.plans) == plans
+    assert len(sweep.trace.plans) == plans
 
 
 def test_plans_do_not_change_sums() -> None:
-    """Two batches through one session add up to what two sessions see, one for each."""
+    """Two batches through one trace add up to what two traces see, one for each."""
     model = of_all_kinds()
     together = Sweep(model)
     torch.manual_seed(1)
@@ -225,16 +226,26 @@ def test_a_batch_leaves_nothing_behind() -> None:
         del X, capture
         assert alive(references) == 0
     for name, p in sweep.model.named_parameters():
-        assert sweep.session.tracker.get(p).name == name
+        assert sweep.trace.tracker.get(p).name == name
 
 
 def test_backward_passes_without_taps() -> None:
     """Gradients of what was asked for are there, also if no use was seen."""
     W = torch.randn(4, 3, requires_grad=True)
-    capture = Capture(new_session({"W": W}), GradientSums(), 2)
+    one = CapturedPass(new_trace({"W": W}), GradientSums(), 2)
     f = torch.randn(2, 3) @ W.T @ W
     v = torch.ones_like(f).unsqueeze(0)
-    (g,) = backward(f, capture, v, keep_graph=True, also=[W])
+    (g,) = one.backward(f, v, keep_graph=True, also=[W])
     assert g is not None
-    assert backward(f, capture, v) == ()
-    assert backward(f.detach(), capture, v, also=[W]) == [None]
+    assert one.backward(f, v) == ()
+    assert one.backward(f.detach(), v, also=[W]) == [None]
+
+
+def test_a_pass_is_entered_once() -> None:
+    """Rules enter `intercepting()`: the end of the pass would remove marks."""
+    with (
+        CapturedPass(new_trace({"W": torch.ones(2, requires_grad=True)}), GradientSums(), 2) as one,
+        pytest.raises(RuntimeError, match="intercepting"),
+        one,
+    ):
+        pass

@@ -1,10 +1,11 @@
-"""A session: the state that is kept between batches, which is the tracked parameters and all plans for their uses.
+"""A trace: the tracked parameters of a model, and everything that is known about their uses.
 
-It serves a sweep over data and a training loop alike. A plan is cached by the operation, the shapes and strides of its
-arguments, the `autocast` state and the number of examples. It is dropped when a parameter's storage changes.
+It outlives batches, and serves a sweep over data and a training loop alike. Plans are found by key: the operation, the
+shapes and strides of its arguments, the `autocast` state and the number of examples. A plan never changes. All plans
+are dropped when a parameter's storage changes.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from kfs.factors.trace.plan import Call, Plan, Planned
 from kfs.factors.trace.tracking import Tracker
 
 Rule = Callable[..., Planned]
+# A model whose shapes never repeat adds plans in every batch.
+_MOST_PLANS = 10_000
 
 
 def no_rule(operation: str) -> str:
@@ -25,17 +28,18 @@ def no_rule(operation: str) -> str:
     return f"it is used by {operation}, for which there is no rule"
 
 
-class Session:
+class Trace:
     """Tracked parameters, and plans for their uses.
 
     Args:
         params: The tracked parameters, by name.
         rules: Rules by operation; each returns plans.
-        fallback: Runs an operation that has no rule, or whose rule returned `None`. Takes the capture, the operation,
-            its arguments and its keyword arguments.
+        fallback: Runs an operation that has no rule, or whose rule returned `None`. Takes the captured pass, the
+            operation, its arguments and its keyword arguments.
         joint_bias: Whether a bias shares the block of its weight.
         mixing: Whether examples of a batch may influence each other, as with batch normalization in training.
         model: As in `Tracker`.
+        blocks: The blocks that are known already. By default, none.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Session:
         joint_bias: bool = True,
         mixing: bool = False,
         model: Module | None = None,
+        blocks: BlockMap | None = None,
     ) -> None:
         self.tracker = Tracker(params, model)
         self.device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
@@ -53,10 +58,12 @@ class Session:
         self.device_type = self.device.type
         self.rules = rules
         self.fallback = fallback
-        # Results of rules, by call; a list of settled plans as soon as the output of the call was tapped.
+        self.blocks = BlockMap() if blocks is None else blocks
+        # Results of rules, by key of a call; a list of settled plans as soon as the output of the call was tapped.
         self.plans: dict[Any, Any] = {}
         # Settled plans of broadcast and derived parameters and their uses, by the rule's plan.
-        self.settled: dict[Plan, tuple[Plan, ...]] = {}
+        self._settled: dict[Plan, tuple[Plan, ...]] = {}
+        self._placed: set[Plan] = set()  # settled plans whose blocks are among `blocks`
         # By the hash of a pass's operations: `(parameter, why)` of the hidden uses found in it, and the parameters that
         # predictions depend on.
         self.hidden_uses: dict[Any, tuple[set[tuple[str, str]], set[str]]] = {}
@@ -64,10 +71,10 @@ class Session:
         self.both_ways: set[str] = set()  # weights whose biases stay apart: see `BlockMap`
         self.mixing = mixing
 
-    def renewed(self) -> "Session":
-        """Return a new session for the same parameters, without plans."""
+    def renewed(self) -> "Trace":
+        """Return a new trace for the same parameters, without plans and blocks."""
         tracker = self.tracker
-        one = Session(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
+        one = Trace(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
         one.both_ways |= self.both_ways
         return one
 
@@ -76,20 +83,43 @@ class Session:
         self.both_ways |= set(both_ways)
         self.forget_plans()
 
+    def is_valid(self) -> bool:
+        """Whether plans may be used again: storages are those of before, and shapes have not made too many plans."""
+        return not self.tracker.has_moved() and len(self.plans) <= _MOST_PLANS
+
     def forget_plans(self) -> None:
         """Drop everything that depends on the storage of parameters."""
         self.plans.clear()
-        self.settled.clear()
+        self._settled.clear()
+        self._placed.clear()
         self.hidden_uses.clear()
 
-    def settle(self, plan: Plan, call: Call, like: Tensor, placement: BlockMap) -> tuple[Plan, ...]:
+    def restart_blocks(self) -> None:
+        """Forget which blocks exist, but keep plans: a training step may use other rows of a parameter."""
+        self.blocks = BlockMap()
+        self._placed.clear()
+
+    def plans_of(self, key: Any) -> list[Plan] | None:
+        """Return the settled plans of a call; `None` if there are none that fit the existing blocks."""
+        plans = self.plans.get(key)
+        return plans if type(plans) is list and self._fit(plans) else None
+
+    def _fit(self, plans: Iterable[Plan]) -> bool:
+        """Whether settled plans fit the existing blocks, which then include theirs."""
+        for plan in plans:
+            if plan not in self._placed:
+                if plan.fits and not self.blocks.admit(plan.layout):
+                    return False
+                self._placed.add(plan)
+        return True
+
+    def settle(self, plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
         """Choose the block of a use: a joint block for weight and bias, or one for each.
 
         Args:
             plan: The plan that a rule returned.
             call: The call that it belongs to.
             like: The operation's output, for its dtype and device.
-            placement: The existing blocks.
 
         Returns:
             One plan, or two if there is a bias that does not join the weight's block.
@@ -103,8 +133,8 @@ class Session:
         bias = plan.bias
         name = bias.layout.weight if bias is not None and plan.joins else None
         may_join = self.joint_bias and plan.layout.weight not in self.both_ways
-        layout, side = placement.place(plan.layout, name if may_join else None)
-        fits = placement.admit(layout)
+        layout, side = self.blocks.place(plan.layout, name if may_join else None)
+        fits = self.blocks.admit(layout)
         joint = name is not None and layout.bias == name and side == "A"
         settled = replace(
             plan,
@@ -116,6 +146,14 @@ class Session:
             dtype=like.dtype,
             device=like.device,
         )
+        self._placed.add(settled)
         if bias is None or joint:
             return (settled,)
-        return (settled, *self.settle(bias, call, like, placement))
+        return (settled, *self.settle(bias, call, like))
+
+    def settle_once(self, plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
+        """Settle a plan of a broadcast or derived parameter; the result is kept, by the plan."""
+        settled = self._settled.get(plan)
+        if settled is None or not self._fit(settled):
+            settled = self._settled[plan] = self.settle(plan, call, like)
+        return settled

@@ -1,0 +1,444 @@
+"""A captured pass: one forward pass in which uses of parameters are seen, and the vectors sent back through its graph.
+
+It is the only implementation of a pass. Its clients are `kfs.factors.compute`, audits, `kfs.inspect`, and the
+optimizer, which watches passes of the user and records its own.
+
+    with CapturedPass(trace, sums, num_data) as one:  # inputs are added to sums in this context
+        f = model(*one.mark(arguments))
+    one.finish_forward(f)
+    one.send_back(f, vectors)  # gradients are added to sums
+
+Which operations use parameters is found by `kfs.factors.trace.discovery`, from which a pass inherits. Taps are in
+`kfs.factors.capture.tap`. Whose a row is comes from a row source, see `kfs.factors.rows.source`.
+
+PyTorch does not show modes which parameters enter a custom `autograd.Function`. `hidden_uses` finds these parameters in
+the graph of the predictions. It also returns all parameters that predictions depend on; other parameters are not used.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.func import vmap
+
+from kfs.factors.accumulate.interface import Adder, Sums
+from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.capture.tap import Phase, Tap, apply_tap
+from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
+from kfs.factors.rows.queries import MeasureRows
+from kfs.factors.rows.row_map import RowMap, StridedRows
+from kfs.factors.rows.source import AuditResult, GuessRows, KnownRows, Receiver, RowQuery, RowSource
+from kfs.factors.trace.discovery import Discovery
+from kfs.factors.trace.plan import Plan, Read
+from kfs.factors.trace.trace import Trace, no_rule
+from kfs.problem.data import Batch
+from kfs.problem.isolation import uncompiled
+from kfs.problem.risk import EmpiricalRisk
+from kfs.runtime.sync import DeferredChecks
+
+
+@dataclass(frozen=True)
+class Used:
+    """One use of a parameter in a pass."""
+
+    number: int  # index among all uses of the pass
+    query: RowQuery
+    by_construction: bool  # whether rows are in the order of examples by construction
+    known: int  # index among the uses that the audit recorded
+    not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not mark as padding
+
+
+# Called for every use with its row map and gradient callback; returns the callback to use.
+Observer = Callable[[Used, RowMap, Receiver], Receiver]
+
+
+class CapturedPass(Discovery):
+    """One forward pass, and backward passes through its graph.
+
+    Args:
+        trace: Has tracked parameters, rules and plans.
+        sums: The sums in which inputs and gradients are accumulated.
+        num_data: Number of examples in the batch.
+        batch_axis: Position of the batch axis in activations, if not the first.
+        known: Result of an audit. `None` to guess row maps from lengths.
+        rows: The row source. By default, the one that `known` calls for.
+        masks: The masks that determine which rows count. By default, all do.
+        padding: Records padding that no row rule explains. If not given, it is not looked for.
+        observer: Called for every use, if given.
+        noise: Adds noise to the outputs of all uses, if given.
+
+    Attributes:
+        phase: What is happening now; taps depend on it.
+        columns: How many columns are sent back together.
+        keeps_graph: Whether further backward passes follow.
+        handle: The zero-size second input of all taps.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        sums: Sums,
+        num_data: int,
+        batch_axis: int | None = None,
+        known: AuditResult | None = None,
+        rows: RowSource | None = None,
+        masks: BatchMasks | None = None,
+        padding: DeferredChecks | None = None,
+        observer: Observer | None = None,
+        noise: torch.Generator | None = None,
+    ) -> None:
+        if not trace.is_valid():
+            trace.forget_plans()
+            sums.adders.clear()
+        if known is not None and not trace.both_ways >= known.both_ways:
+            trace.learn(known.both_ways)
+        self.masks = masks or BatchMasks()
+        if known is not None and not known.has_mask:
+            self.masks.mask = None
+        if rows is None:
+            rows = row_source(num_data, batch_axis, known, self.masks, trace.mixing)
+        inputs = ((), ()) if known is None else (known.constants, known.inputs)
+        super().__init__(trace, rows, batch_axis, *inputs)
+        self.sums = sums
+        self.phase = Phase.IDLE
+        self.columns = 1
+        self.keeps_graph = True
+        self.handle: Tensor | None = None
+        self.noise = noise
+        self._known = known
+        if known is not None:
+            self.unexplained |= known.unexplained
+        # Whether some rows do not count, as far as the host knows.
+        self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.row_rules)
+        self._distrusts = sums.counts_rows and known is not None and known.distrusted
+        self._padding: PaddingCheck | None = None
+        self._observers = [] if observer is None else [observer]
+        if sums.counts_rows and known is not None and padding is not None:
+            self._padding = PaddingCheck(known.checked, padding)
+            self._observers.append(self._padding.observe)
+        self._uses = 0  # number of uses so far
+        self._context = ExitStack()
+
+    def __enter__(self) -> "CapturedPass":
+        """Start the forward pass."""
+        if self.phase is Phase.FORWARD:
+            raise RuntimeError("The forward pass runs already: within it, enter `intercepting()`.")
+        self.phase = Phase.FORWARD
+        self._context.enter_context(uncompiled())
+        self._context.enter_context(self.intercepting())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the forward pass. Marks are removed, because the model may keep tensors."""
+        self._context.close()
+        self.tracker.forget_batch()
+        self.marks.forget()
+        self.phase = Phase.IDLE
+
+    def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
+        """Accumulate the inputs of a use, and return its gradient callback for `[columns, *shape of the output]`."""
+        number = self._uses
+        self._uses += 1
+        if not plan.fits:
+            self.rows.takes_probes = True  # audits send nothing else back
+            return lambda _: self.sums.note_conflict(plan)
+        adder = self.sums.adders.get(plan)
+        if adder is None:
+            adder = self.sums.adders[plan] = self.sums.adder_of(plan)
+        checked = self._padding is not None and number == self._padding.place
+        if self.sums.by_datum or self._counts_rows or self._distrusts or checked:
+            receive = self._add_rows(number, adder, plan, x, by_construction)
+        else:
+            receive = adder.add(x)
+        return receive if plan.read is None else _reading(plan.read, x, receive)
+
+    def _add_rows(self, number: int, adder: Adder, plan: Plan, x: Any, by_construction: bool) -> Receiver:
+        """Accumulate the inputs of a use as soon as its row map and the rows that count are known."""
+        leading = plan.inputs.leading(x)
+        what = (plan.operation, plan.layout.weight)
+        row_map = StridedRows.batch_first(self.num_data, prod(leading)) if by_construction else None
+        rule = self._known.rule_of(number, what) if self._known is not None and self._counts_rows else ALL
+        rule = ALL if rule.whole and self.masks.are_complete else rule
+        # Derived and broadcast parameters are not measured, and fixed positions need not be.
+        if self._distrusts and not by_construction and rule.kind != "positions":
+            rule = MEASURED
+        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self.sums.by_datum)
+        used = Used(number, query, by_construction, self.rows.next_use, plan.inputs.not_padding(x))
+
+        def start(row_map: RowMap) -> Receiver:
+            with full_precision(plan.device.type):
+                receive = adder.add(x, row_map)
+            for observe in self._observers:
+                receive = observe(used, row_map, receive)
+            return receive
+
+        return self.rows.receiver(query, start)
+
+    def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
+        """Return `z` with a tap that shows its gradients to a receiver, including those of probes if `probed`."""
+        if self.handle is None:
+            self.handle = torch.empty(0, requires_grad=True)
+        probed = probed or self.rows.takes_probes
+        self.rows.takes_probes = False
+        return apply_tap(z, self.handle, self, receive, probed)
+
+    def finish_forward(self, f: Tensor) -> None:
+        """Look for uses that were not intercepted, unless an earlier pass had the same operations."""
+        known = self.trace.hidden_uses
+        if self.operations not in known:
+            hidden, reached = hidden_uses(f, self.tracker.leaves())
+            known[self.operations] = {(name, no_rule(function)) for name, function in hidden}, reached
+        hidden, self.reached = known[self.operations]
+        self.unexplained |= hidden
+
+    def measure_rows(
+        self, f: Tensor | GradientEdge, like: Tensor | None = None, also: Sequence[Tensor] = ()
+    ) -> Sequence[Tensor | None]:
+        """Measure the row maps that are not known yet. Arguments are those of `send_back` and `backward`.
+
+        Returns:
+            Gradients of the first probe with respect to the tensors in `also`.
+        """
+        predictions = f if isinstance(f, Tensor) else like
+        assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
+        found: list[Sequence[Tensor | None]] = []
+
+        def send(v: Tensor) -> None:
+            found.append(self._backward(f, v.unsqueeze(0), Phase.PROBING, True, () if found else also))
+
+        self.rows.measure(predictions, send)
+        return found[0] if found else [None] * len(also)
+
+    def send_back(
+        self,
+        f: Tensor | GradientEdge,
+        vectors: Iterable[Tensor],
+        keep_graph: bool = False,
+        like: Tensor | None = None,
+    ) -> None:
+        """Send vectors back to all taps, chunk by chunk, and accumulate the gradients in the sums.
+
+        Args:
+            f: Predictions.
+            vectors: Chunks of columns, `[columns, *f.shape]`.
+            keep_graph: Whether to retain the graph.
+            like: The predictions, if `f` is a `GradientEdge`.
+        """
+        self.measure_rows(f, like)
+        self.sums.finish_forward()
+        for columns, last in _and_whether_last(iter(vectors)):
+            self.backward(f, columns, keep_graph or not last)
+            self.sums.finish_backward()
+        self._finish()
+
+    def backward(
+        self, f: Tensor | GradientEdge, vectors: Tensor, keep_graph: bool = False, also: Sequence[Tensor] = ()
+    ) -> Sequence[Tensor | None]:
+        """Send vectors `[columns, *f.shape]` back to all taps, which pass the gradients to their receivers.
+
+        Returns:
+            Gradients with respect to the tensors in `also`, for a single column.
+        """
+        return self._backward(f, vectors, Phase.SENDING, keep_graph, also)
+
+    def listen(self, f: GradientEdge, like: Tensor) -> None:
+        """Accumulate the gradients of the caller's own backward pass, until `stop_listening`."""
+        self.keeps_graph = False
+        self.measure_rows(f, like)
+        self.phase = Phase.LISTENING
+        self.sums.finish_forward()
+
+    def stop_listening(self) -> None:
+        """Complete the sums after the caller's backward pass; do nothing if there was none."""
+        if self.phase is not Phase.LISTENING:
+            return
+        with torch.no_grad():
+            self.pass_derived()
+        self.sums.finish_backward()
+        self.phase = Phase.IDLE
+        self._finish()
+
+    def pass_derived(self) -> None:
+        """Pass on the gradients of derived parameters after a backward pass, in reverse order of creation."""
+        for derived in reversed(self.derived):
+            derived.pass_on()
+
+    def _backward(
+        self, f: Tensor | GradientEdge, vectors: Tensor, phase: Phase, keep_graph: bool, also: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Send vectors back as in `backward`, in a phase."""
+        handle = self.handle
+        if isinstance(f, Tensor) and not f.requires_grad:  # no parameter was used
+            return [None] * len(also)
+        if handle is None:  # no use was seen, but predictions may still depend on `also`
+            return torch.autograd.grad(f, also, vectors[0], retain_graph=keep_graph, allow_unused=True) if also else ()
+        self.keeps_graph = keep_graph
+        self.columns = len(vectors)
+
+        def send(v: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
+
+        found: Sequence[Tensor | None] = ()
+        with full_precision(vectors.device.type):
+            self.phase = phase
+            try:
+                if also:
+                    every = (handle, *also)
+                    found = torch.autograd.grad(f, every, vectors[0], retain_graph=keep_graph, allow_unused=True)[1:]
+                elif self.columns > 1:
+                    vmap(send)(vectors)
+                else:
+                    send(vectors[0])
+                self.pass_derived()
+            finally:
+                self.phase = Phase.IDLE
+        return found
+
+    def _finish(self) -> None:
+        """Discard what belongs to this batch, after the last backward pass."""
+        self.sums.finish_batch()
+        if self._padding is not None:
+            self._padding.finish()
+        self.rows.forget()
+
+
+def forward(
+    risk: EmpiricalRisk,
+    batch: Batch,
+    trace: Trace,
+    sums: Sums,
+    batch_axis: int | None = None,
+    known: AuditResult | None = None,
+    ignored: DeferredChecks | None = None,
+    padding: DeferredChecks | None = None,
+) -> tuple[Tensor, CapturedPass]:
+    """Evaluate the model of a risk with taps at the outputs of all parametric operations.
+
+    Args:
+        risk: Model and parameters.
+        batch: A batch of data.
+        trace: Has tracked parameters, rules and plans.
+        sums: The sums in which inputs, and later gradients, are accumulated.
+        batch_axis: Position of the batch axis in activations, if not the first.
+        known: Result of an audit. `None` to guess row maps from lengths.
+        ignored: If given, all targets are assumed to count, and examples with ignored targets are recorded there.
+        padding: If given, records padding that no row rule explains.
+
+    Returns:
+        Predictions, and the pass, which is needed to send vectors back.
+    """
+    targets = risk.loss.counted(batch.y)
+    masks = BatchMasks(targets, risk.mask_source.find(batch.x, len(batch.y)), device=batch.y.device)
+    if ignored is not None and targets is not None:
+        ignored.note(~targets.flatten(1).all(1), batch.start)
+        masks.assume_all_count()
+    one = CapturedPass(trace, sums, len(batch.y), batch_axis, known, masks=masks, padding=padding)
+    f = risk.predict(risk.params, batch._replace(x=one.mark(batch.x)), within=one)
+    one.finish_forward(f)
+    return f, one
+
+
+class PaddingCheck:
+    """Records padding that no row rule explains: rows of one use that should count, but have no gradient.
+
+    Args:
+        place: Index of the use.
+        found: Where to record it.
+    """
+
+    def __init__(self, place: int | None, found: DeferredChecks) -> None:
+        self.place = place
+        self._found = found
+        self._with_gradient: Tensor | None = None  # which rows have a gradient so far
+        self._should_count: list[Tensor] = []  # which rows should have one
+
+    def observe(self, used: Used, row_map: RowMap, receive: Receiver) -> Receiver:
+        """Return a callback that also records which rows of the use have a gradient in any column."""
+        if used.number != self.place:
+            return receive
+        self._should_count = [t.flatten() for t in (row_map.counted, used.not_padding) if t is not None]
+
+        def look(g: Tensor) -> None:
+            found = (g != 0).any(-1).flatten(1).any(0)
+            self._with_gradient = found if self._with_gradient is None else self._with_gradient | found
+            receive(g)
+
+        return look
+
+    def finish(self) -> None:
+        """Record rows that should count but have no gradient, after all vectors were sent back."""
+        if self._with_gradient is None:
+            return
+        surprising = ~self._with_gradient
+        for rows in self._should_count:
+            surprising = surprising & rows
+        self._found.note(surprising, 0)
+        self._with_gradient = None
+
+
+def row_source(
+    num_data: int, axis: int | None, known: AuditResult | None, masks: BatchMasks, mixing: bool
+) -> RowSource:
+    """Return the row source of a pass, given the result of an audit; `None` if there was none."""
+    if known is None:
+        return GuessRows(num_data, axis, masks)
+    return KnownRows(num_data, known, MeasureRows(num_data, axis, masks, mixing=mixing))
+
+
+def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
+    """Find parameters that enter a custom `autograd.Function` directly, or as a view or copy.
+
+    Args:
+        f: Predictions.
+        params: Tracked parameters, by name.
+
+    Returns:
+        `(parameter, function)` of all such uses, and the set of all parameters that predictions depend on.
+    """
+    names = {id(p): name for name, p in params.items()}
+    found: set[tuple[str, str]] = set()
+    reached: set[str] = set()
+    # Nodes to visit, with the custom function that they were reached from, if there is no tap in between.
+    waiting: list[tuple[Any, str | None]] = [(f.grad_fn, None)]
+    seen = set()
+    while waiting:
+        node, function = waiting.pop()
+        if node is None or (node, function) in seen:
+            continue
+        seen.add((node, function))
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            reached.add(name)
+            if function is not None:
+                found.add((name, function))
+        if isinstance(node, Tap._backward_cls):
+            function = None
+        elif isinstance(node, BackwardCFunction) and not _waits_for_gradients(node):
+            function = type(node).__name__.removesuffix("Backward")
+        waiting += [(following, function) for following, _ in node.next_functions]
+    return found, reached
+
+
+def _waits_for_gradients(node: Any) -> bool:
+    """Whether a function is the identity that `fully_shard` puts around modules."""
+    return str(type(node)._forward_cls.__module__).startswith("torch.distributed.fsdp.")
+
+
+def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:
+    """Return a receiver that converts gradients before it passes them on."""
+    return lambda g: receive(read(g, x))
+
+
+def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Generate each chunk of vectors, and whether it is the last one."""
+    chunk = next(vectors, None)
+    while chunk is not None:
+        following = next(vectors, None)
+        yield chunk, following is None
+        chunk = following

@@ -1,0 +1,301 @@
+"""Discovery: finds every operation that uses a tracked parameter in a forward pass, and its plan.
+
+What a pass does with a use is in `kfs.factors.capture`. Here it is enough to know that a pass accumulates the inputs of
+a plan (`use`) and puts a tap on the output of an operation (`tap`).
+
+A `TorchFunctionMode` shows all operations, whichever code calls them. `Discovery` recognizes parameters, and views of
+them, among the arguments. A rule for the operation (see `kfs.factors.rules`) returns a plan: which vectors multiply the
+parameter, and how gradients are read. The trace keeps it.
+
+A parameter may enter an operation without data, such as an embedding of the positions `0, ..., T - 1` without batch
+axis. Then the result is a *derived parameter*. It is tracked like a parameter until it is broadcast over the batch,
+where gradients are still per example.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+
+from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.rows.source import Receiver, RowQuery, RowSource, Start
+from kfs.factors.trace.derived import tap_broadcast
+from kfs.factors.trace.plan import Broadcast, Call, Copy, Plan, Rewrite, argument_at, describe, with_argument
+from kfs.factors.trace.trace import Trace, no_rule
+from kfs.factors.trace.tracking import FIRST_ONLY, SHAPES_ONLY, Derived, Marks, Tracked, tensors_of
+from kfs.problem.torch_fixes import refuse_reentrant_checkpoint
+from kfs.runtime.nested import mapped, without_tensors
+
+# Queries of tensor metadata. They are so frequent that skipping the inspection of their arguments pays.
+_PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")
+_METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
+_QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
+
+# Operations that select, scatter or repeat rows by indices.
+_MOVE_NAMES = (
+    *("gather", "index_select", "masked_select", "take", "take_along_dim", "repeat_interleave", "segment_reduce"),
+    *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "masked_scatter"),
+)
+_MOVES = {
+    getattr(owner, name + ending)
+    for name in _MOVE_NAMES
+    for ending in ("", "_")
+    for owner in (torch, Tensor)
+    if hasattr(owner, name + ending)
+} | {Tensor.__getitem__, Tensor.__setitem__, torch.nn.functional.one_hot}
+# Operations that read values on the host, such as lengths.
+_READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
+
+
+class Interception(TorchFunctionMode):
+    """A mode that hands every operation of a forward pass to a function."""
+
+    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if func in _QUESTIONS else self._run(func, args, kwargs or {})
+
+
+class Discovery(ABC):
+    """Finds the uses of tracked parameters in one forward pass.
+
+    Args:
+        trace: Has tracked parameters, rules and plans.
+        rows: Answers which results on constants have a row for every example.
+        batch_axis: Position of the batch axis in inputs, if not the first.
+        constants: Indices of the inputs that are the same for all examples.
+        inputs: Whether each input is data; empty if not known yet.
+
+    Attributes:
+        unexplained: `(parameter, why)` of uses that no rule covers; complete after a backward pass.
+        reached: Parameters that predictions depend on.
+        precisions: By parameter, the lowest precision that it was cast to.
+        routes: Whether the data determine which rows are selected.
+        operations: Hash of the sequence of operations, which identifies the execution path.
+        derived: Derived parameters, in order of creation.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        rows: RowSource,
+        batch_axis: int | None = None,
+        constants: Collection[int] = (),
+        inputs: tuple[bool, ...] = (),
+    ) -> None:
+        self.trace = trace
+        self.tracker = trace.tracker
+        self.rows = rows
+        self.num_data = rows.num_data
+        self.batch_axis = batch_axis
+        self.marks = Marks(self.tracker, rows.num_data, batch_axis, constants, inputs)
+        self.is_data = self.marks.is_data
+        self.as_data = self.marks.as_data
+        self.unexplained: set[tuple[str, str]] = set()
+        self.reached: set[str] = set()
+        self.precisions: dict[str, torch.dtype] = {}
+        self.routes = False
+        self.operations = 0
+        self.derived: list[Derived] = []
+
+    @abstractmethod
+    def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
+        """Accumulate the inputs of a use, and return its gradient callback for `[columns, *shape of the output]`.
+
+        Args:
+            plan: A plan that the trace has settled.
+            x: The prepared input.
+            by_construction: Whether rows are in the order of examples by construction.
+        """
+
+    @abstractmethod
+    def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
+        """Return `z` with a tap that shows its gradients to a receiver, including those of probes if `probed`."""
+
+    def open(self, query: RowQuery, start: Start) -> Receiver:
+        """Open a row query, and return its gradient callback, which the next tap takes."""
+        return self.rows.receiver(query, start)
+
+    def intercepting(self) -> Interception:
+        """Return the mode in which operations reach this pass; rules enter it again around parts of an operation."""
+        return Interception(self.run)
+
+    def mark(self, inputs: Any) -> Any:
+        """Return (nested) inputs of the model with their tensors marked by whether they are data."""
+        return mapped(inputs, self.marks.mark_data)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation; if it uses a tracked parameter, according to its plan."""
+        self.operations = hash((self.operations, func))
+        inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
+        if func in _MOVES or func in _READS:  # selected rows may be in any order
+            self.routes = self.routes or self._moves_by_data(func, args, inputs)
+        # Does the operation use a tracked parameter?
+        if not torch.is_grad_enabled():  # operations without gradient are not uses
+            refuse_reentrant_checkpoint()
+        elif _are_functorch_transforms_active():  # taps do not work under torch.func
+            plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
+            found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
+            why = no_rule(f"{func.__name__} inside of torch.func")
+            self.unexplained.update((name, why) for tracked in found for name in tracked.names)
+        else:
+            if func in FIRST_ONLY:  # other arguments only give type or shape
+                inputs = inputs[:1]
+            # A mask made by torch.ones_like(weight) depends on the parameter's shape, but not on its values.
+            sources = [] if func in SHAPES_ONLY else list(map(self.tracker.find, inputs))
+            if any(sources):
+                return self._run_use(func, args, kwargs, inputs, sources)
+        result = func(*args, **kwargs)
+        self.marks.note(func, inputs, args, result)
+        return result
+
+    def _moves_by_data(self, func: Any, args: Any, inputs: list[Tensor]) -> bool:
+        """Whether the data determine where rows go, or how many each example has."""
+        if func is Tensor.__getitem__ or func is Tensor.__setitem__:
+            indices = tensors_of(args[1:2])
+        else:
+            indices = inputs if len(inputs) == 1 else inputs[1:]
+        return any(self.is_data(t) for t in indices if not t.is_floating_point())
+
+    def _run_use(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
+        """Run an operation that uses a tracked parameter, with its cached plan if there is one."""
+        key = self.key_of(func, args, kwargs, inputs, sources)
+        plans = self.trace.plans_of(key)
+        if plans is None:
+            result = self._run_unsettled(key, func, args, kwargs)
+            self.marks.note(func, inputs, args, result)
+            return result
+        out = func(*args, **kwargs)
+        for plan in plans:
+            out = self._tap_output(plan, args, kwargs, out)
+        return out
+
+    def _run_unsettled(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that uses a tracked parameter and has no settled plan; settle it if the output is tapped."""
+        kind = self.trace.device_type
+        call = Call(func, self.num_data, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        planned = self._planned(key, call, args, kwargs)
+        if planned is None:
+            return self.trace.fallback(self, func, args, kwargs)
+        if isinstance(planned, Rewrite):
+            return planned.body(self, *args, **kwargs)
+        if isinstance(planned, Copy):
+            return self._track_copy(planned, func(*args, **kwargs), key)
+        if isinstance(planned[0], Broadcast):
+            for step in planned:
+                tapped = tap_broadcast(self, step, argument_at(step.argument.place, args, kwargs), call)
+                args, kwargs = with_argument(step.argument.place, tapped, args, kwargs)
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if planned[0].follows:
+            return self._follow(planned, call, key, args, kwargs, out)
+        return self._settle_and_tap(planned, call, key, args, kwargs, out)
+
+    def _follow(
+        self,
+        planned: tuple[Plan, ...],
+        call: Call,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Tensor,
+    ) -> Any:
+        """Track the output of an operation on constants as a derived parameter, unless it has a row per example."""
+        func = call.func
+        with full_precision(self.trace.device_type):
+            x = prepared(planned[0], args, kwargs)
+        leading, axis = planned[0].inputs.leading(x), self.batch_axis or 0
+        guess = self.num_data > 1 and leading[axis : axis + 1] == (self.num_data,)
+        with self.rows.question(func, planned[0].layout.weight, guess) as has_data:
+            if has_data:  # the input does not depend on data, but it has a row for every example
+                tapped = self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
+                return self.marks.mark(tapped)
+            return self.trace.fallback(self, func, args, kwargs)
+
+    def _settle_and_tap(
+        self,
+        planned: tuple[Plan, ...],
+        call: Call,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Tensor,
+    ) -> Tensor:
+        """Settle plans, and return the operation's output with a tap for each."""
+        settled = self.trace.plans_of(key)
+        if settled is None:
+            settled = [one for plan in planned for one in self.trace.settle(plan, call, out)]
+            self.trace.plans[key] = settled
+        for plan in settled:
+            out = self._tap_output(plan, args, kwargs, out)
+        return out
+
+    def _planned(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the operation's rule, which is cached."""
+        rule = self.trace.rules.get(call.func)
+        if rule is None:
+            return None
+        plans = self.trace.plans
+        if key not in plans or type(plans[key]) is list:  # settled plans that do not fit the blocks of this pass
+            described = [describe(part, (place,), self.tracker, self.is_data) for place, part in enumerate(args)]
+            named = {name: describe(part, (name,), self.tracker, self.is_data) for name, part in kwargs.items()}
+            # Rules assume that a view of a parameter has entries of it, which fails for views in another dtype.
+            as_entries = not self.tracker.as_other_numbers(tensors_of((*args, *kwargs.values())))
+            plans[key] = rule(call, *described, **named) if as_entries else None
+        return plans[key]
+
+    def key_of(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
+        """Return the cache key of a plan: operation, arguments, number of examples and `autocast`."""
+        kind = self.trace.device_type
+        key = [func, self.num_data]
+        if torch.is_autocast_enabled(kind):
+            key.append(torch.get_autocast_dtype(kind))
+        for t, source in zip(inputs, sources, strict=True):
+            if source is None:
+                key += (t.shape, t.dtype, self.is_data(t))
+            elif t is source.tensor:  # the whole parameter
+                key.append(source.token)
+            else:
+                key += (source.token, t.storage_offset(), t.shape, t.stride(), t.dtype)
+        if kwargs or not all([isinstance(part, Tensor) for part in args]):  # noqa: C419 (a generator takes longer)
+            key.append(without_tensors((args, tuple(kwargs.items()))))
+        return tuple(key)
+
+    def _tap_output(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        """Accumulate the inputs of a use, and return the operation's output with a tap."""
+        if plan.narrow is not None:
+            with full_precision(plan.device.type):
+                receive = self.use(plan, prepared(plan, args, kwargs))
+        else:  # without autocast, only the graph has to be switched off, which is faster in this way
+            torch._C._set_grad_enabled(False)
+            try:
+                receive = self.use(plan, prepared(plan, args, kwargs))
+            finally:
+                torch._C._set_grad_enabled(True)
+        return self.tap(out, receive)
+
+    def _track_copy(self, copy: Copy, result: Any, key: Any) -> Any:
+        """Track a copy of a whole parameter as the parameter; views are tracked already."""
+        if isinstance(result, Tensor) and self.tracker.find(result) is None:
+            known = self.precisions.get(copy.name, result.dtype)
+            self.precisions[copy.name] = max(known, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            self.tracker.add(Tracked(copy.name, result, ("copy", key, result.dtype)))
+        return result
+
+
+def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the input of a plan's operation as `prepare` computes it; `None` if the plan has no arguments."""
+    tensors = [
+        args[argument.place[0]] if argument.is_positional else argument_at(argument.place, args, kwargs)  # type: ignore[index]
+        for argument in plan.arguments
+    ]
+    if plan.prepare is not None:
+        return plan.prepare(*tensors)
+    return tensors[0] if tensors else None
