@@ -208,6 +208,7 @@ def test_the_pool_reports_who_has_failed_first(ranks: Pool) -> None:
 
 def interrupted() -> tuple[float, list[str]]:
     """Interrupt the last rank, where it computes, and in an exchange of tensors."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
     everybody = Ranks(dist.group.WORLD)
     start = time.monotonic()
     notes: list[str] = []
