@@ -37,7 +37,10 @@ def check_tensor(name: str, t: Tensor) -> None:
     if callable(t) or isinstance(t, str):
         way_out = "A flattening is passed as vec=cvec or vec=rvec."
     elif isinstance(t, tuple):
-        way_out = "Pass one tensor: a pair (x1, x2) of the paper is two arguments here."
+        way_out = (
+            "Pass one tensor. A pair (x1, x2) of the paper is two arguments here; for "
+            "products, of mixed_hvp or mixed_ggnvp."
+        )
     raise DtypeError(
         f"{name} is a {type(t).__name__}, expected a torch.Tensor.", way_out
     )
