@@ -74,7 +74,7 @@ def has_other_hooks(model: nn.Module) -> bool:
     return not all(isinstance(hook, Hook) for hook in hooks)
 
 
-class ModelState(cuda_graphs.ModelState):
+class HookedModelState(cuda_graphs.ModelState):
     """The attributes of a model's modules. Hooks that this library has not registered count as a difference, too."""
 
     def difference(self, model: nn.Module, settings: Mapping[str, Any] | None = None) -> str:
@@ -188,7 +188,7 @@ class FactorGraph:
     counts: dict[Any, float]
     uncovered: dict[str, str]
     reads: Reads
-    state: ModelState
+    state: HookedModelState
     run: Callable[[Any, Tensor, Tensor, FactorSums], dict[str, str]]
     user: "weakref.ref[FactorResult] | None" = None
 
@@ -338,7 +338,7 @@ class FactorGraphs:
         targets = y.clone()
         first = torch.full((), first_datum, dtype=torch.int64, device=y.device)
         sums = FactorSums(self._settings)
-        state = ModelState(one.model)
+        state = HookedModelState(one.model)
         random = random_state(y.device)
         other_random = other_random_state()
         versions = [b._version for b in one.model.buffers()]

@@ -35,7 +35,7 @@ from kfs.optim.apply import PendingChecks, StepOutcome, Updates, keep_mean_step,
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.costs import PARTS
 from kfs.optim.curvature import Curvature, Events, Interval, interval_at
-from kfs.optim.fsdp import is_fully_sharded, part_of
+from kfs.optim.fsdp import is_fully_sharded, local_part
 from kfs.optim.inverses import Inverses
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, LossTrend, UsualSizes
 from kfs.optim.loss_check import LossCheck
@@ -376,7 +376,7 @@ class KFAC(Described, Optimizer):
             batch = None if closure is None else BatchLoss(closure, self._model, self._device, self._exchange.mean)
             result = None if batch is None else batch.result
             self._params.check_model()
-            grads = {n: part_of(p.grad).to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
+            grads = {n: local_part(p.grad).to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
             sums = self._merged(self._watch.collect(), grads)
             # Adding factors requires the outcomes of earlier steps, which may still be on the device.
             if sums is not None and sums.has_factors:
@@ -722,7 +722,7 @@ class KFAC(Described, Optimizer):
         """Whether this step only creates state: the first one, without passes, with gradients and rates of zero."""
         if self.state or self.steps or self._watch.has_passes or any(group["lr"] for group in self.param_groups):
             return False
-        grads = [part_of(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [local_part(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         return bool(grads) and not any(bool(g.any()) for g in grads)
 
     def _fill_state(self) -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kfs.distributed import checksum
 from kfs.optim import KFAC, apply, factor_graphs, inverses, recorded_update
-from kfs.optim.fsdp import part_of
+from kfs.optim.fsdp import local_part
 from kfs.problem.whole_parameters import model_to_run, whole
 from kfs.runtime import sync
 from tests.distributed.problems import Experts
@@ -170,7 +170,7 @@ def result(model: nn.Module, optimizer: KFAC) -> Run:
     """Describe a training."""
     params = torch.cat([whole(p.detach()).reshape(-1) for p in model_to_run(model).parameters()])
     averages = [one[name] for one in optimizer.state.values() for name in ("average", "exp_avg") if name in one]
-    numbers = sum(part_of(t).numel() for t in averages)
+    numbers = sum(local_part(t).numel() for t in averages)
     return Run(params, checksum(params), optimizer.events, optimizer.uncovered, numbers)
 
 

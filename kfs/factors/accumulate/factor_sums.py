@@ -57,7 +57,7 @@ class FactorSums(Sums):
         self.chosen = chosen
         self.owners: dict[str, int] = dict(owners or {})
         self.left_out: dict[Key, BlockSums] = {}
-        self.by_datum = settings.sharing != "expand" and not dry
+        self.needs_rows = settings.sharing != "expand" and not dry
         self.blocks: dict[Key, BlockSums] = {}
         # `(parameter, operation)` of uses that contradict other uses of the parameter.
         self.conflicts: set[tuple[str, str]] = set()
@@ -93,7 +93,7 @@ class FactorSums(Sums):
     def restart(self) -> None:
         """Discard all data and all blocks."""
         self.adders.clear()
-        self.placement = BlockMap()
+        self.block_map = BlockMap()
         self.blocks.clear()
         self.left_out.clear()
         self.conflicts.clear()
@@ -192,7 +192,7 @@ class FactorSums(Sums):
         self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
         blocks = [BlockSums.from_state(block, self.settings.products) for block in state["blocks"]]
         self.blocks = {block.layout.key: block for block in blocks}
-        self.placement = BlockMap(block.layout for block in self.blocks.values())
+        self.block_map = BlockMap(block.layout for block in self.blocks.values())
 
     def add(self, state: Any) -> None:
         """Add sums over other data. Uses that contradict each other are recorded as conflicts."""
@@ -203,7 +203,7 @@ class FactorSums(Sums):
         for key, found in other.blocks.items():
             mine = self.blocks.get(key)
             block = found if mine is None else found.turned_to(mine.layout)
-            if not self.placement.admit(block.layout) or (mine is not None and not mine.fits(block)):
+            if not self.block_map.admit(block.layout) or (mine is not None and not mine.fits(block)):
                 self.conflicts |= {(block.layout.weight, operation) for operation in block.operations}
             elif mine is None:
                 self.blocks[key] = block
@@ -312,7 +312,7 @@ class _Reduce(Adder):
         self.key = (self.plan.layout.key, self.plan.side)
 
     def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (sums `by_datum` always get a row map)
+        assert row_map is not None  # noqa: S101 (sums with `needs_rows` always get a row map)
         if not row_map.complete:
             raise DataError(
                 f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and the "
