@@ -290,7 +290,7 @@ def test_tables_of_sums() -> None:
 
 
 def test_numbers_of_an_accelerator_are_not_read() -> None:
-    """Tensors on `meta` have no values, so that nobody can have looked at them."""
+    """Tensors on `meta` have no values, so that reading them would fail."""
     nothing = torch.empty((), device="meta")
     assert repr(Estimate(nothing, nothing, 8)).startswith("Estimate: scalar, float32 on meta")
     assert repr(Density(torch.empty(3, device="meta"), torch.empty(3, device="meta"))).count("\n") == 0

@@ -1,4 +1,4 @@
-"""One line for an algorithm, whatever runs inside of it; quiet where nobody looks."""
+"""One line for an algorithm and everything inside it; silent unless the output is a terminal or a notebook."""
 
 import gc
 import io

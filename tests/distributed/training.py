@@ -85,7 +85,7 @@ class Transformer(nn.Module):
 
 
 class Reused(nn.Module):
-    """Has a layer that is called twice and run again for gradients, one that nobody calls, and a frozen one."""
+    """Has a layer that is called twice and run again for gradients, one that is never called, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def batches(steps: int = STEPS, size: int = BATCH) -> Iterator[tuple[Tensor, Ten
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average gradients over all processes, as somebody without DDP would do it."""
+    """Average gradients over all processes, as training loops without DDP do."""
     for p in model.parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(grad)

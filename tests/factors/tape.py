@@ -1,7 +1,7 @@
 """A CUDA graph on the CPU: a tape of operations that runs again without any Python of the model or of this library.
 
 Unlike a computation that is simply called again, a tape shows what a graph would do with state on the host: values that
-Python has decided are those of the recording, memory that nobody else holds may be gone, and what a pass has computed
+Python has decided are those of the recording, memory without another owner may be freed, and what a pass has computed
 belongs to the tape, and is overwritten.
 """
 
@@ -18,7 +18,7 @@ from tests.factors.test_no_waiting import WAITING
 
 
 class Foreign(NamedTuple):
-    """A tensor whose memory belongs to somebody else, who may free it."""
+    """A tensor whose memory has another owner, which may free it."""
 
     storage: StorageWeakRef
     shape: tuple[int, ...]

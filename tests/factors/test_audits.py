@@ -25,7 +25,7 @@ MANY = 2 * FEW + 1
 
 
 class Counted(nn.Module):
-    """Counts its calls, in a place that nobody restores."""
+    """Counts its calls in a list, which is not restored."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

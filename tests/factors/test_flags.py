@@ -88,7 +88,7 @@ def test_flags_of_a_computation_within_another(behind: list[bool]) -> None:
 
 
 class TestDeviceChecks:
-    """Checks that are made at once on an accelerator, where nobody reads flags later."""
+    """Checks that are made at once on an accelerator, because flags are not read later."""
 
     def test_label(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         risk = make_risk(1, last=0)

@@ -265,7 +265,7 @@ def test_one_question_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         block.complete()
         assert block.terms == 6  # three positions count, in two passes
     assert asked == [2]
-    # A block that nobody has settled is right as well.
+    # A block with unsettled counts is right as well.
     passes = Passes(passes.risk, FactorSums(Settings()))
     passes.add(Batch(X, y, 0))
     for settle in (False, True):

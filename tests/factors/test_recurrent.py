@@ -337,7 +337,7 @@ def test_compiled_models(loop: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", MODULES)
 def test_on_a_gpu(kind: str) -> None:
-    """Factors are those of a CPU, from recorded passes, too, and nobody is warned of the memory of weights."""
+    """Factors equal those on a CPU, also from recorded passes, and there is no warning about the memory of weights."""
     model = make(kind, **(PROJECTION if kind == "LSTM" else ARRANGEMENTS["two layers, two directions"]))
     ((x, y, *_),) = risk_of(model, 12).batches()
     batches = list(zip(x.split(2), y.split(2), strict=True))

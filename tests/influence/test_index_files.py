@@ -22,7 +22,7 @@ NUM_BATCHES = 5
 
 
 class Batches:
-    """Batches of two examples; somebody may want to do something before each one."""
+    """Batches of two examples, with a callback before each one."""
 
     def __init__(self, before: Callable[[int], None] = lambda _: None, number: int = NUM_BATCHES) -> None:
         self.before, self.number = before, number

@@ -151,7 +151,7 @@ class TestWhatIsRecorded:
         same(A @ V, GGN(risk, replay=False) @ V)
 
     def test_functions(self, tapes: list[Tapes], caplog: pytest.LogCaptureFixture) -> None:
-        """What a function looks at may change, and nobody would notice."""
+        """Variables that a function reads may change without notice, so products are not recorded."""
         factor = [1.0]
 
         def model(params: Any, x: Tensor) -> Tensor:

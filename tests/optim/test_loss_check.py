@@ -1,7 +1,7 @@
 """The declared loss beside the one that training minimizes: what is an error, a warning, or not noticed.
 
-What is known about a loss that somebody computes: everything if the declared module computes it, or if targets are
-given; its gradient at the predictions alone otherwise.
+If the declared module computes the loss, or if targets are given, the optimizer knows all about it. Otherwise, it
+knows only the gradient at the predictions.
 """
 
 import warnings

@@ -328,7 +328,7 @@ def test_products_that_overflow(options: dict[str, Any], replay: bool) -> None:
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_ages_of_skipped_steps(replay: bool) -> None:
-    """They are those of a CPU as soon as somebody looks."""
+    """Ages equal those on a CPU as soon as the flags are read."""
     check_skipped_steps("cpu", replay)
 
 

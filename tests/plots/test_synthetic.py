@@ -54,7 +54,7 @@ def expected(kind: str, risk: EmpiricalRisk, vec: VecFunction) -> Tensor:
 
 
 def diagonal(matrix: Tensor, risk: EmpiricalRisk, params: int) -> Tensor:
-    """Keep the diagonal blocks of so many parameters each."""
+    """Keep the diagonal blocks of this many parameters each."""
     sizes = list(blocks(risk).values())
     sizes = [sum(sizes[i : i + params]) for i in range(0, len(sizes), params)]
     mask: Tensor = torch.block_diag(*(torch.ones(d, d, dtype=matrix.dtype) for d in sizes))
