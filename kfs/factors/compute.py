@@ -503,7 +503,7 @@ def passes(
                         journal.write(progress, sums)
                     yield part
         check_values()
-    progress.settle()
+    progress.read_counts()
     progress.audit = audits.close(distrust=_wrong(padding))
 
 

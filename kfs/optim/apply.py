@@ -505,7 +505,7 @@ class PendingChecks:
         if len(self._steps) >= _MOST:
             self._read(state, len(self._steps) - _LEFT)
 
-    def settle(self, state: State) -> None:
+    def read_all(self, state: State) -> None:
         """Read all flags, count failures, and correct host state that assumed that nothing failed."""
         self._read(state, len(self._steps))
         self.curvature.note_failures()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 
-from kfs.factors.accumulate import BlockSums, FactorSums, settle_counts
+from kfs.factors.accumulate import BlockSums, FactorSums, read_counts
 from kfs.factors.blocks import computable
 from kfs.factors.capture import AuditResult, Capture, send_back
 from kfs.factors.compute import backpropagated_vectors, columns_at_once, not_covered
@@ -224,7 +224,7 @@ class FactorResult:
     def blocks(self) -> dict[Key, BlockSums]:
         """The sums. All numbers of positions that depend on data are read from an accelerator at once."""
         blocks = dict(self.sums.blocks) if self.own is None else self.own
-        settle_counts(role for block in blocks.values() for role in block.roles.values())
+        read_counts(role for block in blocks.values() for role in block.roles.values())
         return blocks
 
     def copy(self) -> None:

@@ -116,7 +116,7 @@ def add_up_blocks(
 
     Args:
         ranks: The participating ranks.
-        blocks: The blocks of this rank, before they are completed, with settled counts.
+        blocks: The blocks of this rank, before they are completed, with counts on the host.
         device: Device for sums that only other ranks have.
         products: Precision in which further vectors are multiplied.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.factors.accumulate.across_ranks import add_up_at_owners, add_up_blocks, agreed_blocks, choose_owners
-from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, settle_counts
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, read_counts
 from kfs.factors.accumulate.gram import check_products
 from kfs.factors.accumulate.inputs import Vectors
 from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
@@ -138,7 +138,7 @@ class FactorSums(Sums):
     def counts(self) -> dict[Any, float]:
         """Return the numbers of positions, and of vectors with a bias coordinate, by block, side and kind of count.
 
-        On an accelerator, counts that depend on data are not included: see `settle_counts`.
+        On an accelerator, counts that depend on data are not included: see `read_counts`.
         """
         counts = {}
         for key, side, role in self._roles():
@@ -156,15 +156,15 @@ class FactorSums(Sums):
             role.input.ones += more.get((key, side, "input.ones"), 0.0)
             role.gradient.ones += more.get((key, side, "gradient.ones"), 0.0)
             # A replayed pass has changed the counters on the device, too.
-            role.settled = not role.on_device
+            role.counts_are_read = not role.on_device
 
-    def settle_counts(self) -> None:
+    def read_counts(self) -> None:
         """Add the counters on the device to those on the host, synchronizing once for all blocks."""
-        settle_counts(role for _, _, role in self._roles())
+        read_counts(role for _, _, role in self._roles())
 
     def add_up(self, ranks: Ranks, device: torch.device) -> None:
         """Sum all blocks over the ranks, including blocks that only other ranks have."""
-        self.settle_counts()
+        self.read_counts()
         conflicts = ranks.gather("conflicts", self.conflicts)
         where = self.settings.factor_device or device
         if self.settings.placement == "replicated":
@@ -177,13 +177,13 @@ class FactorSums(Sums):
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to `dtype` if given."""
-        self.settle_counts()
+        self.read_counts()
         for block in self.blocks.values():
             block.complete(dtype)
 
     def state(self) -> dict[str, Any]:
         """Return all sums for a file, between two batches. If blocks have owners, these are the blocks of this rank."""
-        self.settle_counts()
+        self.read_counts()
         blocks = [block.state() for block in self.blocks.values() if block.is_local]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
@@ -198,7 +198,7 @@ class FactorSums(Sums):
         """Add sums over other data. Uses that contradict each other are recorded as conflicts."""
         other = FactorSums(self.settings)
         other.restore(state)
-        self.settle_counts()
+        self.read_counts()
         self.conflicts |= other.conflicts
         for key, found in other.blocks.items():
             mine = self.blocks.get(key)

@@ -384,7 +384,7 @@ class RowQueries:
         since = self.opened[opened:] if answer else self.observed[observed:]
         self.questions.append((question, answer, since))
 
-    def settle(self) -> None:
+    def answer_all(self) -> None:
         """Compute all row maps, and start all queries, after all probes were sent back."""
         probes = 1 + number_of_digits(self.num_data)
         kinds: dict[Any, list[RowQuery]] = {}
