@@ -1,4 +1,4 @@
-"""What objects say about themselves: short, as text and as HTML, without a pass over data or a look at a device."""
+"""Descriptions of objects: short, as text and as HTML, without a pass over data or synchronization."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
 
     @property
     def shown(self) -> list[str]:
-        """What was written, one state of the line after the other."""
+        """The output: all states of the line, one after the other."""
         return [text.strip() for text in self.getvalue().split("\r") if text.strip()]
 
 

@@ -30,7 +30,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" el
 
 
 class Job(NamedTuple):
-    """What a rank does."""
+    """A job of a rank."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came out of it."""
+    """The result of a job."""
 
     value: Any = None
     error: BaseException | None = None

@@ -102,5 +102,5 @@ def is_first() -> bool:
 
 
 def bits(tensors: Any) -> str:
-    """Return what tells tensors from others, to the last bit."""
+    """Return a fingerprint of tensors, to the last bit."""
     return digest([t.contiguous() for t in tensors])

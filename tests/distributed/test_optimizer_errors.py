@@ -1,4 +1,4 @@
-"""What goes wrong in one process of a training: all of them notice, and say the same."""
+"""Errors in one process of a training: all processes raise the same error."""
 
 import re
 import time

@@ -21,7 +21,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 class Saved(NamedTuple):
-    """What a file has."""
+    """The content of a file."""
 
     model: Any
     optimizer: Any

@@ -116,7 +116,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Run(NamedTuple):
-    """What came out of a training."""
+    """The result of a training."""
 
     params: Tensor
     bits: int

@@ -95,14 +95,14 @@ class Tape(TorchDispatchMode):
         return result
 
     def hold(self, t: Any) -> Any:
-        """Return what stands for an argument."""
+        """Return the placeholder of an argument."""
         if not isinstance(t, Tensor) or not has_memory(t) or t.untyped_storage()._cdata in self.own:
             return t
         storage = StorageWeakRef(t.untyped_storage())
         return Foreign(storage, tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype)
 
     def record(self, run: Callable[[], None]) -> None:
-        """Record what something would compute; nothing is changed."""
+        """Record the operations of a function, without changing any tensor."""
         try:
             with self:
                 run()

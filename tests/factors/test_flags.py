@@ -50,7 +50,7 @@ def test_unexplained_vectors(behind: list[bool]) -> None:
 
 
 def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with an example is said at the end, as precisely as at once."""
+    """Errors about examples that are raised at the end are as precise as errors at once."""
     first_failure = DeferredChecks.first_failure
 
     def read(flags: DeferredChecks) -> int | None:

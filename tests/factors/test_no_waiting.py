@@ -181,7 +181,7 @@ def test_no_waiting(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_waiting_is_noticed() -> None:
-    """What the test above relies on."""
+    """The test above relies on this."""
     x = torch.arange(4)
     wrong: list[Callable[[], Any]] = [
         lambda: x.sum().item(),

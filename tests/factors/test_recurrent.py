@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Return what runs something with networks that are written out."""
+    """Return a function that runs another one, with recurrent networks as explicit loops."""
 
     def run(program: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patched:

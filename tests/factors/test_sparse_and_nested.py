@@ -1,4 +1,4 @@
-"""Sparse and nested tensors: what works equals the dense model, and what does not is an error with advice."""
+"""Sparse and nested tensors: results equal the dense model, or an error gives advice."""
 
 from collections.abc import Callable
 from typing import Any

@@ -253,7 +253,7 @@ def test_size_of_an_index(name: str, settings: Any) -> None:
     ids=str,
 )
 def test_index_that_does_not_exist_has_no_cost(setting: Any, message: str) -> None:
-    """What `index` refuses is refused before it is made, also without a rank for the compression."""
+    """`cost` refuses the same arguments as `index`, also without a rank for the compression."""
     queries, train = both()
     influence = kfs.Influence(kfs.EKFAC(train))
     with pytest.raises(ModelError, match=message):

@@ -1,4 +1,4 @@
-"""Files of an index: what resumes, what is read, and what is refused."""
+"""Files of an index: resuming, reading, and errors."""
 
 import json
 import signal
@@ -306,7 +306,7 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_files_are_mapped(tmp_path: Path) -> None:
-    """What is read from a file lies in its pages, and not in memory of the process."""
+    """Tensors of a file are memory-mapped, and are not copied into memory of the process."""
     index = make(tmp_path)
     values = index._shards.read(0)["batches"][0]["blocks"]["0"]["uses"][0]["x"]["values"]
     maps = Path("/proc/self/maps")

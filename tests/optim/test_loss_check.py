@@ -1,4 +1,4 @@
-"""The declared loss beside the one that training minimizes: what is an error, a warning, or not noticed.
+"""The declared loss and the loss that training minimizes: differences that are errors, warnings, or not noticed.
 
 If the declared module computes the loss, or if targets are given, the optimizer knows all about it. Otherwise, it
 knows only the gradient at the predictions.
@@ -323,7 +323,7 @@ def test_too_few_numbers_to_tell() -> None:
 
 
 def test_a_function_may_be_any_loss() -> None:
-    """What the user writes is not compared with other losses."""
+    """User-defined losses are not compared with other losses."""
     custom = Custom(lambda f, y: cross_entropy(f.unsqueeze(0), y.unsqueeze(0)))
     check(outcome(custom, lambda f: cross_entropy(f, LABELS), LABELS, fisher="ggn"), FINE)
     likely = Custom(lambda f, _: f.sum(), likelihood=lambda f: torch.distributions.Categorical(logits=f))

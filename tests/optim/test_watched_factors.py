@@ -17,7 +17,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 class Interrupted(nn.Module):
-    """Raises what it is told to, once."""
+    """Raises a given error once."""
 
     def __init__(self) -> None:
         """Start without anything to raise."""

@@ -62,7 +62,7 @@ def diagonal(matrix: Tensor, risk: EmpiricalRisk, params: int) -> Tensor:
 
 
 def vectors(kind: str, risk: EmpiricalRisk, mc_samples: int) -> Tensor:
-    """What is backpropagated, `[V, N, C]`, for the criterion `(f - y)^2 / 2`."""
+    """The backpropagated vectors, `[V, N, C]`, for the criterion `(f - y)^2 / 2`."""
     model, X, y = network(risk)
     f: Tensor = model(X).detach()
     if kind == "type-2":
