@@ -330,10 +330,10 @@ class Capture(TorchFunctionMode):
         out: Tensor,
     ) -> Tensor:
         """Settle plans, and return the operation's output with a tap for each."""
-        placement = self.sums.placement
+        block_map = self.sums.block_map
         settled = self.session.plans.get(key)
         if type(settled) is not list or not self.fit(settled):
-            settled = [one for plan in planned for one in self.session.settle(plan, call, out, placement)]
+            settled = [one for plan in planned for one in self.session.settle(plan, call, out, block_map)]
             self.session.plans[key] = settled
         for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
@@ -400,8 +400,8 @@ class Capture(TorchFunctionMode):
 
     def fit(self, plans: Iterable[Plan]) -> bool:
         """Whether settled plans fit the existing blocks; in training, every pass starts without blocks."""
-        adders, placement = self.sums.adders, self.sums.placement
-        return all([plan in adders or not plan.fits or placement.admit(plan.layout) for plan in plans])  # noqa: C419
+        adders, block_map = self.sums.adders, self.sums.block_map
+        return all([plan in adders or not plan.fits or block_map.admit(plan.layout) for plan in plans])  # noqa: C419
 
     def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
         """Accumulate the inputs of a use, and return its gradient callback for `[columns, *shape of the output]`.
@@ -421,7 +421,7 @@ class Capture(TorchFunctionMode):
         adder = self.sums.adders.get(plan)
         if adder is None:
             adder = self.sums.adders[plan] = self.sums.adder_of(plan)
-        if self.sums.by_datum or self._counts_rows or self._distrusts or number == self._checked:
+        if self.sums.needs_rows or self._counts_rows or self._distrusts or number == self._checked:
             receive = self._add_rows(number, adder, plan, x, by_construction)
         else:
             receive = adder.add(x)
@@ -450,7 +450,7 @@ class Capture(TorchFunctionMode):
         # Derived and broadcast parameters are not measured, and fixed positions need not be.
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
-        counting = Counting(rule, positions, row_map, self.sums.by_datum)
+        counting = Counting(rule, positions, row_map, self.sums.needs_rows)
         return self.open(what, leading, start, counting=counting)
 
     def _looking_for_padding(self, counted: Tensor | None, used: Used, receive: Receiver) -> Receiver:
