@@ -32,7 +32,7 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.distributed import Ranks, added_up
-from kfs.distributed.assignment import passes as subsets_of
+from kfs.distributed.assignment import subsets_of
 from kfs.errors import DataError, KfsWarning, ModelError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
 from kfs.factors.accumulate.block_sums import BlockSums
@@ -494,7 +494,7 @@ def passes(
     # The contexts are entered around all batches, or around each batch if the caller's code runs in between.
     with _surroundings(risk, at_once, entered=not pausing) as check_values:
         with _surroundings(risk, at_once, entered=pausing):  # all parameters require gradients in this context
-            trace = new_trace(risk.params, settings.joint_bias, blocks=sums.placement)
+            trace = new_trace(risk.params, settings.joint_bias, block_map=sums.block_map)
             audits = Audits(
                 risk.model, trace, settings.batch_axis, counts=Counts(risk.mask_source, risk.loss.class_axis)
             )
@@ -517,7 +517,7 @@ def passes(
                         journal.write(progress, sums)
                     yield part
         check_values()
-    progress.settle()
+    progress.read_counts()
     progress.audit = audits.close(distrust=_wrong(padding))
 
 

@@ -78,7 +78,7 @@ class FactorAndSquareSums(FactorSums):
         layouts = {key: layout for key, (layout, _) in bases.items()}
         squares = {key: squares for key, (_, squares) in bases.items()}
         self._squares = PerDatumSums(settings, layouts, squares)
-        self.by_datum = True
+        self.needs_rows = True
 
     def adder_of(self, plan: PlannedUse) -> Adder:
         """Return an adder for the uses of a plan that adds to both sums."""
@@ -102,8 +102,8 @@ class _Both(Adder):
     first: Adder
     second: Adder
 
-    def add(self, x: Tensor | None, owners: RowMap | None = None) -> Receiver:
-        first, second = self.first.add(x, owners), self.second.add(x, owners)
+    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
+        first, second = self.first.add(x, row_map), self.second.add(x, row_map)
 
         def receive(g: Tensor) -> None:
             first(g)

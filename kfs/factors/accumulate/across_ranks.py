@@ -116,7 +116,7 @@ def add_up_blocks(
 
     Args:
         ranks: The participating ranks.
-        blocks: The blocks of this rank, before they are completed, with settled counts.
+        blocks: The blocks of this rank, before they are completed, with counts on the host.
         device: Device for sums that only other ranks have.
         products: Precision in which further vectors are multiplied.
 
@@ -193,7 +193,7 @@ def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
 
 def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]]]:
     """Return merged metadata of every block, and the uses that contradict those on lower ranks."""
-    placement = BlockMap()
+    block_map = BlockMap()
     agreed: dict[Key, _Block] = {}
     conflicts: set[tuple[str, str]] = set()
     for block in found:
@@ -201,7 +201,7 @@ def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]
         before = agreed.get(key, block)
         both = before.roles.keys() & block.roles.keys()
         same = all(_storage(before.roles[side]) == _storage(block.roles[side]) for side in both)
-        if not placement.admit(block.layout) or not same:
+        if not block_map.admit(block.layout) or not same:
             conflicts |= {(block.layout.weight, operation) for operation in block.operations}
             continue
         operations = tuple(sorted({*before.operations, *block.operations}))

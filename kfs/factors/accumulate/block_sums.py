@@ -29,7 +29,7 @@ class RoleSums:
     """Sums of one role of a parameter: inputs, gradients, and the number of positions (or examples) in them.
 
     The number of positions that count may depend on data (a padding index, tokens routed to experts). It is then kept
-    on the accelerator until `settle_counts`, to avoid synchronizing in every batch.
+    on the accelerator until `read_counts`, to avoid synchronizing in every batch.
 
     Attributes:
         input: Outer products of inputs.
@@ -41,7 +41,7 @@ class RoleSums:
         terms_on_device: Amount to be added to `counted`, in float64, changed in place; `None` if nothing was counted on
             a device.
         positions_on_device: Amount to be added to `positions`, likewise.
-        settled: Whether nothing remains to be added from the device.
+        counts_are_read: Whether nothing remains to be added from the device.
     """
 
     input: OuterProductSum
@@ -51,7 +51,7 @@ class RoleSums:
     positions: float = 0.0
     terms_on_device: Tensor | None = None
     positions_on_device: Tensor | None = None
-    settled: bool = True
+    counts_are_read: bool = True
 
     @property
     def on_device(self) -> list[Tensor]:
@@ -60,9 +60,9 @@ class RoleSums:
 
     @property
     def terms(self) -> float:
-        """Number of positions (or examples). Synchronizes with the accelerator if counts are not settled."""
-        if not self.settled:
-            settle_counts([self])
+        """Number of positions (or examples). Synchronizes with the accelerator if counts are not read yet."""
+        if not self.counts_are_read:
+            read_counts([self])
         return self.counted
 
     def add_terms(self, count: float | Tensor) -> None:
@@ -81,7 +81,7 @@ class RoleSums:
 
     def _added(self, before: Tensor | None, count: Tensor) -> Tensor:
         """Add a number to a counter on the device, which is created if it is `None`."""
-        self.settled = False
+        self.counts_are_read = False
         if before is None:
             before = torch.zeros((), dtype=torch.float64, device=count.device)
         return before.add_(count)
@@ -132,18 +132,18 @@ class RoleSums:
         }
 
 
-def settle_counts(roles: Iterable[RoleSums]) -> None:
+def read_counts(roles: Iterable[RoleSums]) -> None:
     """Add the counters on devices to those on the host, with one synchronization.
 
     The counters on devices are set to zero in place, because a replayed pass continues to add to them.
     """
-    unknown = [role for role in roles if not role.settled]
+    unknown = [role for role in roles if not role.counts_are_read]
     pending = [t for role in unknown for t in role.on_device]
     values = dict(zip(map(id, pending), sync.numbers(pending), strict=True))
     for role in unknown:
         role.counted += values.get(id(role.terms_on_device), 0.0)
         role.positions += values.get(id(role.positions_on_device), 0.0)
-        role.settled = True
+        role.counts_are_read = True
     for tensor in pending:
         tensor.zero_()
 

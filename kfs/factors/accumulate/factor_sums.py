@@ -15,7 +15,7 @@ from torch import Tensor
 from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.factors.accumulate.across_ranks import add_up_at_owners, add_up_blocks, agreed_blocks, choose_owners
-from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, settle_counts
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, read_counts
 from kfs.factors.accumulate.gram import check_products
 from kfs.factors.accumulate.inputs import Vectors
 from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
@@ -57,7 +57,7 @@ class FactorSums(Sums):
         self.chosen = chosen
         self.owners: dict[str, int] = dict(owners or {})
         self.left_out: dict[Key, BlockSums] = {}
-        self.by_datum = settings.sharing != "expand" and not dry
+        self.needs_rows = settings.sharing != "expand" and not dry
         self.blocks: dict[Key, BlockSums] = {}
         # `(parameter, operation)` of uses that contradict other uses of the parameter.
         self.conflicts: set[tuple[str, str]] = set()
@@ -93,7 +93,7 @@ class FactorSums(Sums):
     def restart(self) -> None:
         """Discard all data and all blocks."""
         self.adders.clear()
-        self.placement = BlockMap()
+        self.block_map = BlockMap()
         self.blocks.clear()
         self.left_out.clear()
         self.conflicts.clear()
@@ -138,7 +138,7 @@ class FactorSums(Sums):
     def counts(self) -> dict[Any, float]:
         """Return the numbers of positions, and of vectors with a bias coordinate, by block, side and kind of count.
 
-        On an accelerator, counts that depend on data are not included: see `settle_counts`.
+        On an accelerator, counts that depend on data are not included: see `read_counts`.
         """
         counts = {}
         for key, side, role in self._roles():
@@ -156,15 +156,15 @@ class FactorSums(Sums):
             role.input.ones += more.get((key, side, "input.ones"), 0.0)
             role.gradient.ones += more.get((key, side, "gradient.ones"), 0.0)
             # A replayed pass has changed the counters on the device, too.
-            role.settled = not role.on_device
+            role.counts_are_read = not role.on_device
 
-    def settle_counts(self) -> None:
+    def read_counts(self) -> None:
         """Add the counters on the device to those on the host, synchronizing once for all blocks."""
-        settle_counts(role for _, _, role in self._roles())
+        read_counts(role for _, _, role in self._roles())
 
     def add_up(self, ranks: Ranks, device: torch.device) -> None:
         """Sum all blocks over the ranks, including blocks that only other ranks have."""
-        self.settle_counts()
+        self.read_counts()
         conflicts = ranks.gather("conflicts", self.conflicts)
         where = self.settings.factor_device or device
         if self.settings.placement == "replicated":
@@ -177,13 +177,13 @@ class FactorSums(Sums):
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to `dtype` if given."""
-        self.settle_counts()
+        self.read_counts()
         for block in self.blocks.values():
             block.complete(dtype)
 
     def state(self) -> dict[str, Any]:
         """Return all sums for a file, between two batches. If blocks have owners, these are the blocks of this rank."""
-        self.settle_counts()
+        self.read_counts()
         blocks = [block.state() for block in self.blocks.values() if block.is_local]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
@@ -192,18 +192,18 @@ class FactorSums(Sums):
         self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
         blocks = [BlockSums.from_state(block, self.settings.products) for block in state["blocks"]]
         self.blocks = {block.layout.key: block for block in blocks}
-        self.placement = BlockMap(block.layout for block in self.blocks.values())
+        self.block_map = BlockMap(block.layout for block in self.blocks.values())
 
     def add(self, state: Any) -> None:
         """Add sums over other data. Uses that contradict each other are recorded as conflicts."""
         other = FactorSums(self.settings)
         other.restore(state)
-        self.settle_counts()
+        self.read_counts()
         self.conflicts |= other.conflicts
         for key, found in other.blocks.items():
             mine = self.blocks.get(key)
             block = found if mine is None else found.turned_to(mine.layout)
-            if not self.placement.admit(block.layout) or (mine is not None and not mine.fits(block)):
+            if not self.block_map.admit(block.layout) or (mine is not None and not mine.fits(block)):
                 self.conflicts |= {(block.layout.weight, operation) for operation in block.operations}
             elif mine is None:
                 self.blocks[key] = block
@@ -312,7 +312,7 @@ class _Reduce(Adder):
         self.key = (self.plan.layout.key, self.plan.side)
 
     def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (sums `by_datum` always get a row map)
+        assert row_map is not None  # noqa: S101 (sums with `needs_rows` always get a row map)
         if not row_map.complete:
             raise DataError(
                 f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and the "

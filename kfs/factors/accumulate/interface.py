@@ -31,7 +31,7 @@ class PlannedUse(Protocol):
 
 
 class Adder(ABC):
-    """Adds the uses of one plan to sums. The row map may be `None` if the sums are not `by_datum`."""
+    """Adds the uses of one plan to sums. The row map may be `None` unless the sums have `needs_rows`."""
 
     @abstractmethod
     def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
@@ -54,17 +54,17 @@ class Sums(ABC):
     """Sums over the uses of tracked parameters.
 
     Attributes:
-        by_datum: Whether any use needs the example that each row belongs to.
+        needs_rows: Whether any use needs the example that each row belongs to.
         counts_rows: Whether rows that do not count must be excluded. Sums over gradients alone need not exclude them,
             because such rows have no gradients.
     """
 
-    by_datum: bool = False
+    needs_rows: bool = False
     counts_rows: bool = False
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
         self.adders: dict[Any, Adder] = {}  # the adder of each known plan
-        self.placement = BlockMap(layouts)
+        self.block_map = BlockMap(layouts)
 
     @abstractmethod
     def adder_of(self, plan: PlannedUse) -> Adder:

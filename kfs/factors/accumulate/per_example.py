@@ -104,7 +104,7 @@ class PerDatumSums(Sums):
         owners: The owner rank of each block, which keeps its statistic. By default, all ranks keep all statistics.
     """
 
-    by_datum = True
+    needs_rows = True
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class _Show(Adder):
         self.key = self.plan.layout.key
 
     def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (sums `by_datum` always get a row map)
+        assert row_map is not None  # noqa: S101 (sums with `needs_rows` always get a row map)
         use = Use(self.plan.inputs, x, row_map, self.plan.ones)  # type: ignore[arg-type]
         self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
 
@@ -248,7 +248,7 @@ class KeptGradients(Sums):
         conflicts: `(parameter, operation)` of uses that contradict other uses, or the known blocks.
     """
 
-    by_datum = True
+    needs_rows = True
 
     def __init__(self, layouts: Mapping[Key, Layout] | None = None) -> None:
         known = layouts or {}
@@ -368,7 +368,7 @@ class _Keep(Adder):
     columns: list[dict[Key, list[Captured]]]
 
     def add(self, x: Any, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (sums `by_datum` always get a row map)
+        assert row_map is not None  # noqa: S101 (sums with `needs_rows` always get a row map)
         # Detached, because the kept tensors must not keep the graph of the pass alive.
         use = Use(self.plan.inputs, mapped(x, Tensor.detach), row_map, self.plan.ones)
 

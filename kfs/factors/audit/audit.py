@@ -338,7 +338,7 @@ class _Audit:
             f = self._forward(one)
             exact = self._send_back(f, one, params)
             # Repeat the pass if weights are used both ways, or if answers to questions were wrong.
-            both_ways = self.trace.blocks.both_ways
+            both_ways = self.trace.block_map.both_ways
             if not self.trace.both_ways >= both_ways:
                 self.trace.learn(both_ways)
                 continue

@@ -28,7 +28,7 @@ class GradientSums(Sums):
         narrow: Names of parameters that are used in half precision.
     """
 
-    by_datum = True
+    needs_rows = True
 
     def __init__(self) -> None:
         super().__init__()

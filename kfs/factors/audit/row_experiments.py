@@ -120,7 +120,7 @@ class _Seen:
 class _NoSums(Sums):
     """Sums that accumulate nothing."""
 
-    by_datum = True
+    needs_rows = True
 
     def adder_of(self, plan: PlannedUse) -> Adder:
         return Ignore()

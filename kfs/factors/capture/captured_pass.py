@@ -152,7 +152,7 @@ class CapturedPass(Discovery):
         if adder is None:
             adder = self.sums.adders[plan] = self.sums.adder_of(plan)
         checked = self._padding is not None and number == self._padding.place
-        if self.sums.by_datum or self._counts_rows or self._distrusts or checked:
+        if self.sums.needs_rows or self._counts_rows or self._distrusts or checked:
             receive = self._add_rows(number, adder, plan, x, by_construction)
         else:
             receive = adder.add(x)
@@ -168,7 +168,7 @@ class CapturedPass(Discovery):
         # Derived and broadcast parameters are not measured, and fixed positions need not be.
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
-        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self.sums.by_datum)
+        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self.sums.needs_rows)
         used = Used(number, query, by_construction, self.rows.next_use, plan.inputs.not_padding(x))
 
         def start(row_map: RowMap) -> Receiver:

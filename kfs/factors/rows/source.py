@@ -44,7 +44,7 @@ class RowQuery:
     rule: RowRule = ALL  # which rows count
     positions: int = 1  # of each row
     row_map: RowMap | None = None  # the row map, if it is known by construction
-    by_datum: bool = True  # whether the row map is needed even if the rule does not use it
+    needs_rows: bool = True  # whether the row map is needed even if the rule does not use it
 
     @property
     def rows(self) -> int:
@@ -276,7 +276,7 @@ class KnownRows(RowSource):
         row_map = self.without_audit(query) or self._look_up(query)
         kind = query.rule.kind
         # If only the rows with gradients matter, no row map is needed.
-        if row_map is None and not query.by_datum and kind in {"all", "measured"}:
+        if row_map is None and not query.needs_rows and kind in {"all", "measured"}:
             error = DataError("The row map of this input was not measured.", "Use sharing='expand'.")
             row_map = UnknownRows(error, self.num_data)
         # Which rows count may have to be measured, or is known only with the targets.

@@ -43,11 +43,11 @@ def new_trace(
     joint_bias: bool = True,
     mixing: bool = False,
     model: Module | None = None,
-    blocks: BlockMap | None = None,
+    block_map: BlockMap | None = None,
 ) -> Trace:
     """Return a new trace with all rules. Arguments are those of `Trace`."""
     rules = {func: asked(rule) for func, rule in RULES.items()}
-    return Trace(params, rules, without_rule, joint_bias, mixing, model, blocks)
+    return Trace(params, rules, without_rule, joint_bias, mixing, model, block_map)
 
 
 @cache

@@ -39,7 +39,7 @@ class Trace:
         joint_bias: Whether a bias shares the block of its weight.
         mixing: Whether examples of a batch may influence each other, as with batch normalization in training.
         model: As in `Tracker`.
-        blocks: The blocks that are known already. By default, none.
+        block_map: The blocks that are known already. By default, none.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Trace:
         joint_bias: bool = True,
         mixing: bool = False,
         model: Module | None = None,
-        blocks: BlockMap | None = None,
+        block_map: BlockMap | None = None,
     ) -> None:
         self.tracker = Tracker(params, model)
         self.device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
@@ -58,12 +58,12 @@ class Trace:
         self.device_type = self.device.type
         self.rules = rules
         self.fallback = fallback
-        self.blocks = BlockMap() if blocks is None else blocks
+        self.block_map = BlockMap() if block_map is None else block_map
         # Results of rules, by key of a call; a list of settled plans as soon as the output of the call was tapped.
         self.plans: dict[Any, Any] = {}
         # Settled plans of broadcast and derived parameters and their uses, by the rule's plan.
         self._settled: dict[Plan, tuple[Plan, ...]] = {}
-        self._placed: set[Plan] = set()  # settled plans whose blocks are among `blocks`
+        self._placed: set[Plan] = set()  # settled plans whose blocks are in `block_map`
         # By the hash of a pass's operations: `(parameter, why)` of the hidden uses found in it, and the parameters that
         # predictions depend on.
         self.hidden_uses: dict[Any, tuple[set[tuple[str, str]], set[str]]] = {}
@@ -96,7 +96,7 @@ class Trace:
 
     def restart_blocks(self) -> None:
         """Forget which blocks exist, but keep plans: a training step may use other rows of a parameter."""
-        self.blocks = BlockMap()
+        self.block_map = BlockMap()
         self._placed.clear()
 
     def plans_of(self, key: Any) -> list[Plan] | None:
@@ -108,7 +108,7 @@ class Trace:
         """Whether settled plans fit the existing blocks, which then include theirs."""
         for plan in plans:
             if plan not in self._placed:
-                if plan.fits and not self.blocks.admit(plan.layout):
+                if plan.fits and not self.block_map.admit(plan.layout):
                     return False
                 self._placed.add(plan)
         return True
@@ -133,8 +133,8 @@ class Trace:
         bias = plan.bias
         name = bias.layout.weight if bias is not None and plan.joins else None
         may_join = self.joint_bias and plan.layout.weight not in self.both_ways
-        layout, side = self.blocks.place(plan.layout, name if may_join else None)
-        fits = self.blocks.admit(layout)
+        layout, side = self.block_map.place(plan.layout, name if may_join else None)
+        fits = self.block_map.admit(layout)
         joint = name is not None and layout.bias == name and side == "A"
         settled = replace(
             plan,
