@@ -20,9 +20,10 @@ for whole batches, several vectors at a time:
 import logging
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import isfinite
 from typing import Any, Protocol, TypeVar
 
@@ -40,7 +41,7 @@ from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.interface import Sums
 from kfs.factors.audit import Audits, Counts
 from kfs.factors.block import Block
-from kfs.factors.capture import forward
+from kfs.factors.capture import CapturedPass, forward
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, details, naming
 from kfs.factors.layout import Key, Side
 from kfs.factors.rules import new_trace
@@ -325,7 +326,7 @@ def _in_several_passes(
     # Find the blocks from the first batch. Further ones, such as those of experts that it does not use, are found
     # later.
     found = FactorSums(settings, chosen=())
-    with ranks.agreed("first batch"), closing(passes(risk, found, settings, "", Progress())) as run:
+    with ranks.agreed("first batch"), closing(Passes(risk, found, settings, Progress()).over(risk.batches())) as run:
         next(run, None)
     left = found.left_out
     known: set[Key] = set()
@@ -384,6 +385,8 @@ def sweep(
 ) -> Progress:
     """Accumulate the inputs and gradients of all parametric operations over all batches in some sums.
 
+    Around the passes, this handles what is rare: checkpoints, assumptions that turn out to be wrong, and ranks.
+
     Args:
         risk: Model, loss, data and parameters.
         sums: The sums in which to accumulate.
@@ -395,26 +398,27 @@ def sweep(
         The counts of the pass.
     """
     ranks = risk.ranks
-    # Whether all targets count is not synchronized for every batch, because they nearly always do.
-    ignored = (
-        DeferredChecks(risk.device)
-        if sync.is_asynchronous(risk.device) and sums.counts_rows and journal is None
-        else None
-    )
-    # Padding is detected by missing gradients.
-    looks = sums.counts_rows and journal is None and settings.fisher != "forward-only"
-    padding = DeferredChecks(risk.device) if looks else None
+    # Whether all targets count is not synchronized for every batch, because they nearly always do. Padding is detected
+    # by missing gradients.
+    checks = sums.counts_rows and journal is None
+    on_device = sync.is_asynchronous(risk.device)
+    ignored = DeferredChecks(risk.device) if checks and on_device else None
+    padding = DeferredChecks(risk.device) if checks and settings.fisher != "forward-only" else None
     with risk.together(task, settings.all()):
         progress = Progress() if journal is None else journal.resume(sums)
-        for _ in passes(risk, sums, settings, task, progress, journal, ignored=ignored, padding=padding):
-            pass
+        passes = Passes(risk, sums, settings, progress, ignored=ignored, padding=padding)
+        batches = risk.batches(task)
+        for part in passes.over(batches if journal is None else chain.from_iterable(map(journal.rest_of, batches))):
+            if journal is not None and journal.notes(part, progress):
+                passes.check_values()
+                journal.write(progress, sums)
         assumed = ignored is not None or padding is not None
         if assumed and any(ranks.gather("rows that count", _wrong(ignored) or _wrong(padding))):
             # Some targets do not count, or there is padding that no row rule explains. Repeat the pass without
             # assumptions.
             sums.restart()
             progress = Progress()
-            for _ in passes(risk, sums, settings, task, progress):
+            for _ in Passes(risk, sums, settings, progress).over(risk.batches(task)):
                 pass
         if journal is not None:
             journal.close(progress, sums)
@@ -427,98 +431,157 @@ def sweep(
     return progress
 
 
-def passes(
-    risk: EmpiricalRisk,
-    sums: Sums,
-    settings: Settings,
-    task: str,
-    progress: Progress,
-    journal: Journal | None = None,
-    vectors: Vectors | None = None,
-    pausing: bool = False,
-    skip: Callable[[int, Batch], bool] | None = None,
-    seen: Callable[[Tensor], None] | None = None,
-    ignored: DeferredChecks | None = None,
-    padding: DeferredChecks | None = None,
-) -> Generator[Batch, None, None]:
-    """Run the passes over all batches, and yield each batch after its pass.
+class Passes:
+    """Passes over batches, in the five steps of `kfs.kfac.scaffold`.
 
     Args:
         risk: Model, loss, data and parameters.
         sums: The sums in which to accumulate.
         settings: Which curvature matrix, and how.
-        task: Name in the progress bar.
         progress: Accumulates counts and uncovered uses.
-        journal: Keeps intermediate results in a file, and may have some already.
         vectors: Maps predictions and targets to the columns that are sent back. By default, those of the curvature
             matrix.
-        pausing: Whether the caller's code runs between passes. Then modes of PyTorch, parameters and random state are
-            restored whenever a batch is yielded, and values are checked after every pass.
-        skip: Called with the index of a batch and the batch; returns whether to skip its pass.
         seen: Called with the predictions of each batch. Recorded passes (`Settings.replay`) do not call it.
         ignored: If given, all targets are assumed to count if those of the first batch do, and examples with ignored
             targets are recorded there.
         padding: If given, records padding that no row rule explains. Which rows count is then measured in later passes.
-
-    Yields:
-        The batches whose passes are complete.
     """
-    at_once = 1 if vectors is not None else columns_at_once(settings, risk.device)
-    instances = has_instance_norms(risk.model)  # instance norms make PyTorch misread gradients; see `RightGradients`
 
-    def vectors_of(f: Tensor, batch: Batch) -> Iterable[Tensor]:
-        """Return the vectors that are sent back for a batch."""
-        if vectors is not None:
-            return (column.to(f.dtype) for some in vectors(f, batch.y) for column in some.split(1))
-        first = settings.first_datum + batch.start
-        return backpropagated_vectors(risk.loss, f, batch.y, settings, first, at_once)
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        sums: Sums,
+        settings: Settings,
+        progress: Progress,
+        vectors: Vectors | None = None,
+        seen: Callable[[Tensor], None] | None = None,
+        ignored: DeferredChecks | None = None,
+        padding: DeferredChecks | None = None,
+    ) -> None:
+        self._risk = risk
+        self._sums = sums
+        self._settings = settings
+        self._progress = progress
+        self._vectors = vectors
+        self._seen = seen
+        self._ignored = ignored
+        self._padding = padding
+        at_once = 1 if vectors is not None else columns_at_once(settings, risk.device)
+        self._at_once = at_once
+        self._surroundings = Surroundings(risk, at_once)
 
-    def run(batch: Batch) -> None:
-        """Run the pass over a batch."""
-        # For a single example, PyTorch computes some gradients wrongly.
-        with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
-            known = audits.of_batch(risk, batch) if settings.audit else None
-            # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
-            f, one = forward(risk, batch, trace, sums, settings.batch_axis, known, assumed, padding)
-            risk.finite(f.detach(), batch)
-            if seen is not None:
-                seen(f.detach())
-            audits.compare(f.detach())
-            missed = audits.follow_up(risk, batch, one.operations)
-            # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
-            one.send_back(f, vectors_of(f.detach(), batch))
-        progress.unexplained |= one.unexplained | missed
-        progress.reached |= one.reached
+    def over(self, batches: Iterable[Batch], pausing: bool = False) -> Generator[Batch, None, None]:
+        """Run the passes over batches, and yield each batch after its pass.
 
-    assumed: DeferredChecks | None = None
-    # The contexts are entered around all batches, or around each batch if the caller's code runs in between.
-    with _surroundings(risk, at_once, entered=not pausing) as check_values:
-        with _surroundings(risk, at_once, entered=pausing):  # all parameters require gradients in this context
+        Args:
+            batches: Batches of the risk.
+            pausing: Whether the caller's code runs between passes. Then modes of PyTorch, parameters and random state
+                are restored whenever a batch is yielded, and values are checked after every pass.
+        """
+        risk, sums, settings, progress = self._risk, self._sums, self._settings, self._progress
+
+        def run(batch: Batch) -> None:
+            # For a single example, PyTorch computes some gradients wrongly; likewise with instance norms.
+            with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
+                known = audits.of_batch(risk, batch) if settings.audit else None
+                # Step 1: forward pass, in which all operations with parameters are found.
+                # Step 2: input-based factors; the pass adds inputs to their sums while the model runs.
+                f, one = forward(risk, batch, trace, sums, settings.batch_axis, known, self._ignored, self._padding)
+                missed = self._check(f.detach(), batch, one, audits)
+                # Step 3: generate vectors, send each back to all outputs; gradient-based factors.
+                one.send_back(f, self._vectors_of(f.detach(), batch))
+            progress.unexplained |= one.unexplained | missed
+            progress.reached |= one.reached
+
+        instances = has_instance_norms(risk.model)
+        with self._surroundings as around:  # all parameters require gradients in this context
             trace = new_trace(risk.params, settings.joint_bias, block_map=sums.block_map)
-            audits = Audits(
-                risk.model, trace, settings.batch_axis, counts=Counts(risk.mask_source, risk.loss.class_axis)
-            )
-        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model, log) as replays:
-            for place, batch in enumerate(risk.batches(task)):
-                if place == 0:
-                    assumed = _assumed(ignored, risk, batch)
-                if skip is not None and skip(place, batch):
-                    continue
-                for part in [batch] if journal is None else journal.rest_of(batch):
-                    with _surroundings(risk, at_once, entered=pausing) as check_this:
-                        replays.run(part)
-                        check_this()
-                    # Step 4: accumulate the divisor of the loss's reduction.
-                    progress.batches += 1
-                    progress.num_data += len(part.y)
-                    progress.counted = progress.counted + part.counted
-                    if journal is not None and journal.notes(part, progress):
-                        check_values()
-                        journal.write(progress, sums)
-                    yield part
-        check_values()
-    progress.read_counts()
-    progress.audit = audits.close(distrust=_wrong(padding))
+            counts = Counts(risk.mask_source, risk.loss.class_axis)
+            audits = Audits(risk.model, trace, settings.batch_axis, counts=counts)
+            if pausing:
+                around.leave()
+            with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model, log) as replays:
+                for place, batch in enumerate(batches):
+                    if place == 0 and self._ignored is not None and not _all_count(risk, batch):
+                        self._ignored = None
+                    around.enter()
+                    replays.run(batch)
+                    # Step 4: the loss's reduction.
+                    progress.note(len(batch.y), batch.counted)
+                    if pausing:
+                        around.leave()
+                    yield batch
+            around.leave()
+        progress.read_counts()
+        progress.audit = audits.close(distrust=_wrong(self._padding))
+        # Step 5: return the factors. They are the sums, which `kfs.factors.block` scales.
+
+    def check_values(self) -> None:
+        """Check the values of the passes so far that were not checked yet."""
+        self._surroundings.check_values()
+
+    def _vectors_of(self, f: Tensor, batch: Batch) -> Iterable[Tensor]:
+        """Return the vectors that are sent back for a batch."""
+        if self._vectors is not None:
+            return (column.to(f.dtype) for some in self._vectors(f, batch.y) for column in some.split(1))
+        first = self._settings.first_datum + batch.start
+        return backpropagated_vectors(self._risk.loss, f, batch.y, self._settings, first, self._at_once)
+
+    def _check(self, f: Tensor, batch: Batch, one: CapturedPass, audits: Audits) -> set[tuple[str, str]]:
+        """Check the predictions of a batch, and return `(parameter, why)` of uses that were missed or misread."""
+        self._risk.finite(f, batch)
+        if self._seen is not None:
+            self._seen(f)
+        audits.compare(f)
+        return audits.follow_up(self._risk, batch, one.operations)
+
+
+class Surroundings:
+    """The contexts in which passes run: modes of PyTorch, protection of the model, deferred checks of values.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        at_once: Number of columns that are sent back together.
+    """
+
+    def __init__(self, risk: EmpiricalRisk, at_once: int) -> None:
+        self._risk = risk
+        self._at_once = at_once
+        self._entered: ExitStack | None = None
+        self._check_values: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> "Surroundings":
+        """Enter the contexts."""
+        self.enter()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        """Leave the contexts, which may explain an error."""
+        stack, self._entered = self._entered, None
+        return None if stack is None else stack.__exit__(*error)
+
+    def enter(self) -> None:
+        """Enter the contexts, unless they are entered already."""
+        if self._entered is not None:
+            return
+        with ExitStack() as stack:
+            stack.enter_context(self._risk.untouched(first_order=True))
+            if self._at_once > 1:  # vmap does not support the faster attention kernels
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(explained())
+            self._check_values = stack.enter_context(self._risk.checking_later())
+            self._entered = stack.pop_all()
+
+    def leave(self) -> None:
+        """Check values, and leave the contexts, unless they were left already."""
+        if self._entered is not None:
+            self.check_values()
+            self.__exit__(None, None, None)
+
+    def check_values(self) -> None:
+        """Check the values that were not checked yet."""
+        self._check_values()
 
 
 def _wrong(assumption: DeferredChecks | None) -> bool:
@@ -526,31 +589,11 @@ def _wrong(assumption: DeferredChecks | None) -> bool:
     return assumption is not None and assumption.first_failure() is not None
 
 
-def _assumed(ignored: DeferredChecks | None, risk: EmpiricalRisk, batch: Batch) -> DeferredChecks | None:
-    """Return the record of ignored targets; `None` if the batch has some, or if none is given."""
-    targets = None if ignored is None else risk.loss.counted(batch.y)
+def _all_count(risk: EmpiricalRisk, batch: Batch) -> bool:
+    """Whether all targets of a batch count."""
+    targets = risk.loss.counted(batch.y)
     with sync.allow_sync():
-        return ignored if targets is None or bool(targets.all()) else None
-
-
-def _surroundings(risk: EmpiricalRisk, at_once: int, entered: bool) -> AbstractContextManager[Callable[[], None]]:
-    """Return the contexts that passes need, or an empty context if they are entered elsewhere."""
-    return _needed_by_passes(risk, at_once) if entered else nullcontext(lambda: None)
-
-
-@contextmanager
-def _needed_by_passes(risk: EmpiricalRisk, at_once: int) -> Iterator[Callable[[], None]]:
-    """Enter all contexts that passes need. Yield a function that checks values that were not checked yet."""
-    # vmap does not support the faster attention kernels.
-    attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
-    with (
-        risk.untouched(first_order=True),
-        attention,
-        torch.enable_grad(),
-        explained(),
-        risk.checking_later() as check_values,
-    ):
-        yield check_values
+        return targets is None or bool(targets.all())
 
 
 def compute_sums(

@@ -43,7 +43,7 @@ from kfs.factors.accumulate import (
 )
 from kfs.factors.blocks import BlockDiagonal, Congruence, Eigenbasis, Factor, Kronecker, Structure
 from kfs.factors.checkpoint import Progress
-from kfs.factors.compute import Vectors, coverage_error, not_covered, passes
+from kfs.factors.compute import Passes, Vectors, coverage_error, not_covered
 from kfs.factors.layout import Key, Layout
 from kfs.factors.settings import Settings
 from kfs.losses.quantities import Quantity, gradient_of
@@ -571,9 +571,10 @@ class _Stream:
     ) -> Iterator[list[GradientBatch]]:
         """Generate the gradients of each batch, for each column."""
         used: set[str] = set()
-        sent = self._counted
-        runs = passes(self.risk, self.sums, settings, "gradients", self.progress, vectors=sent, pausing=True, skip=skip)
-        for batch in _explaining_indices(self.risk, runs):
+        passes = Passes(self.risk, self.sums, settings, self.progress, vectors=self._counted)
+        batches = enumerate(self.risk.batches("gradients"))
+        wanted = (batch for place, batch in batches if skip is None or not skip(place, batch))
+        for batch in _explaining_indices(self.risk, passes.over(wanted, pausing=True)):
             captured = self.sums.take() or [{} for _ in range(self.num_columns)]
             used |= {name for key in captured[0] for name in self.sums.layouts[key].params}
             bad = self._uncovered()

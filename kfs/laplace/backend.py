@@ -22,7 +22,7 @@ from kfs.errors import ModelError
 from kfs.factors.accumulate import FactorSums
 from kfs.factors.block import Block
 from kfs.factors.checkpoint import Progress
-from kfs.factors.compute import backpropagated_vectors, coverage_error, not_covered, passes
+from kfs.factors.compute import Passes, backpropagated_vectors, coverage_error, not_covered
 from kfs.factors.per_example import BlockGradients, GradientBatch, per_datum_columns
 from kfs.factors.settings import Fisher, Settings
 from kfs.problem.risk import EmpiricalRisk
@@ -110,8 +110,8 @@ class FactorsByBatch(ByBatch):
         """Return a pass that accumulates sums."""
         self._sums = ResetSums(self.settings)
         self._progress = Progress()
-        keep = self._keep_predictions
-        return passes(self._risk, self._sums, self.settings, "factors", self._progress, pausing=True, seen=keep)
+        passes = Passes(self._risk, self._sums, self.settings, self._progress, seen=self._keep_predictions)
+        return passes.over(self._risk.batches("factors"), pausing=True)
 
     def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
         """Return the blocks of one batch, by name. The next call overwrites their sums.
