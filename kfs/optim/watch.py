@@ -32,12 +32,12 @@ from kfs.errors import DataError, KfsError, KfsWarning, ModelError
 from kfs.factors.accumulate import FactorSums
 from kfs.factors.audit import Audit, Audits, Counts, NotRepeatableError, distrust
 from kfs.factors.blocks import computable
-from kfs.factors.capture import CapturedPass, Interception
+from kfs.factors.capture import CapturedPass
 from kfs.factors.compute import backpropagated_vectors, not_covered
 from kfs.factors.rows import AuditResult, BatchMasks
 from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
-from kfs.factors.trace import Trace
+from kfs.factors.trace import Interception, Trace
 from kfs.losses import Loss
 from kfs.optim.across_ranks import Exchange
 from kfs.optim.costs import Costs

@@ -500,7 +500,7 @@ _MUTANTS = [
         "min for max",
     ),
     capture(
-        "factors/capture/captured_pass.py",
+        "factors/capture.py",
         "for derived in reversed(self.derived):",
         "for derived in self.derived:",
         "derived parameters in the wrong order",

@@ -33,10 +33,9 @@ from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.audit.gradient_sums import GradientSums
 from kfs.factors.audit.report import Audit, AuditedUse, percent
 from kfs.factors.audit.row_experiments import Counts, RowExperiments, hold_for
-from kfs.factors.capture.captured_pass import CapturedPass, hidden_uses
+from kfs.factors.capture import CapturedPass, hidden_uses
 from kfs.factors.rows.counted import ALL, RowRule
-from kfs.factors.rows.measure import Measured, probes
-from kfs.factors.rows.queries import MeasureRows, PendingQuery
+from kfs.factors.rows.measure import Measured, MeasureRows, PendingQuery, probes
 from kfs.factors.rows.source import AuditResult, KnownUse, Question, RowQuery, What
 from kfs.factors.trace.trace import Trace
 from kfs.factors.trace.tracking import Tracker, tensors_of

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums
-from kfs.factors.capture.captured_pass import CapturedPass, Used
+from kfs.factors.capture import CapturedPass, Used
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule, matching_rule
 from kfs.factors.rows.measure import MULTIPLE, has_gradient, probes
 from kfs.factors.rows.row_map import RowMap, StridedRows

@@ -2,7 +2,7 @@
 
 - `GuessRows` guesses row maps from lengths of axes, if there was no audit.
 - `KnownRows` looks row maps up in the result of an audit. What the audit left open is measured in the same pass.
-- `MeasureRows`, in `kfs.factors.rows.queries`, measures row maps by sending vectors back.
+- `MeasureRows`, in `kfs.factors.rows.measure`, measures row maps by sending vectors back.
 """
 
 from abc import ABC, abstractmethod

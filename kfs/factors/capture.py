@@ -8,8 +8,12 @@ optimizer, which watches passes of the user and records its own.
     one.finish_forward(f)
     one.send_back(f, vectors)  # gradients are added to sums
 
-Which operations use parameters is found by `kfs.factors.trace.discovery`, from which a pass inherits. Taps are in
-`kfs.factors.capture.tap`. Whose a row is comes from a row source, see `kfs.factors.rows.source`.
+`kfs.factors.trace.discovery` finds which operations use parameters; a pass inherits from it. A row source determines
+which example a row belongs to (see `kfs.factors.rows.source`).
+
+The output of every use has a *tap*: an identity in the computation graph whose backward pass shows gradients to a
+callback. A tap has a zero-size second input, the handle. Differentiating predictions with respect to the handle sends
+vectors back to all taps: no weight gradient is computed, and each gradient is used where it arises and never stored.
 
 PyTorch does not show modes which parameters enter a custom `autograd.Function`. `hidden_uses` finds these parameters in
 the graph of the predictions. It also returns all parameters that predictions depend on; other parameters are not used.
@@ -18,6 +22,7 @@ the graph of the predictions. It also returns all parameters that predictions de
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from math import prod
 from typing import Any
 
@@ -27,11 +32,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
+from kfs.errors import ModelError
 from kfs.factors.accumulate.interface import Adder, Sums
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.capture.tap import Phase, Tap, apply_tap
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
-from kfs.factors.rows.queries import MeasureRows
+from kfs.factors.rows.measure import MeasureRows
 from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.factors.rows.source import AuditResult, GuessRows, KnownRows, Receiver, RowQuery, RowSource
 from kfs.factors.trace.discovery import Discovery
@@ -41,6 +46,94 @@ from kfs.problem.data import Batch
 from kfs.problem.isolation import uncompiled
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.sync import DeferredChecks
+
+
+class Phase(Enum):
+    """What happens in a pass; it determines what its taps do with gradients."""
+
+    FORWARD = auto()  # the model runs, and must not differentiate its predictions
+    IDLE = auto()  # gradients belong to others
+    PROBING = auto()  # vectors that measure row maps are sent back; only pending queries take them
+    SENDING = auto()  # vectors of the curvature are sent back
+    LISTENING = auto()  # the caller's backward pass has the gradients that are needed
+
+
+class Tap(torch.autograd.Function):
+    """The identity, with a backward pass that shows gradients to a receiver."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        z: Tensor,
+        handle: Tensor,  # noqa: ARG004
+        state: "CapturedPass",
+        receive: Receiver,
+        probed: bool,
+    ) -> Tensor:
+        ctx.state = state
+        ctx.receive = receive
+        ctx.probed = probed
+        # The result shares memory but is not a view for autograd: in-place operations may follow, and add nothing to
+        # the backward pass. This is safe: z is not used elsewhere, and no operation that has a rule saves its output.
+        return z.detach() if state.noise is None else _noisy(z, state.noise)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Show the gradients to the receiver. The handle needs no gradient."""
+        state, receive = ctx.state, ctx.receive
+        phase = state.phase
+        if phase is Phase.FORWARD:
+            raise ModelError(
+                "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
+                "Let the model send derivatives forward beside values, as in docs/howto_pinn.md; or leave the "
+                "parameters behind that derivative out with params=. kfs.GGN(risk) takes the model as it is.",
+            )
+        if receive is None or phase is Phase.IDLE or (phase is Phase.PROBING and not ctx.probed):
+            return g, None, None, None, None
+        if g.is_cuda:  # pragma: no cover (the thread's first operation may be a product: cuBLAS wants a context)
+            torch.cuda.set_device(g.device)
+        if phase is Phase.LISTENING:
+            with full_precision(g.device.type):
+                receive(g.unsqueeze(0))
+        elif state.columns > 1:
+            Show.apply(g, receive)  # type: ignore[no-untyped-call]
+        else:
+            receive(g.unsqueeze(0))
+        if not state.keeps_graph:
+            ctx.receive = None  # it may hold activations
+        return g, None, None, None, None
+
+
+def _noisy(z: Tensor, generator: torch.Generator) -> Tensor:
+    """Return an activation plus noise of the same root mean square."""
+    if not z.is_floating_point() or not z.numel():
+        return z.detach()
+    size = z.norm() / z.numel() ** 0.5
+    noise = torch.randn(z.shape, generator=generator, dtype=torch.float32).to(z)
+    return z + torch.where(size > 0, size, 1.0) * noise
+
+
+# `Tap.apply` without its check for torch.func transformations, which takes a third of its time.
+apply_tap: Callable[..., Tensor] = super(torch.autograd.Function, Tap).apply
+
+
+class Show(torch.autograd.Function):
+    """Passes the gradients of several columns, which are batched by `vmap`, to a receiver as `[columns, ...]`."""
+
+    @staticmethod
+    def forward(g: Tensor, receive: Receiver) -> Tensor:  # noqa: ARG004 (g is not batched, so it is zero)
+        """Return an empty tensor; an unbatched gradient is not shown."""
+        return g.new_empty(0)  # pragma: no cover (whether this happens depends on PyTorch's backward formulas)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def vmap(_: Any, in_dims: Any, g: Tensor, receive: Receiver) -> tuple[Tensor, None]:
+        """Show all columns to the receiver."""
+        receive(g.movedim(in_dims[0], 0))
+        return g.new_empty(0), None
 
 
 @dataclass(frozen=True)
