@@ -36,7 +36,7 @@ from kfs.factors.blocks import (
     Structure,
     stacked_with_zeros,
 )
-from kfs.factors.compute import retry_without_vmap, sweep
+from kfs.factors.compute import WITHOUT_VMAP, one_by_one, sweep
 from kfs.factors.kfac import KFAC
 from kfs.factors.layout import Side
 from kfs.factors.settings import Settings
@@ -260,17 +260,19 @@ def _kfac(risk: EmpiricalRisk, settings: dict[str, Any]) -> KFAC:
     return K
 
 
-def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None]) -> dict[str, S]:
+def _statistics(
+    K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None], settings: Settings | None = None
+) -> dict[str, S]:
     """Create statistics of blocks (`None` to leave a block out), and accumulate all per-example gradients in them."""
-
-    def run(settings: Settings) -> dict[str, S]:
-        layouts = {block.layout.key: block.layout for block in K.blocks.values()}
-        made = {name: statistic for name, block in K.blocks.items() if (statistic := make(block)) is not None}
-        sums = PerDatumSums(settings, layouts, {K.blocks[name].layout.key: made[name] for name in made})
+    settings = settings or K.settings
+    layouts = {block.layout.key: block.layout for block in K.blocks.values()}
+    made = {name: statistic for name, block in K.blocks.items() if (statistic := make(block)) is not None}
+    sums = PerDatumSums(settings, layouts, {K.blocks[name].layout.key: made[name] for name in made})
+    try:
         sweep(risk, sums, settings, "gradients")
-        return made
-
-    return retry_without_vmap(K.settings, run)
+    except WITHOUT_VMAP as error:
+        return _statistics(K, risk, make, one_by_one(settings, error))
+    return made
 
 
 def _operator(K: KFAC, structure: Callable[[Block], Structure]) -> BlockDiagonal:

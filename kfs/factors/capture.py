@@ -221,7 +221,7 @@ class CapturedPass(Discovery):
     def __enter__(self) -> "CapturedPass":
         """Start the forward pass."""
         if self.phase is Phase.FORWARD:
-            raise RuntimeError("The forward pass runs already: within it, enter `intercepting()`.")
+            raise ModelError("The pass runs already.", "Within it, enter intercepting(), as rules do.")
         self.phase = Phase.FORWARD
         self._context.enter_context(uncompiled())
         self._context.enter_context(self.intercepting())

@@ -24,8 +24,7 @@ from kfs.factors.alternatives import (
 from kfs.factors.blocks import BlockDiagonal, Structure
 from kfs.factors.ekfac import EKFAC
 from kfs.factors.kfac import KFAC
-from kfs.operators.curvature import check_risk
-from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk, check_risk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

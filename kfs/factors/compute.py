@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import isfinite
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -197,7 +197,6 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
         return added_up(risk.ranks, "diagonal", total)
 
 
-Answer = TypeVar("Answer")
 # Number of entries of the columns that are computed together.
 _NUMBERS = 2**22
 
@@ -256,19 +255,25 @@ def columns_at_once(settings: Settings, device: torch.device) -> int:
     return settings.columns_at_once or (8 if device.type == "cuda" else 1)
 
 
-def retry_without_vmap(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
-    """Run a computation with several columns together, or one by one if an operation does not support `vmap`."""
-    try:
-        return run(settings)
-    except (RuntimeError, NotImplementedError) as error:
-        if "vmap" not in str(error):
-            raise
-        if settings.columns_at_once is not None:
-            raise ModelError(
-                "An operation's backward pass does not work for several vectors together (vmap).",
-                "Leave columns_at_once out, or set it to one.",
-            ) from error
-        return run(replace(settings, columns_at_once=1))
+# What PyTorch raises if an operation does not support `vmap`, and other errors.
+WITHOUT_VMAP = (RuntimeError, NotImplementedError)
+
+
+def one_by_one(settings: Settings, error: Exception) -> Settings:
+    """Return settings that send columns back one by one, because an operation does not support `vmap`.
+
+    Raises:
+        ModelError: If the user has set the number of columns.
+        Exception: The error, if it has another cause.
+    """
+    if "vmap" not in str(error):
+        raise error
+    if settings.columns_at_once is not None:
+        raise ModelError(
+            "An operation's backward pass does not work for several vectors together (vmap).",
+            "Leave columns_at_once out, or set it to one.",
+        ) from error
+    return replace(settings, columns_at_once=1)
 
 
 log = logging.getLogger("kfs.factors")
@@ -615,7 +620,10 @@ def compute_sums(
     """
     journal = None if checkpoint is None else partial(Journal, checkpoint, risk, settings)
     with naming(checkpoint):
-        sums, progress = retry_without_vmap(settings, lambda s: kfac(risk, s, journal, owners))
+        try:
+            sums, progress = kfac(risk, settings, journal, owners)
+        except WITHOUT_VMAP as error:
+            sums, progress = kfac(risk, one_by_one(settings, error), journal, owners)
     # Which parameters are not covered?
     found = list(sums.blocks.values())
     bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts, progress.reached)

@@ -52,14 +52,13 @@ from kfs.factors.blocks.eigenbasis import Eigenbasis
 from kfs.factors.blocks.stack import Stack, check_coverage
 from kfs.factors.blocks.structure import Structure
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, digest, naming
-from kfs.factors.compute import JournalOf, LossScale, exact_diagonals, retry_without_vmap, sweep
+from kfs.factors.compute import WITHOUT_VMAP, JournalOf, LossScale, exact_diagonals, one_by_one, sweep
 from kfs.factors.kfac import KFAC, ShowsFactors, describe_factors
 from kfs.factors.loading import loadable
 from kfs.factors.settings import Fisher, Settings, Sharing
 from kfs.files import UnfitError
-from kfs.operators.curvature import check_risk
 from kfs.operators.space import Space
-from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk, check_risk
 from kfs.runtime.sync import allow_sync, numbers
 
 
@@ -318,13 +317,16 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         """Sum squared gradients in the eigenbases, without the reduction factor, and return them with counts."""
         self.factors.loss.check_same(LossScale.of(risk))
 
-        def run(settings: Settings) -> tuple[list[Stack], Progress]:
-            stacks = [_zeros(stack) for stack in self._sums]
-            return stacks, sum_squares(risk, settings, self.factors, self._blocks_in(stacks), journal)
-
         # Use fresh draws: those that the eigenvectors come from have, by chance, little curvature along the smallest
         # ones.
-        stacks, progress = retry_without_vmap(settings.with_fresh_draws(), run)
+        fresh = settings.with_fresh_draws()
+        stacks = [_zeros(stack) for stack in self._sums]
+        try:
+            progress = sum_squares(risk, fresh, self.factors, self._blocks_in(stacks), journal)
+        except WITHOUT_VMAP as error:
+            fresh = one_by_one(fresh, error)
+            stacks = [_zeros(stack) for stack in self._sums]
+            progress = sum_squares(risk, fresh, self.factors, self._blocks_in(stacks), journal)
         self._write_exact_diagonals(stacks, risk, settings)
         finite = numbers([stack.structure.like.isfinite().all() for stack in stacks])
         with risk.ranks.agreed("eigenvalues"):

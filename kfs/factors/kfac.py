@@ -30,10 +30,9 @@ from kfs.factors.compute import LossScale, compute_sums, read_blocks, warn_of_wi
 from kfs.factors.layout import Layout, Side
 from kfs.factors.loading import loadable
 from kfs.factors.settings import Advanced, Fisher, Settings, Sharing, Uncovered, check_names
-from kfs.operators.curvature import check_risk
 from kfs.operators.space import Space
 from kfs.problem.data import values_digest
-from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk, check_risk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -47,10 +47,9 @@ from kfs.factors.compute import Passes, Vectors, coverage_error, not_covered
 from kfs.factors.layout import Key, Layout
 from kfs.factors.settings import Settings
 from kfs.losses.quantities import Quantity, gradient_of
-from kfs.operators.curvature import check_risk
 from kfs.operators.derivatives import leaves_and_rest, pull_back
 from kfs.problem.data import Batch
-from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk, check_risk
 from kfs.runtime.nested import tensors_in
 from kfs.runtime.sync import numbers
 

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfs.distributed import Ranks, added_up
-from kfs.errors import DtypeError, LossError, ModelError, ShapeError
+from kfs.errors import LossError, ModelError, ShapeError
 from kfs.losses.draws import Draws
 from kfs.operators.derivatives import (
     Linearization,
@@ -37,23 +37,9 @@ from kfs.operators.linear_operator import LinearOperator, Submatrix
 from kfs.operators.recorded_products import RecordedProducts
 from kfs.operators.space import Columns, Space
 from kfs.problem.data import Batch
-from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk, check_risk
 from kfs.problem.torch_fixes import explained
 from kfs.runtime.nested import tensors_in
-
-
-def check_risk(risk: object) -> None:
-    """Check that the argument is an `EmpiricalRisk`.
-
-    Raises:
-        DtypeError: If it has another type, such as a model.
-    """
-    if isinstance(risk, EmpiricalRisk):
-        return
-    way_out = "Pass kfs.EmpiricalRisk(model, loss, data)."
-    if isinstance(risk, nn.Module):
-        way_out += " The optimizer, which takes a model and its loss, is kfs.optim.KFAC."
-    raise DtypeError(f"The risk is a {type(risk).__name__}.", way_out)
 
 
 def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int | None, reuse: bool = False) -> int:

@@ -40,7 +40,7 @@ from kfs.losses import Loss
 from kfs.optim.recorded_update import SHARE, memory_of, recorder_for
 from kfs.problem.data import Batch, MaskSource
 from kfs.problem.isolation import evaluating, is_same, other_random_state, random_state, restored
-from kfs.problem.outputs import prediction_in
+from kfs.problem.risk import prediction_in
 from kfs.runtime import cuda_graphs
 from kfs.runtime.cuda_graphs import Graph, Reads, Recorder, shape_of, unchanged_attributes, why_not
 from kfs.runtime.nested import mapped, tensors_in

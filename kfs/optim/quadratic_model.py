@@ -34,7 +34,7 @@ from kfs.losses import Loss
 from kfs.optim.across_ranks import Exchange
 from kfs.optim.step_sums import StepSums
 from kfs.problem.isolation import restored
-from kfs.problem.outputs import prediction_in
+from kfs.problem.risk import prediction_in
 from kfs.problem.torch_fixes import ExactDerivatives, explained
 
 # The loss must change by at least this fraction of the change that the slope predicts (Armijo's condition).

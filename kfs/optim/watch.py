@@ -47,7 +47,7 @@ from kfs.optim.loss_check import Targets, shows_targets
 from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
 from kfs.problem.data import MaskSource
 from kfs.problem.isolation import evaluating, is_evaluating, restored
-from kfs.problem.outputs import output_tensors, prediction_in
+from kfs.problem.risk import output_tensors, prediction_in
 from kfs.problem.whole_parameters import WholeParameters
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import unchanged_attributes

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfs.display.describe import Described, Description, batches_and_data, vector
 from kfs.display.progress import tracked
 from kfs.distributed import Group, Same, added_up, check_same
-from kfs.errors import DataError
+from kfs.errors import DataError, DtypeError, ModelError
 from kfs.losses import Loss, describe
 from kfs.problem.data import (
     Batch,
@@ -51,7 +51,6 @@ from kfs.problem.isolation import (
     restored,
     unchanged,
 )
-from kfs.problem.outputs import check_batch_axis, prediction_in
 from kfs.problem.parameters import (
     Params,
     Places,
@@ -517,3 +516,65 @@ class EmpiricalRisk(Described):
             return True
         has_them = self._places.have(self.model, self.params)
         return has_them and (frozen or all(p.requires_grad for p in self.params.values()))
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in a model's output: the output itself, or the items of a sequence, mapping or object."""
+    if isinstance(output, Tensor):
+        return [output]
+    if not isinstance(output, (tuple, list, Mapping)):
+        output = getattr(output, "__dict__", {})
+    values = output.values() if isinstance(output, Mapping) else output
+    return [t for t in values if isinstance(t, Tensor)]
+
+
+def prediction_in(output: Any) -> Tensor:
+    """Return the predictions in a model's output: its `logits`, or the first tensor that has an axis.
+
+    Args:
+        output: The output of a model: a tensor, an object or mapping with `logits`, or a tuple or list that starts with
+            the prediction. Scalar tensors before the prediction, such as a loss, are skipped.
+
+    Raises:
+        ModelError: If there is no such tensor, or if an unordered output has several of them.
+    """
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(named, Tensor):
+        return named
+    found = [t for t in output_tensors(output) if t.ndim > 0]
+    ordered = isinstance(output, (Tensor, tuple, list))
+    if not found or (len(found) > 1 and not ordered):
+        raise ModelError(
+            f"The model returned a {type(output).__name__} with {len(found)} tensors that have a batch axis, none of "
+            "them called `logits`.",
+            "Return a tensor, an object or mapping with `logits`, or a tuple that starts with the prediction.",
+        )
+    return found[0]
+
+
+def check_batch_axis(f: Tensor, y: Tensor) -> None:
+    """Raise an error unless there is one prediction for each target.
+
+    Raises:
+        DataError: If the first axes of predictions and targets have different lengths.
+    """
+    if f.shape[:1] != y.shape[:1]:
+        raise DataError(
+            f"The model returned shape {list(f.shape)} for targets of shape {list(y.shape)}: not one prediction for "
+            "each target.",
+            "Put the batch axis first in both, or specify how to split a batch with unpack=.",
+        )
+
+
+def check_risk(risk: object) -> None:
+    """Check that the argument is an `EmpiricalRisk`.
+
+    Raises:
+        DtypeError: If it has another type, such as a model.
+    """
+    if isinstance(risk, EmpiricalRisk):
+        return
+    way_out = "Pass kfs.EmpiricalRisk(model, loss, data)."
+    if isinstance(risk, nn.Module):
+        way_out += " The optimizer, which takes a model and its loss, is kfs.optim.KFAC."
+    raise DtypeError(f"The risk is a {type(risk).__name__}.", way_out)

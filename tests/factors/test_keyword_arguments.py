@@ -5,7 +5,7 @@ call. The oracle for the latter is autograd: summed over data, the gradients tha
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ from kfs.errors import ModelError
 from kfs.factors.accumulate import FactorSums, PerDatumSums, Statistic
 from kfs.factors.capture import forward
 from kfs.factors.compute import sweep
-from kfs.factors.rules import RULES, asked, new_trace
+from kfs.factors.rules import RULES, new_trace
 from kfs.factors.settings import Settings
+from kfs.factors.trace.discovery import takes
 from kfs.problem.data import Batch
 from tests.factors.calls import CASES, WIDTH, Case, N
 from tests.factors.models import Function
@@ -131,17 +132,11 @@ def test_operands_may_have_any_name() -> None:
 
 def test_rules_are_asked_with_what_they_know() -> None:
     def rule(call: Any, input: Any, weight: Any = None, *, out: Any = None) -> Any:  # noqa: A002 (PyTorch's name)
-        if input == "wrong":
-            raise TypeError("of the rule itself")
         return call, input, weight, out
 
-    ask = cast("Any", asked(rule))
-    assert ask(1, 2, out=3) == (1, 2, None, 3)
-    assert ask(1, weight=2, input=4) == (1, 4, 2, None)
-    for unknown in ((1,), (1, 2, 3, 4)):
-        assert ask(*unknown) is None
-    assert ask(1, 2, bias=3) is None
-    assert ask(1, 2, input=3) is None
-    with pytest.raises(TypeError, match="of the rule itself"):
-        ask(1, "wrong")
-    assert asked(rule) is ask  # made once
+    assert takes(rule, (2,), {"out": 3})
+    assert takes(rule, (), {"weight": 2, "input": 4})
+    for unknown in ((), (2, 3, 4)):
+        assert not takes(rule, unknown, {})
+    assert not takes(rule, (2,), {"bias": 3})
+    assert not takes(rule, (2,), {"input": 3})

@@ -245,7 +245,7 @@ def test_a_pass_is_entered_once() -> None:
     """Rules enter `intercepting()`: the end of the pass would remove marks."""
     with (
         CapturedPass(new_trace({"W": torch.ones(2, requires_grad=True)}), GradientSums(), 2) as one,
-        pytest.raises(RuntimeError, match="intercepting"),
+        pytest.raises(ModelError, match="intercepting"),
         one,
     ):
         pass

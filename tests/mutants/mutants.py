@@ -281,7 +281,7 @@ _MUTANTS = [
         ("tests/problem/test_data.py", "tests/problem/test_num_data.py", "tests/problem/test_inputs.py"),
     ),
     data(
-        "problem/outputs.py",
+        "problem/risk.py",
         "found = [t for t in output_tensors(output) if t.ndim > 0]",
         "found = output_tensors(output)",
         "a loss taken for predictions",

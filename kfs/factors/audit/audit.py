@@ -334,7 +334,7 @@ class _Audit:
             rounds += 1
             sums = GradientSums()
             one = self._new_pass(sums)
-            f = self._forward(one)
+            f = self.run(one.mark(self.x), self.num_data, one)
             exact = self._send_back(f, one, params)
             # Repeat the pass if weights are used both ways, or if answers to questions were wrong.
             both_ways = self.trace.block_map.both_ways
@@ -373,10 +373,6 @@ class _Audit:
             self.rows.replay()
             one.pass_derived()
         return exact
-
-    def _forward(self, one: CapturedPass, within: AbstractContextManager[Any] | None = None) -> Tensor:
-        """Run the model in a captured pass."""
-        return self.run(one.mark(self.x), self.num_data, one if within is None else within)
 
     def _changed_answers(self) -> dict[Question, bool]:
         """Return corrections of wrong answers."""
@@ -500,7 +496,7 @@ class _Audit:
                 "Remove random draws and counters outside of PyTorch. If you know the cause, pass audit=False.",
             )
         one = self._new_pass(GradientSums())
-        self._forward(one, both(one, captured))
+        self.run(one.mark(self.x), self.num_data, both(one, captured))
         return wrong_rule(plain, captured, difference, tolerance)
 
     def _mixing(self, opened: Sequence[PendingQuery]) -> ModelError:

@@ -1,12 +1,10 @@
 """Rules: how an operation uses its parameters, and how its gradients are read. One file per kind of operation.
 
-A rule is a pure function that returns a plan; see `kfs.factors.trace.plan`.
+A rule is a pure function that returns a plan; see `kfs.factors.trace.plan`. Its signature has the supported arguments,
+with the names that PyTorch documents. A call with other arguments has no rule.
 """
 
 from collections.abc import Mapping
-from functools import cache
-from inspect import signature
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -23,8 +21,7 @@ from kfs.factors.rules import (
     recurrent,
 )
 from kfs.factors.rules.fallback import without_rule
-from kfs.factors.trace.plan import Call, Planned
-from kfs.factors.trace.trace import Rule, Trace
+from kfs.factors.trace.trace import Trace
 
 RULES = {
     **linear.RULES,
@@ -46,26 +43,7 @@ def new_trace(
     block_map: BlockMap | None = None,
 ) -> Trace:
     """Return a new trace with all rules. Arguments are those of `Trace`."""
-    rules = {func: asked(rule) for func, rule in RULES.items()}
-    return Trace(params, rules, without_rule, joint_bias, mixing, model, block_map)
+    return Trace(params, RULES, without_rule, joint_bias, mixing, model, block_map)
 
 
-@cache
-def asked(rule: Rule) -> Rule:
-    """Return a rule that returns `None` if an operation is called with arguments that the rule does not have.
-
-    The signature of a rule has the supported arguments, with the names that PyTorch documents.
-    """
-    known = signature(rule)
-
-    def ask(call: Call, *args: Any, **named: Any) -> Planned:
-        try:
-            known.bind(call, *args, **named)
-        except TypeError:
-            return None
-        return rule(call, *args, **named)
-
-    return ask
-
-
-__all__ = ["RULES", "asked", "new_trace"]
+__all__ = ["RULES", "new_trace"]

@@ -17,7 +17,7 @@ from kfs.factors.rows.source import Receiver, RowQuery
 from kfs.factors.rules import elementwise, linear
 from kfs.factors.rules.elementwise import all_rows, entries_layout
 from kfs.factors.trace.derived import Spread, add_derived, on_device, scattered, tap_spread
-from kfs.factors.trace.discovery import Discovery, prepared
+from kfs.factors.trace.discovery import Discovery, prepared, takes
 from kfs.factors.trace.plan import Argument, Broadcast, Call, Plan, argument_at
 from kfs.factors.trace.trace import no_rule
 from kfs.factors.trace.tracking import Derived, Tracked, is_in_place, tensors_of
@@ -374,7 +374,8 @@ class _Computed:
                 return Argument.of((place,), part, tracked, data=is_copy) if isinstance(part, Tensor) else part
 
             named = {name: described(name, part) for name, part in kwargs.items()}
-            plans[self.key] = rule(self.call, *(described(*part) for part in enumerate(args)), **named)
+            every = [described(*part) for part in enumerate(args)]
+            plans[self.key] = rule(self.call, *every, **named) if takes(rule, args, kwargs) else None
         by_rule: dict[str, Receiver] = {}
         expanded: dict[int, tuple[Tensor, Receiver]] = {}
         for step in plans[self.key] or ():

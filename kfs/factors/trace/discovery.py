@@ -13,7 +13,9 @@ where gradients are still per example.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from functools import cache
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.source import Receiver, RowQuery, RowSource, Start
 from kfs.factors.trace.derived import tap_broadcast
 from kfs.factors.trace.plan import Broadcast, Call, Copy, Plan, Rewrite, argument_at, describe, with_argument
-from kfs.factors.trace.trace import Trace, no_rule
+from kfs.factors.trace.trace import Rule, Trace, no_rule
 from kfs.factors.trace.tracking import FIRST_ONLY, SHAPES_ONLY, Derived, Marks, Tracked, tensors_of
 from kfs.problem.torch_fixes import refuse_reentrant_checkpoint
 from kfs.runtime.nested import mapped, without_tensors
@@ -50,17 +52,6 @@ _MOVES = {
 } | {Tensor.__getitem__, Tensor.__setitem__, torch.nn.functional.one_hot}
 # Operations that read values on the host, such as lengths.
 _READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
-
-
-class Interception(TorchFunctionMode):
-    """A mode that hands every operation of a forward pass to a function."""
-
-    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {})) if func in _QUESTIONS else self._run(func, args, kwargs or {})
 
 
 class Discovery(ABC):
@@ -123,40 +114,15 @@ class Discovery(ABC):
         """Open a row query, and return its gradient callback, which the next tap takes."""
         return self.rows.receiver(query, start)
 
-    def intercepting(self) -> Interception:
+    def intercepting(self) -> "Interception":
         """Return the mode in which operations reach this pass; rules enter it again around parts of an operation."""
-        return Interception(self.run)
+        return Interception(self)
 
     def mark(self, inputs: Any) -> Any:
         """Return (nested) inputs of the model with their tensors marked by whether they are data."""
         return mapped(inputs, self.marks.mark_data)
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation; if it uses a tracked parameter, according to its plan."""
-        self.operations = hash((self.operations, func))
-        inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
-        if func in _MOVES or func in _READS:  # selected rows may be in any order
-            self.routes = self.routes or self._moves_by_data(func, args, inputs)
-        # Does the operation use a tracked parameter?
-        if not torch.is_grad_enabled():  # operations without gradient are not uses
-            refuse_reentrant_checkpoint()
-        elif _are_functorch_transforms_active():  # taps do not work under torch.func
-            plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
-            found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
-            why = no_rule(f"{func.__name__} inside of torch.func")
-            self.unexplained.update((name, why) for tracked in found for name in tracked.names)
-        else:
-            if func in FIRST_ONLY:  # other arguments only give type or shape
-                inputs = inputs[:1]
-            # A mask made by torch.ones_like(weight) depends on the parameter's shape, but not on its values.
-            sources = [] if func in SHAPES_ONLY else list(map(self.tracker.find, inputs))
-            if any(sources):
-                return self._run_use(func, args, kwargs, inputs, sources)
-        result = func(*args, **kwargs)
-        self.marks.note(func, inputs, args, result)
-        return result
-
-    def _moves_by_data(self, func: Any, args: Any, inputs: list[Tensor]) -> bool:
+    def moves_by_data(self, func: Any, args: Any, inputs: list[Tensor]) -> bool:
         """Whether the data determine where rows go, or how many each example has."""
         if func is Tensor.__getitem__ or func is Tensor.__setitem__:
             indices = tensors_of(args[1:2])
@@ -164,7 +130,7 @@ class Discovery(ABC):
             indices = inputs if len(inputs) == 1 else inputs[1:]
         return any(self.is_data(t) for t in indices if not t.is_floating_point())
 
-    def _run_use(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
+    def run_use(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Run an operation that uses a tracked parameter, with its cached plan if there is one."""
         key = self.key_of(func, args, kwargs, inputs, sources)
         plans = self.trace.plans_of(key)
@@ -181,7 +147,15 @@ class Discovery(ABC):
         """Run an operation that uses a tracked parameter and has no settled plan; settle it if the output is tapped."""
         kind = self.trace.device_type
         call = Call(func, self.num_data, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-        planned = self._planned(key, call, args, kwargs)
+        # Ask the rule for the operation, unless it was asked before.
+        rule, plans = self.trace.rules.get(func), self.trace.plans
+        if rule is not None and (key not in plans or type(plans[key]) is list):  # a list does not fit the blocks here
+            described = [describe(part, (place,), self.tracker, self.is_data) for place, part in enumerate(args)]
+            named = {name: describe(part, (name,), self.tracker, self.is_data) for name, part in kwargs.items()}
+            # Rules assume that a view of a parameter has entries of it, which fails for views in another dtype.
+            as_entries = not self.tracker.as_other_numbers(tensors_of((*args, *kwargs.values())))
+            plans[key] = rule(call, *described, **named) if as_entries and takes(rule, args, kwargs) else None
+        planned = None if rule is None else plans[key]
         if planned is None:
             return self.trace.fallback(self, func, args, kwargs)
         if isinstance(planned, Rewrite):
@@ -237,20 +211,6 @@ class Discovery(ABC):
             out = self._tap_output(plan, args, kwargs, out)
         return out
 
-    def _planned(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the operation's rule, which is cached."""
-        rule = self.trace.rules.get(call.func)
-        if rule is None:
-            return None
-        plans = self.trace.plans
-        if key not in plans or type(plans[key]) is list:  # settled plans that do not fit the blocks of this pass
-            described = [describe(part, (place,), self.tracker, self.is_data) for place, part in enumerate(args)]
-            named = {name: describe(part, (name,), self.tracker, self.is_data) for name, part in kwargs.items()}
-            # Rules assume that a view of a parameter has entries of it, which fails for views in another dtype.
-            as_entries = not self.tracker.as_other_numbers(tensors_of((*args, *kwargs.values())))
-            plans[key] = rule(call, *described, **named) if as_entries else None
-        return plans[key]
-
     def key_of(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Return the cache key of a plan: operation, arguments, number of examples and `autocast`."""
         kind = self.trace.device_type
@@ -288,6 +248,61 @@ class Discovery(ABC):
             self.precisions[copy.name] = max(known, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
             self.tracker.add(Tracked(copy.name, result, ("copy", key, result.dtype)))
         return result
+
+
+class Interception(TorchFunctionMode):
+    """The mode that sees every operation of a forward pass.
+
+    Args:
+        seen: The pass.
+    """
+
+    def __init__(self, seen: Discovery) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; if it uses a tracked parameter, according to its plan."""
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            return func(*args, **kwargs)
+        seen = self._seen
+        seen.operations = hash((seen.operations, func))
+        inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
+        if func in _MOVES or func in _READS:  # selected rows may be in any order
+            seen.routes = seen.routes or seen.moves_by_data(func, args, inputs)
+        # Does the operation use a tracked parameter?
+        if not torch.is_grad_enabled():  # operations without gradient are not uses
+            refuse_reentrant_checkpoint()
+        elif _are_functorch_transforms_active():  # taps do not work under torch.func
+            plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
+            found = [tracked for t in plain if (tracked := seen.tracker.find(t)) is not None]
+            why = no_rule(f"{func.__name__} inside of torch.func")
+            seen.unexplained.update((name, why) for tracked in found for name in tracked.names)
+        else:
+            if func in FIRST_ONLY:  # other arguments only give type or shape
+                inputs = inputs[:1]
+            # A mask made by torch.ones_like(weight) depends on the parameter's shape, but not on its values.
+            sources = [] if func in SHAPES_ONLY else list(map(seen.tracker.find, inputs))
+            if any(sources):
+                return seen.run_use(func, args, kwargs, inputs, sources)
+        result = func(*args, **kwargs)
+        seen.marks.note(func, inputs, args, result)
+        return result
+
+
+@cache
+def _signature(rule: Rule) -> Signature:
+    return signature(rule)
+
+
+def takes(rule: Rule, args: Any, kwargs: Any) -> bool:
+    """Whether a rule has these arguments of its operation: its signature has those that it supports."""
+    try:
+        _signature(rule).bind(None, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -127,7 +127,7 @@ class Argument:
         if between:  # it starts in the middle of a row
             return None
         candidates = [(self.shape, self.stride, False)]
-        if self.ndim == 2:
+        if len(self.shape) == 2:
             candidates.append((self.shape[::-1], self.stride[::-1], True))
         for own_shape, strides, transposed in candidates:
             if len(own_shape) == len(shape) and own_shape[1:] == shape[1:] and strides == stride:
