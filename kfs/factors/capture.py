@@ -19,10 +19,11 @@ PyTorch does not show modes which parameters enter a custom `autograd.Function`.
 the graph of the predictions. It also returns all parameters that predictions depend on; other parameters are not used.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -39,9 +40,9 @@ from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
 from kfs.factors.rows.measure import MeasureRows
 from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.factors.rows.source import AuditResult, GuessRows, KnownRows, Receiver, RowQuery, RowSource
-from kfs.factors.trace.discovery import Discovery
+from kfs.factors.trace.discovery import Discovery, Interception
 from kfs.factors.trace.plan import Plan, Read
-from kfs.factors.trace.trace import Trace, no_rule
+from kfs.factors.trace.trace import MOST_PLANS, Trace, no_rule
 from kfs.problem.data import Batch
 from kfs.problem.isolation import uncompiled
 from kfs.problem.risk import EmpiricalRisk
@@ -186,7 +187,8 @@ class CapturedPass(Discovery):
         observer: Observer | None = None,
         noise: torch.Generator | None = None,
     ) -> None:
-        if not trace.is_valid():
+        # Plans are dropped if parameters have moved to other storages, or if varying shapes have made too many of them.
+        if trace.tracker.has_moved() or len(trace.plans) > MOST_PLANS:
             trace.forget_plans()
             sums.adders.clear()
         if known is not None and not trace.both_ways >= known.both_ways:
@@ -195,7 +197,12 @@ class CapturedPass(Discovery):
         if known is not None and not known.has_mask:
             self.masks.mask = None
         if rows is None:
-            rows = row_source(num_data, batch_axis, known, self.masks, trace.mixing)
+            measure = partial(MeasureRows, num_data, batch_axis, self.masks, mixing=trace.mixing)
+            rows = (
+                GuessRows(num_data, batch_axis, self.masks)
+                if known is None
+                else KnownRows(num_data, batch_axis, self.masks, known, measure)
+            )
         inputs = ((), ()) if known is None else (known.constants, known.inputs)
         super().__init__(trace, rows, batch_axis, *inputs)
         self.sums = sums
@@ -212,7 +219,7 @@ class CapturedPass(Discovery):
         self._distrusts = sums.counts_rows and known is not None and known.distrusted
         self._padding: PaddingCheck | None = None
         self._observers = [] if observer is None else [observer]
-        if sums.counts_rows and known is not None and padding is not None:
+        if sums.counts_rows and known is not None and known.checked is not None and padding is not None:
             self._padding = PaddingCheck(known.checked, padding)
             self._observers.append(self._padding.observe)
         self._uses = 0  # number of uses so far
@@ -224,7 +231,7 @@ class CapturedPass(Discovery):
             raise ModelError("The pass runs already.", "Within it, enter intercepting(), as rules do.")
         self.phase = Phase.FORWARD
         self._context.enter_context(uncompiled())
-        self._context.enter_context(self.intercepting())
+        self._context.enter_context(Interception(self))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -298,12 +305,14 @@ class CapturedPass(Discovery):
         Returns:
             Gradients of the first probe with respect to the tensors in `also`.
         """
+        if not self.rows.has_pending:
+            return [None] * len(also)
         predictions = f if isinstance(f, Tensor) else like
         assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
         found: list[Sequence[Tensor | None]] = []
 
         def send(v: Tensor) -> None:
-            found.append(self._backward(f, v.unsqueeze(0), Phase.PROBING, True, () if found else also))
+            found.append(self.backward(f, v.unsqueeze(0), True, () if found else also, Phase.PROBING))
 
         self.rows.measure(predictions, send)
         return found[0] if found else [None] * len(also)
@@ -325,20 +334,14 @@ class CapturedPass(Discovery):
         """
         self.measure_rows(f, like)
         self.sums.finish_forward()
-        for columns, last in _and_whether_last(iter(vectors)):
-            self.backward(f, columns, keep_graph or not last)
+        chunks = iter(vectors)
+        columns = next(chunks, None)
+        while columns is not None:
+            following = next(chunks, None)
+            self.backward(f, columns, keep_graph or following is not None)
             self.sums.finish_backward()
-        self._finish()
-
-    def backward(
-        self, f: Tensor | GradientEdge, vectors: Tensor, keep_graph: bool = False, also: Sequence[Tensor] = ()
-    ) -> Sequence[Tensor | None]:
-        """Send vectors `[columns, *f.shape]` back to all taps, which pass the gradients to their receivers.
-
-        Returns:
-            Gradients with respect to the tensors in `also`, for a single column.
-        """
-        return self._backward(f, vectors, Phase.SENDING, keep_graph, also)
+            columns = following
+        self._finish_batch()
 
     def listen(self, f: GradientEdge, like: Tensor) -> None:
         """Accumulate the gradients of the caller's own backward pass, until `stop_listening`."""
@@ -355,17 +358,26 @@ class CapturedPass(Discovery):
             self.pass_derived()
         self.sums.finish_backward()
         self.phase = Phase.IDLE
-        self._finish()
+        self._finish_batch()
 
     def pass_derived(self) -> None:
         """Pass on the gradients of derived parameters after a backward pass, in reverse order of creation."""
         for derived in reversed(self.derived):
             derived.pass_on()
 
-    def _backward(
-        self, f: Tensor | GradientEdge, vectors: Tensor, phase: Phase, keep_graph: bool, also: Sequence[Tensor]
+    def backward(
+        self,
+        f: Tensor | GradientEdge,
+        vectors: Tensor,
+        keep_graph: bool = False,
+        also: Sequence[Tensor] = (),
+        phase: Phase = Phase.SENDING,
     ) -> Sequence[Tensor | None]:
-        """Send vectors back as in `backward`, in a phase."""
+        """Send vectors `[columns, *f.shape]` back to all taps, which pass the gradients to their receivers.
+
+        Returns:
+            Gradients with respect to the tensors in `also`, for a single column.
+        """
         handle = self.handle
         if isinstance(f, Tensor) and not f.requires_grad:  # no parameter was used
             return [None] * len(also)
@@ -388,17 +400,19 @@ class CapturedPass(Discovery):
                     vmap(send)(vectors)
                 else:
                     send(vectors[0])
-                self.pass_derived()
+                if self.derived:
+                    self.pass_derived()
             finally:
                 self.phase = Phase.IDLE
         return found
 
-    def _finish(self) -> None:
-        """Discard what belongs to this batch, after the last backward pass."""
+    def _finish_batch(self) -> None:
+        """Discard the state of this batch, after the last backward pass."""
         self.sums.finish_batch()
         if self._padding is not None:
             self._padding.finish()
-        self.rows.forget()
+        if self.rows.has_pending:
+            self.rows.forget()
 
 
 def forward(
@@ -445,7 +459,7 @@ class PaddingCheck:
         found: Where to record it.
     """
 
-    def __init__(self, place: int | None, found: DeferredChecks) -> None:
+    def __init__(self, place: int, found: DeferredChecks) -> None:
         self.place = place
         self._found = found
         self._with_gradient: Tensor | None = None  # which rows have a gradient so far
@@ -473,15 +487,6 @@ class PaddingCheck:
             surprising = surprising & rows
         self._found.note(surprising, 0)
         self._with_gradient = None
-
-
-def row_source(
-    num_data: int, axis: int | None, known: AuditResult | None, masks: BatchMasks, mixing: bool
-) -> RowSource:
-    """Return the row source of a pass, given the result of an audit; `None` if there was none."""
-    if known is None:
-        return GuessRows(num_data, axis, masks)
-    return KnownRows(num_data, known, MeasureRows(num_data, axis, masks, mixing=mixing))
 
 
 def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
@@ -526,12 +531,3 @@ def _waits_for_gradients(node: Any) -> bool:
 def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:
     """Return a receiver that converts gradients before it passes them on."""
     return lambda g: receive(read(g, x))
-
-
-def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Generate each chunk of vectors, and whether it is the last one."""
-    chunk = next(vectors, None)
-    while chunk is not None:
-        following = next(vectors, None)
-        yield chunk, following is None
-        chunk = following

@@ -278,12 +278,6 @@ class Progress:
     counted: float | Tensor = 0
     reached: set[str] = field(default_factory=set)
 
-    def note(self, num_data: int, counted: float | Tensor) -> None:
-        """Add the counts of a batch: its examples, and its part of the divisor."""
-        self.batches += 1
-        self.num_data += num_data
-        self.counted = self.counted + counted
-
     def read_counts(self) -> None:
         """Add the pending count, which may be on a device, to `count`."""
         self.count += number(self.counted)

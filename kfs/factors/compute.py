@@ -509,10 +509,13 @@ class Passes:
                 for place, batch in enumerate(batches):
                     if place == 0 and self._ignored is not None and not _all_count(risk, batch):
                         self._ignored = None
-                    around.enter()
+                    if pausing:
+                        around.enter()
                     replays.run(batch)
                     # Step 4: the loss's reduction.
-                    progress.note(len(batch.y), batch.counted)
+                    progress.batches += 1
+                    progress.num_data += len(batch.y)
+                    progress.counted = progress.counted + batch.counted
                     if pausing:
                         around.leave()
                     yield batch

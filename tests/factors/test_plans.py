@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, optim
 from kfs.errors import ModelError
+from kfs.factors import capture as capture_module
 from kfs.factors import compute
 from kfs.factors.accumulate import FactorSums
 from kfs.factors.capture import forward
@@ -20,7 +21,6 @@ from kfs.factors.rules import RULES, new_trace
 from kfs.factors.rules.fallback import without_rule
 from kfs.factors.settings import Settings
 from kfs.factors.trace import Trace
-from kfs.factors.trace import trace as trace_module
 from tests.factors.models import Function
 from tests.operators.contract import close
 
@@ -86,7 +86,7 @@ def test_rules_are_asked_once_for_every_shape_and_storage() -> None:
 
 
 def test_ever_new_shapes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_module, "_MOST_PLANS", 10)
+    monkeypatch.setattr(capture_module, "MOST_PLANS", 10)
     model, sums = mlp(), FactorSums(Settings())
     trace = new_trace(dict(model.named_parameters()))
     for data in range(1, 30):

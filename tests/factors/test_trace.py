@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfs.errors import ModelError
 from kfs.factors.accumulate import BlockSums, FactorSums
 from kfs.factors.audit.gradient_sums import GradientSums
 from kfs.factors.capture import CapturedPass, forward

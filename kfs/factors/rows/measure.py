@@ -422,13 +422,14 @@ class MeasureRows(RowSource):
             return start(self.counted(row_map, query))
         pending = PendingQuery(replace(query, row_map=row_map), start, self)
         self.opened.append(pending)
+        self.has_pending = True
         return pending.receive
 
     def observe(self, what: What, shape: tuple[int, ...]) -> Receiver:
         """Measure the row map of a result number by number, and discard its gradients otherwise."""
         pending = PendingQuery(RowQuery(what, shape, meeting=True), lambda _: lambda _: None, self)
         self.observed.append(pending)
-        self.takes_probes = True
+        self.takes_probes = self.has_pending = True
         return lambda g: pending.receive(g.unsqueeze(-1))
 
     @contextmanager
@@ -508,3 +509,4 @@ class MeasureRows(RowSource):
         self.opened.clear()
         self.observed.clear()
         self.questions.clear()
+        self.has_pending = False

@@ -155,7 +155,11 @@ class RowSource(ABC):
 
     Attributes:
         takes_probes: Whether the callback that was returned last also takes the probes that measure row maps.
+        has_pending: Whether queries wait for `measure`.
     """
+
+    takes_probes = False
+    has_pending = False
 
     def __init__(
         self,
@@ -167,7 +171,6 @@ class RowSource(ABC):
         self.num_data = num_data
         self.axis = axis
         self.masks = masks or BatchMasks()
-        self.takes_probes = False
         self._answers = answers or {}
         self._asked: Counter[tuple[Any, str]] = Counter()
 
@@ -256,14 +259,24 @@ class KnownRows(RowSource):
 
     Args:
         num_data: As in `RowSource`.
+        axis: Likewise.
+        masks: Likewise.
         known: The result of the audit.
-        others: Measures what the audit left open, such as experts that the data choose.
+        measure: Makes the source that measures what the audit left open, such as experts that the data choose.
     """
 
-    def __init__(self, num_data: int, known: AuditResult, others: RowSource) -> None:
-        super().__init__(num_data, others.axis, others.masks, known.answers)
+    def __init__(
+        self,
+        num_data: int,
+        axis: int | None,
+        masks: BatchMasks,
+        known: AuditResult,
+        measure: Callable[[], RowSource],
+    ) -> None:
+        super().__init__(num_data, axis, masks, known.answers)
         self._known = known
-        self._others = others
+        self._new_source = measure
+        self._others: RowSource | None = None
         self._next = {False: 0, True: 0}  # index of the next use, and of the next meeting, among those of the audit
 
     @property
@@ -284,20 +297,24 @@ class KnownRows(RowSource):
         self.takes_probes = row_map is None or waits
         if row_map is not None and not waits:
             return start(self.counted(row_map, query))
+        self._others = self._others or self._new_source()
+        self.has_pending = True
         return self._others.receiver(replace(query, row_map=row_map), start)
 
     @property
     def need_probes(self) -> bool:
         """Whether anything has to be measured with vectors."""
-        return self._others.need_probes
+        return self._others is not None and self._others.need_probes
 
     def measure(self, predictions: Tensor, send: Send) -> None:
         """Measure what the audit left open."""
-        self._others.measure(predictions, send)
+        if self._others is not None:
+            self._others.measure(predictions, send)
 
     def forget(self) -> None:
         """Drop all queries, which may hold activations."""
-        self._others.forget()
+        self._others = None
+        self.has_pending = False
 
     def _look_up(self, query: RowQuery) -> StridedRows | None:
         """Return the known row map of the next query; `None` if there is none, or if it is for another operation."""

@@ -236,7 +236,8 @@ class Discovery(ABC):
         else:  # without autocast, only the graph has to be switched off, which is faster in this way
             torch._C._set_grad_enabled(False)
             try:
-                receive = self.use(plan, prepared(plan, args, kwargs))
+                place = plan.plain_input
+                receive = self.use(plan, prepared(plan, args, kwargs) if place is None else args[place])
             finally:
                 torch._C._set_grad_enabled(True)
         return self.tap(out, receive)

@@ -190,6 +190,11 @@ class Plan:
     dtype: torch.dtype = torch.float32  # of the operation's output
     device: torch.device = CPU  # of the operation's output
 
+    def __post_init__(self) -> None:
+        """Find out whether the input is a positional argument as it is: its index, or `None`."""
+        plain = self.prepare is None and len(self.arguments) == 1 and self.arguments[0].is_positional
+        self.plain_input: Any = self.arguments[0].place[0] if plain else None
+
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:

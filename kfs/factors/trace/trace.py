@@ -5,7 +5,7 @@ shapes and strides of its arguments, the `autocast` state and the number of exam
 are dropped when a parameter's storage changes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from kfs.factors.trace.tracking import Tracker
 
 Rule = Callable[..., Planned]
 # A model whose shapes never repeat adds plans in every batch.
-_MOST_PLANS = 10_000
+MOST_PLANS = 10_000
 
 
 def no_rule(operation: str) -> str:
@@ -83,10 +83,6 @@ class Trace:
         self.both_ways |= set(both_ways)
         self.forget_plans()
 
-    def is_valid(self) -> bool:
-        """Whether plans may be used again: storages are those of before, and shapes have not made too many plans."""
-        return not self.tracker.has_moved() and len(self.plans) <= _MOST_PLANS
-
     def forget_plans(self) -> None:
         """Drop everything that depends on the storage of parameters."""
         self.plans.clear()
@@ -102,16 +98,19 @@ class Trace:
     def plans_of(self, key: Any) -> list[Plan] | None:
         """Return the settled plans of a call; `None` if there are none that fit the existing blocks."""
         plans = self.plans.get(key)
-        return plans if type(plans) is list and self._fit(plans) else None
-
-    def _fit(self, plans: Iterable[Plan]) -> bool:
-        """Whether settled plans fit the existing blocks, which then include theirs."""
+        if type(plans) is not list:
+            return None
         for plan in plans:
-            if plan not in self._placed:
-                if plan.fits and not self.block_map.admit(plan.layout):
-                    return False
-                self._placed.add(plan)
-        return True
+            if plan not in self._placed and not self._admit(plan):
+                return None
+        return plans
+
+    def _admit(self, plan: Plan) -> bool:
+        """Add the block of a settled plan to the existing ones if it fits, and return whether it does."""
+        fits = not plan.fits or self.block_map.admit(plan.layout)
+        if fits:
+            self._placed.add(plan)
+        return fits
 
     def settle(self, plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
         """Choose the block of a use: a joint block for weight and bias, or one for each.
@@ -154,6 +153,6 @@ class Trace:
     def settle_once(self, plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
         """Settle a plan of a broadcast or derived parameter; the result is kept, by the plan."""
         settled = self._settled.get(plan)
-        if settled is None or not self._fit(settled):
+        if settled is None or not all(one in self._placed or self._admit(one) for one in settled):
             settled = self._settled[plan] = self.settle(plan, call, like)
         return settled

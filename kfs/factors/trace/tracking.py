@@ -104,7 +104,8 @@ class Tracker:
 
     def has_moved(self) -> bool:
         """Return whether any parameter's storage has changed, and update the records if so."""
-        if [_place(p) for name, p in self.params.items() if name not in self._sharded] == self._places:
+        now = [(p.untyped_storage()._cdata, p.data_ptr(), p.shape, p.stride(), p.dtype) for p in self._own]
+        if now == self._places:
             return False
         self._register()
         return True
@@ -148,7 +149,8 @@ class Tracker:
         self._by_storage.clear()
         self._sharded = {name for name, p in self.params.items() if is_sharded(p)}
         own = {name: p for name, p in self.params.items() if name not in self._sharded}
-        self._places = [_place(p) for p in own.values()]
+        self._own = list(own.values())
+        self._places = [_place(p) for p in self._own]
         for name, p in own.items():
             if p.numel():
                 self._by_storage.setdefault(_storage(p), []).append(Tracked(name, p, name))
