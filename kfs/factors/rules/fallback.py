@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.inputs import Rows
-from kfs.factors.accumulate.interface import Receiver
 from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.accumulate.statistic import Receiver
 from kfs.factors.capture.capture import Capture, prepared
 from kfs.factors.capture.derived import Spread, add_derived, on_device, scattered, settled, tap_spread
 from kfs.factors.rows.row_map import RowMap
