@@ -36,7 +36,7 @@ from kfs.errors import DataError, KfsWarning, ModelError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
 from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
-from kfs.factors.accumulate.interface import Sums
+from kfs.factors.accumulate.statistic import Statistic, add_up_over_ranks, reset
 from kfs.factors.audit import Audits, Counts
 from kfs.factors.block import Block
 from kfs.factors.capture import forward, recorder_for, send_back
@@ -363,7 +363,7 @@ def explain_vectors(risk: EmpiricalRisk, settings: Settings) -> None:
 
 def sweep(
     risk: EmpiricalRisk,
-    sums: Sums,
+    sums: Statistic,
     settings: Settings,
     task: str,
     journal: Journal | None = None,
@@ -398,7 +398,7 @@ def sweep(
         if assumed and any(ranks.gather("rows that count", _wrong(ignored) or _wrong(padding))):
             # Some targets do not count, or there is padding that no row rule explains. Repeat the pass without
             # assumptions.
-            sums.restart()
+            reset(sums)
             progress = Progress()
             for _ in passes(risk, sums, settings, task, progress):
                 pass
@@ -407,7 +407,7 @@ def sweep(
         if ranks.are_several:
             risk.count()  # refuses data that are empty on all ranks
             progress.add_up(ranks)
-            sums.add_up(ranks, risk.device)
+            add_up_over_ranks(ranks, sums, risk.device)
         if journal is not None:
             journal.unite(progress, sums)
     return progress
@@ -415,7 +415,7 @@ def sweep(
 
 def passes(
     risk: EmpiricalRisk,
-    sums: Sums,
+    sums: Statistic,
     settings: Settings,
     task: str,
     progress: Progress,
@@ -465,7 +465,7 @@ def passes(
         with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
             known = audits.of_batch(risk, batch) if settings.audit else None
             # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
-            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known, assumed, padding)
+            f, capture = forward(risk, batch, session, [sums], settings.batch_axis, known, assumed, padding)
             risk.finite(f.detach(), batch)
             if seen is not None:
                 seen(f.detach())

@@ -234,7 +234,7 @@ def _uses(
     """Run a forward and a backward pass; return sums without values, and the uncovered parameters with reasons."""
     sums = FactorSums(settings, dry=True)
     session = new_session(risk.params, settings.joint_bias)
-    f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
+    f, capture = forward(risk, batch, session, [sums], settings.batch_axis, known)
     measure_rows(f, capture)
     backward(f, capture, torch.ones_like(f).unsqueeze(0))
     why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts, capture.reached)

@@ -138,7 +138,7 @@ class FactorPass:
         # Run the model with a capture.
         device = self.session.device_type
         masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, num_data), device=self.session.device)
-        capture = Capture(self.session, sums, num_data, self.settings.batch_axis, self.known, masks=masks)
+        capture = Capture(self.session, [sums], num_data, self.settings.batch_axis, self.known, masks=masks)
         args, kwargs = mapped(arguments, capture.mark_data)
         with (
             torch.enable_grad(),

@@ -29,7 +29,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from kfs.display.describe import counted
 from kfs.distributed import Ranks
 from kfs.errors import DataError, KfsError, KfsWarning, ModelError
-from kfs.factors.accumulate import FactorSums
+from kfs.factors.accumulate import FactorSums, PerDatumSums, Statistic
 from kfs.factors.audit import Audit, Audits, Counts, NotRepeatableError, distrust
 from kfs.factors.blocks import computable
 from kfs.factors.capture import AuditResult, Capture, measure_rows, pass_derived, send_back
@@ -44,7 +44,7 @@ from kfs.optim.costs import Costs
 from kfs.optim.factor_graphs import Autocast, Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
 from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, whole_in_backward
 from kfs.optim.loss_check import Targets, shows_targets
-from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
+from kfs.optim.step_sums import Bases, StepSums
 from kfs.problem.data import MaskSource
 from kfs.problem.isolation import evaluating, is_evaluating, restored, uncompiled
 from kfs.problem.outputs import parts_of, prediction_in
@@ -163,7 +163,12 @@ class Pass:
         self.targets = Targets(labels if isinstance(labels, Tensor) else None, compare=self.compare)
         self._result = StepSums(self.num_data, in_model=self.targets.y is not None)
         self._stack = ExitStack()
-        self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
+        self._sums = FactorSums(self.settings)
+        self._statistics: list[Statistic] = [self._sums]
+        if self.bases:
+            layouts = {key: layout for key, (layout, _) in self.bases.items()}
+            squares = {key: squares for key, (_, squares) in self.bases.items()}
+            self._statistics.append(PerDatumSums(self.settings, layouts, squares))
         self._replayed: FactorResult | None = None
         self._capture: Capture | None = None
         self._padding: DeferredChecks | None = None  # records padding that no rule about rows explains
@@ -177,7 +182,7 @@ class Pass:
             batch_axis = self.settings.batch_axis
             self._padding = None if self.settings.fisher == "forward-only" else DeferredChecks(session.device)
             self._capture = Capture(
-                session, self._sums, self.num_data, batch_axis, known, masks=masks, padding=self._padding
+                session, self._statistics, self.num_data, batch_axis, known, masks=masks, padding=self._padding
             )
 
     def start(self) -> Any:
@@ -291,7 +296,8 @@ class Pass:
             capture.keep_graph = False
             measure_rows(self._edge, capture, self._f)
             capture.listening = True
-            self._sums.finish_forward()
+            for statistic in self._statistics:
+                statistic.finish_forward()
         else:
             at_once = self.settings.columns_at_once or 1
             # On an accelerator, a tensor lets one kernel draw all labels, as in recorded passes, with the same result.
@@ -322,8 +328,9 @@ class Pass:
         if capture.listening:  # Gradients were captured in the user's backward pass.
             with torch.no_grad():
                 pass_derived(capture)
-            self._sums.finish_backward()
-            self._sums.finish_batch()
+            for statistic in self._statistics:
+                statistic.finish_backward()
+                statistic.finish_batch()
             capture.listening = False
             capture.note_padding()
             if capture.queries is not None:

@@ -61,7 +61,7 @@ def captured(model: nn.Module, x: Tensor, y: Tensor, passes: int) -> tuple[dict[
     params = {name: p for name, p in model.named_parameters() if name not in frozen}
     session = new_session(params, model=model).renewed()
     for _ in range(passes):
-        capture = Capture(session, sums, len(x))
+        capture = Capture(session, [sums], len(x))
         with capture:
             f = model(capture.mark_data(x))
         capture.clear_marks()
@@ -105,11 +105,12 @@ def compare_without_model() -> None:
     fully_shard(model)
     session = new_session(dict(model.named_parameters()))
     x = torch.rand(4, 3)
-    capture = Capture(session, FactorSums(SETTINGS), len(x))
+    sums = FactorSums(SETTINGS)
+    capture = Capture(session, [sums], len(x))
     with capture:
         model(capture.mark_data(x))
     capture.clear_marks()
-    assert not capture.sums.blocks  # type: ignore[attr-defined]
+    assert not sums.blocks
 
 
 def test_sessions_without_model(ranks: Pool) -> None:

@@ -62,7 +62,7 @@ def run(session: Session, sums: FactorSums, model: nn.Module, X: Tensor) -> None
     risk = EmpiricalRisk(model, nn.MSELoss(), (X, normal(len(X), 2)))
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, capture = forward(risk, batch, session, sums)
+        f, capture = forward(risk, batch, session, [sums])
         send_back(f, capture, [torch.ones_like(f).unsqueeze(0)])
 
 

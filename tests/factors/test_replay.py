@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kfs.factors import EKFAC, KFAC, compute, exact_blocks
 from kfs.factors.accumulate.factor_sums import FactorSums
-from kfs.factors.accumulate.interface import Sums
+from kfs.factors.accumulate.statistic import Statistic
 from kfs.factors.capture import recorder_for
 from kfs.losses import TokenCrossEntropy
 from kfs.problem.risk import EmpiricalRisk
@@ -27,7 +27,7 @@ from tests.operators.contract import close
 FISHERS: tuple[Any, ...] = ("type-2", "ggn", "mc", "empirical", "forward-only")
 
 
-def tensors_of(sums: Sums) -> list[Tensor]:
+def tensors_of(sums: Statistic) -> list[Tensor]:
     """Return all tensors that passes change."""
     if isinstance(sums, FactorSums):
         roles = [role for block in sums.blocks.values() for role in block.roles.values()]
@@ -40,7 +40,7 @@ def tensors_of(sums: Sums) -> list[Tensor]:
 class StandIn:
     """Stands in for a CUDA graph, and for what records it."""
 
-    def __init__(self, sums: Sums, waits: str = "", error: Exception | None = None) -> None:
+    def __init__(self, sums: Statistic, waits: str = "", error: Exception | None = None) -> None:
         self.sums = sums
         self.waits = waits
         self.error = error
@@ -79,7 +79,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Record all passes by stand-ins; the last ones made are at the end."""
     made: list[StandIn] = []
 
-    def replays(run: Any, sums: Sums, _: Any, expected: int | None, model: object, log: Any) -> Replays:
+    def replays(run: Any, sums: Statistic, _: Any, expected: int | None, model: object, log: Any) -> Replays:
         made.append(StandIn(sums))
         return Replays(run, sums, made[-1], expected, model, log)
 

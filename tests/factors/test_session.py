@@ -67,7 +67,7 @@ class Sweep:
         X = torch.randn(num_data, features, dtype=torch.float64)
         risk = EmpiricalRisk(self.model, nn.CrossEntropyLoss(), (X, torch.zeros(num_data, dtype=torch.long)))
         (batch,) = risk.batches()
-        f, capture = forward(risk, batch, self.session, self.sums)
+        f, capture = forward(risk, batch, self.session, [self.sums])
         send_back(f, capture, iter([torch.ones_like(f).unsqueeze(0)]))
         return X, capture
 
@@ -231,7 +231,7 @@ def test_a_batch_leaves_nothing_behind() -> None:
 def test_backward_passes_without_taps() -> None:
     """Gradients of what was asked for are there, also if no use was seen."""
     W = torch.randn(4, 3, requires_grad=True)
-    capture = Capture(new_session({"W": W}), GradientSums(), 2)
+    capture = Capture(new_session({"W": W}), [GradientSums()], 2)
     f = torch.randn(2, 3) @ W.T @ W
     v = torch.ones_like(f).unsqueeze(0)
     (g,) = backward(f, capture, v, keep_graph=True, also=[W])

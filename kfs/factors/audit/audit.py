@@ -335,7 +335,7 @@ class _Audit:
         while True:
             rounds += 1
             sums = GradientSums()
-            capture = Capture(self.session, sums, self.num_data, self.batch_axis, self.known, measuring=True)
+            capture = Capture(self.session, [sums], self.num_data, self.batch_axis, self.known, measuring=True)
             f = self._forward(capture)
             exact = self._send_back(f, capture, params)
             # Repeat the pass if weights are used both ways, or if answers to questions were wrong.
@@ -499,7 +499,7 @@ class _Audit:
                 "The model is not the same function in every call: its predictions for the same data differ.",
                 "Remove random draws and counters outside of PyTorch. If you know the cause, pass audit=False.",
             )
-        capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
+        capture = Capture(self.session, [GradientSums()], self.num_data, self.batch_axis, self.known, measuring=True)
         self._forward(capture, both(capture, captured))
         return wrong_rule(plain, captured, difference, tolerance)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums
+from kfs.factors.accumulate.statistic import Receiver
 from kfs.factors.capture.capture import Capture, Used
 from kfs.factors.capture.row_queries import AuditResult, What
 from kfs.factors.capture.tap import backward, measure_rows
@@ -116,21 +116,6 @@ class _Seen:
         hidden = [(one.hidden(rows.shape[1], outer), rows) for one, rows in pairs if one.beyond]
         tried = [(those.cpu(), rows) for those, rows in hidden if those is not None and bool(those.any())]
         return not tried or any(bool((those & rows).any()) for those, rows in tried)
-
-
-class _NoSums(Sums):
-    """Sums that accumulate nothing."""
-
-    by_datum = True
-
-    def adder_of(self, plan: PlannedUse) -> Adder:
-        return Ignore()
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Any) -> None:
-        pass
 
 
 @dataclass
@@ -274,7 +259,7 @@ class RowExperiments:
         self, x: Any, mask: Tensor | None, noise: torch.Generator | None
     ) -> tuple[list[BatchMasks], dict[int, _Seen]]:
         """Run the model once, send some vectors back, and return their masks and the rows that had gradients."""
-        capture = Capture(self.session, _NoSums(), self.num_data, self.batch_axis, self.known)
+        capture = Capture(self.session, [], self.num_data, self.batch_axis, self.known)
         capture.noise = noise
         seen: dict[int, _Seen] = {}
 

@@ -16,7 +16,7 @@ the graph of the predictions. It also returns all parameters that predictions de
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -29,8 +29,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from kfs.factors.accumulate.interface import Adder, Receiver, Sums
+from kfs.factors.accumulate.block_sums import BlockMap
 from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.accumulate.statistic import Adder, Receiver, Statistic, all_of
 from kfs.factors.capture.derived import tap_broadcast, track_copy
 from kfs.factors.capture.row_queries import EVERYTHING, AuditResult, Counting, RowQueries, What
 from kfs.factors.capture.tap import Tap, apply_tap
@@ -156,7 +157,8 @@ class Capture(TorchFunctionMode):
 
     Args:
         session: Has tracked parameters, rules and plans.
-        sums: The sums in which inputs and gradients are accumulated.
+        statistics: Accumulate inputs and gradients. The first one places uses in blocks. If there are none, the pass
+            finds row maps only.
         num_data: Number of examples in the batch.
         batch_axis: Position of the batch axis in activations, if not the first.
         known: Results of an audit. `None` to guess row maps from lengths.
@@ -168,7 +170,7 @@ class Capture(TorchFunctionMode):
     def __init__(
         self,
         session: Session,
-        sums: Sums,
+        statistics: Sequence[Statistic],
         num_data: int,
         batch_axis: int | None = None,
         known: AuditResult | None = None,
@@ -180,12 +182,17 @@ class Capture(TorchFunctionMode):
         # Plans are dropped if parameters have moved to other storages, or if varying shapes have made too many of them.
         if session.tracker.has_moved() or len(session.plans) > _MOST_PLANS:
             session.forget_plans()
-            sums.adders.clear()
+            for statistic in statistics:
+                statistic.adders.clear()
         if known is not None and not session.both_ways >= known.both_ways:
             session.learn(known.both_ways)
         self.session = session
         self.tracker = session.tracker
-        self.sums = sums
+        self.statistics = statistics
+        # The adder of each plan. That of a single statistic is kept across batches.
+        self.adders: dict[Any, Adder] = statistics[0].adders if len(statistics) == 1 else {}
+        self.placement = statistics[0].placement if statistics else BlockMap()
+        self.needs_rows = not statistics or any([one.needs_rows for one in statistics])  # noqa: C419
         self.num_data = num_data
         self.batch_axis = batch_axis
         self.measuring = measuring
@@ -193,9 +200,10 @@ class Capture(TorchFunctionMode):
         if known is not None and not known.has_mask:
             self.masks.mask = None
         # Whether some rows do not count, as far as the host knows.
-        self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.row_rules)
-        self._distrusts = sums.counts_rows and known is not None and known.distrusted
-        self._checked = known.checked if sums.counts_rows and known is not None and padding is not None else None
+        counts_rows = any([one.counts_rows for one in statistics])  # noqa: C419
+        self._counts_rows = counts_rows and known is not None and self.masks.leave_out(known.row_rules)
+        self._distrusts = counts_rows and known is not None and known.distrusted
+        self._checked = known.checked if counts_rows and known is not None and padding is not None else None
         self._padding = padding
         self._with_gradient: Tensor | None = None  # which rows of the checked use have a gradient so far
         self._should_count: list[Tensor] = []  # which rows of the checked use should have one
@@ -206,8 +214,7 @@ class Capture(TorchFunctionMode):
         # Called for every use with its row map and gradient callback; returns the callback to use.
         self.observer: Observer | None = None
         self.queries: RowQueries | None = None  # the row queries of this pass, if any
-        inputs = ((), ()) if known is None else (known.constants, known.inputs)
-        self.marks = Marks(self.tracker, num_data, batch_axis, *inputs)
+        self.marks = Marks(self.tracker, num_data, batch_axis, *((known.constants, known.inputs) if known else ()))
         self.is_data = self.marks.is_data
         self.as_data = self.marks.as_data
         self.mark_data = self.marks.mark_data
@@ -330,10 +337,9 @@ class Capture(TorchFunctionMode):
         out: Tensor,
     ) -> Tensor:
         """Settle plans, and return the operation's output with a tap for each."""
-        placement = self.sums.placement
         settled = self.session.plans.get(key)
         if type(settled) is not list or not self.fit(settled):
-            settled = [one for plan in planned for one in self.session.settle(plan, call, out, placement)]
+            settled = [one for plan in planned for one in self.session.settle(plan, call, out, self.placement)]
             self.session.plans[key] = settled
         for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
@@ -400,7 +406,7 @@ class Capture(TorchFunctionMode):
 
     def fit(self, plans: Iterable[Plan]) -> bool:
         """Whether settled plans fit the existing blocks; in training, every pass starts without blocks."""
-        adders, placement = self.sums.adders, self.sums.placement
+        adders, placement = self.adders, self.placement
         return all([plan in adders or not plan.fits or placement.admit(plan.layout) for plan in plans])  # noqa: C419
 
     def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
@@ -417,15 +423,21 @@ class Capture(TorchFunctionMode):
             self.whats.append((plan.operation, plan.layout.weight))
         if not plan.fits:
             self._waits = True  # so that probes also reach it
-            return lambda _: self.sums.note_conflict(plan)
-        adder = self.sums.adders.get(plan)
+            return lambda _: self._note_conflict(plan)
+        adder = self.adders.get(plan)
         if adder is None:
-            adder = self.sums.adders[plan] = self.sums.adder_of(plan)
-        if self.sums.by_datum or self._counts_rows or self._distrusts or number == self._checked:
+            every = [s.adders.get(plan) or s.adders.setdefault(plan, s.adder_of(plan)) for s in self.statistics]
+            adder = self.adders[plan] = every[0] if len(every) == 1 else all_of(every)
+        if self.needs_rows or self._counts_rows or self._distrusts or number == self._checked:
             receive = self._add_rows(number, adder, plan, x, by_construction)
         else:
-            receive = adder.add(x)
+            receive = adder(x, None)
         return receive if plan.read is None else _reading(plan.read, x, receive)
+
+    def _note_conflict(self, plan: Plan) -> None:
+        """Record a use that contradicts other uses of its parameter."""
+        for statistic in self.statistics:
+            statistic.note_conflict(plan)
 
     def _add_rows(self, number: int, adder: Adder, plan: Plan, x: Any, by_construction: bool) -> Receiver:
         """Accumulate the inputs of a use as soon as its row map and the rows that count are known."""
@@ -441,7 +453,7 @@ class Capture(TorchFunctionMode):
 
         def start(row_map: RowMap) -> Receiver:
             with full_precision(plan.device.type):
-                receive = adder.add(x, row_map)
+                receive = adder(x, row_map)
             if number == self._checked:
                 receive = self._looking_for_padding(row_map.counted, used, receive)
             return receive if self.observer is None else self.observer(used, row_map, receive)
@@ -450,7 +462,7 @@ class Capture(TorchFunctionMode):
         # Derived and broadcast parameters are not measured, and fixed positions need not be.
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
-        counting = Counting(rule, positions, row_map, self.sums.by_datum)
+        counting = Counting(rule, positions, row_map, self.needs_rows)
         return self.open(what, leading, start, counting=counting)
 
     def _looking_for_padding(self, counted: Tensor | None, used: Used, receive: Receiver) -> Receiver:
@@ -524,7 +536,7 @@ def forward(
     risk: EmpiricalRisk,
     batch: Batch,
     session: Session,
-    sums: Sums,
+    statistics: Sequence[Statistic],
     batch_axis: int | None = None,
     known: AuditResult | None = None,
     ignored: DeferredChecks | None = None,
@@ -536,7 +548,7 @@ def forward(
         risk: Model and parameters.
         batch: A batch of data.
         session: Has tracked parameters, rules and plans.
-        sums: The sums in which inputs, and later gradients, are accumulated.
+        statistics: Accumulate inputs, and later gradients.
         batch_axis: Position of the batch axis in activations, if not the first.
         known: Results of an audit. `None` to guess row maps from lengths.
         ignored: If given, all targets are assumed to count, and examples with ignored targets are recorded there.
@@ -550,7 +562,7 @@ def forward(
     if ignored is not None and targets is not None:
         ignored.note(~targets.flatten(1).all(1), batch.start)
         masks.assume_all_count()
-    capture = Capture(session, sums, len(batch.y), batch_axis, known, masks=masks, padding=padding)
+    capture = Capture(session, statistics, len(batch.y), batch_axis, known, masks=masks, padding=padding)
     # Run the model under capture. The user's code may keep tensors, so marks are removed even if it raises.
     marked = batch._replace(x=mapped(batch.x, capture.mark_data))
     try:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kfs.factors.accumulate.interface import Receiver
 from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.accumulate.statistic import Receiver
 from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan
 from kfs.factors.trace.tracking import Derived, Tracked
@@ -201,7 +201,7 @@ def settled(capture: "Capture", plan: Plan, call: Call, like: Tensor) -> tuple[P
     """Return the settled plans for a plan, which are cached across batches."""
     known = capture.session.settled
     if plan not in known or not capture.fit(known[plan]):
-        known[plan] = capture.session.settle(plan, call, like, capture.sums.placement)
+        known[plan] = capture.session.settle(plan, call, like, capture.placement)
     return known[plan]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DataError
-from kfs.factors.accumulate.interface import Receiver
+from kfs.factors.accumulate.statistic import Receiver
 from kfs.factors.rows.counted import ALL, BatchMasks, RowRule
 from kfs.factors.rows.measure import (
     Measured,

@@ -13,8 +13,8 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from kfs.errors import ModelError
-from kfs.factors.accumulate.interface import Receiver, Sums
 from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.accumulate.statistic import Receiver, Statistic
 from kfs.factors.capture.row_queries import RowQueries
 from kfs.factors.rows.counted import BatchMasks
 from kfs.factors.rows.measure import MULTIPLE, probes
@@ -25,7 +25,7 @@ class CapturedPass(Protocol):
     """The part of `Capture` that taps use."""
 
     handle: Tensor | None
-    sums: Sums
+    statistics: Sequence[Statistic]
     num_data: int
     running: bool
     sending: bool
@@ -129,7 +129,7 @@ def send_back(
     keep_graph: bool = False,
     like: Tensor | None = None,
 ) -> None:
-    """Send vectors back to all taps, chunk by chunk, and accumulate the gradients in the sums.
+    """Send vectors back to all taps, chunk by chunk, and accumulate the gradients in the statistics.
 
     Args:
         f: Predictions.
@@ -139,11 +139,14 @@ def send_back(
         like: The predictions, if `f` is a `GradientEdge`.
     """
     measure_rows(f, capture, like)
-    capture.sums.finish_forward()
+    for statistic in capture.statistics:
+        statistic.finish_forward()
     for columns, last in _and_whether_last(iter(vectors)):
         backward(f, capture, columns, keep_graph or not last)
-        capture.sums.finish_backward()
-    capture.sums.finish_batch()
+        for statistic in capture.statistics:
+            statistic.finish_backward()
+    for statistic in capture.statistics:
+        statistic.finish_batch()
     capture.note_padding()
     if capture.queries is not None:
         capture.queries.forget()
