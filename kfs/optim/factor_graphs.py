@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 
-from kfs.factors.accumulate import BlockSums, FactorSums, settle_counts
+from kfs.factors.accumulate import BlockSums, FactorSums, reset, settle_counts
 from kfs.factors.blocks import computable
 from kfs.factors.capture import AuditResult, Capture, send_back
 from kfs.factors.compute import backpropagated_vectors, columns_at_once, not_covered
@@ -130,11 +130,7 @@ class FactorPass:
         Numbers of positions that depend on data stay on the device, because a graph cannot send them to the host.
         """
         # Reset sums in place: a graph writes to the same memory every time.
-        totals = [s.total for block in sums.blocks.values() for s in block.sums]
-        roles = [role for block in sums.blocks.values() for role in block.roles.values()]
-        totals += [t for role in roles for t in role.on_device]
-        if totals:
-            torch._foreach_zero_(totals)
+        reset(sums)
         # Run the model with a capture.
         device = self.session.device_type
         masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, num_data), device=self.session.device)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from kfs.factors import EKFAC, KFAC, compute, exact_blocks
-from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.statistic import Statistic
 from kfs.factors.capture import recorder_for
 from kfs.losses import TokenCrossEntropy
@@ -29,12 +28,7 @@ FISHERS: tuple[Any, ...] = ("type-2", "ggn", "mc", "empirical", "forward-only")
 
 def tensors_of(sums: Statistic) -> list[Tensor]:
     """Return all tensors that passes change."""
-    if isinstance(sums, FactorSums):
-        roles = [role for block in sums.blocks.values() for role in block.roles.values()]
-        found = [t for role in roles for t in (role.input.total, role.gradient.total)]
-        others = [t for role in roles for t in (*role.on_device, role.inverse_squares)]
-        return found + [t for t in others if isinstance(t, Tensor)]
-    return [total for _, total in sums.state()["totals"]]
+    return [total.tensor for total in sums.tensors().values()]
 
 
 class StandIn:

@@ -91,12 +91,13 @@ def values(statistic: Statistic) -> tuple[list[Tensor], list[float]]:
 
 def kinds(risk: EmpiricalRisk) -> list[Statistic]:
     K = KFAC(risk)
-    return [FactorSums(Settings(sharing="reduce")), FactorSums(K.settings), squares_of(K), GradientNorms()]
+    reduced, identity = Settings(sharing="reduce"), Settings(fisher="forward-only", sharing="reduce")
+    return [FactorSums(reduced), FactorSums(K.settings), squares_of(K), GradientNorms(), FactorSums(identity)]
 
 
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("place", range(5))
 def test_several_in_one_pass(place: int) -> None:
-    """Each statistic is, to the last bit, what it is alone. The first one needs rows, the last one does not."""
+    """Each statistic is, to the last bit, what it is alone. Some of them need rows."""
     risk = tied_risk()
     together, alone = kinds(risk), kinds(risk)[place]
     run(risk, together)
@@ -108,7 +109,7 @@ def test_several_in_one_pass(place: int) -> None:
     assert values(together[place])[1] == counts
 
 
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("place", range(5))
 def test_reset(place: int) -> None:
     """After a reset in place, the next data give what they give alone."""
     risk = tied_risk()

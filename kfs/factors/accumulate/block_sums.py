@@ -53,9 +53,7 @@ class RoleSums:
         positions: Number of positions that were summed over, if `counted` counts examples (`reduce`).
         inverse_squares: Sum over examples of `1 / S^2`, where `S` is the number of positions of an example. Used only
             if the identity replaces gradients (forward-only) and sharing is `reduce`. A tensor if it was counted.
-        terms_on_device: Amount to be added to `counted`, in float64, changed in place; `None` if nothing was counted on
-            a device.
-        positions_on_device: Amount to be added to `positions`, likewise.
+        counters: Amounts on the device to be added to counts, by name, in float64. Changed in place.
         settled: Whether nothing remains to be added from the device.
     """
 
@@ -64,8 +62,7 @@ class RoleSums:
     counted: float = 0.0
     positions: float = 0.0
     inverse_squares: Tensor | float = 0.0
-    terms_on_device: Tensor | None = None
-    positions_on_device: Tensor | None = None
+    counters: dict[str, Tensor] = field(default_factory=dict)
     settled: bool = True
 
     @property
@@ -89,8 +86,8 @@ class RoleSums:
 
     @property
     def on_device(self) -> list[Tensor]:
-        """The counters on the device."""
-        return [t for t in (self.terms_on_device, self.positions_on_device) if t is not None]
+        """All counts on the device."""
+        return [t for t in (*self.counters.values(), self.inverse_squares) if isinstance(t, Tensor)]
 
     @property
     def terms(self) -> float:
@@ -103,26 +100,15 @@ class RoleSums:
         """Count the rows of gradients `[columns, ..., features]`: a receiver that computes no sums."""
         self.counted += prod(g.shape[1:-1])
 
-    def add_terms(self, count: float | Tensor) -> None:
-        """Add a number of positions (or examples); a tensor is added on its device."""
-        if isinstance(count, Tensor):
-            self.terms_on_device = self._added(self.terms_on_device, count)
-        else:
-            self.counted += count
-
-    def add_summed(self, count: float | Tensor) -> None:
-        """Add a number of positions that were summed over (`reduce`); a tensor is added on its device."""
-        if isinstance(count, Tensor):
-            self.positions_on_device = self._added(self.positions_on_device, count)
-        else:
-            self.positions += count
-
-    def _added(self, before: Tensor | None, count: Tensor) -> Tensor:
-        """Add a number to a counter on the device, which is created if it is `None`."""
+    def add_count(self, name: str, count: float | Tensor) -> None:
+        """Add to a count; a tensor is added on its device."""
+        if not isinstance(count, Tensor):
+            setattr(self, name, getattr(self, name) + count)
+            return
         self.settled = False
-        if before is None:
-            before = torch.zeros((), dtype=torch.float64, device=count.device)
-        return before.add_(count)
+        if name not in self.counters:
+            self.counters[name] = torch.zeros((), dtype=torch.float64, device=count.device)
+        self.counters[name].add_(count)
 
     def add_positions(self, counts: Tensor) -> None:
         """Add the numbers of positions of some examples, `[batch]`, without synchronizing with the device."""
@@ -149,8 +135,8 @@ class RoleSums:
         """Complete all sums, and move their counts to the host. The counters on the device are discarded."""
         self.input.complete(dtype)
         self.gradient.complete(dtype)
-        self.counted = self.terms
-        self.terms_on_device = self.positions_on_device = None
+        settle_counts([self])
+        self.counters = {}
 
     def state(self) -> dict[str, Any]:
         """Return all sums and counts, as the content of a file."""
@@ -175,14 +161,14 @@ def settle_counts(roles: Iterable[RoleSums]) -> None:
     The counters on devices are set to zero in place, because a replayed pass continues to add to them.
     """
     unknown = [role for role in roles if not role.settled]
-    pending = [t for role in unknown for t in role.on_device]
-    values = dict(zip(map(id, pending), sync.numbers(pending), strict=True))
+    if not unknown:
+        return
+    values = iter(sync.numbers([t for role in unknown for t in role.counters.values()]))
     for role in unknown:
-        role.counted += values.get(id(role.terms_on_device), 0.0)
-        role.positions += values.get(id(role.positions_on_device), 0.0)
+        for name, t in role.counters.items():
+            role.add_count(name, next(values))
+            t.zero_()
         role.settled = True
-    for tensor in pending:
-        tensor.zero_()
 
 
 @dataclass

@@ -112,10 +112,10 @@ class FactorSums(Statistic):
                 collected.role.input.merge_in(total)
             # Examples that do not use the parameter do not count.
             if collected.all_used:
-                collected.role.add_terms(len(collected.inputs))
+                collected.role.add_count("counted", len(collected.inputs))
             else:
                 using = (collected.counts > 0).sum()
-                collected.role.add_terms(using if sync.is_asynchronous(using.device) else float(using))
+                collected.role.add_count("counted", using if sync.is_asynchronous(using.device) else float(using))
             if self.settings.fisher == "forward-only":
                 collected.role.add_positions(collected.counts)
 
@@ -136,7 +136,7 @@ class FactorSums(Statistic):
         self._collected.clear()
 
     def tensors(self) -> dict[Place, Total]:
-        """Return the sums of all blocks that this process stores, and their counters on the device."""
+        """Return the sums of all blocks that this process stores, and their counts on the device."""
         found: dict[Place, Total] = {}
         for key, block in self.blocks.items():
             for side, role in sorted(block.roles.items()) if block.is_local else ():
@@ -161,11 +161,10 @@ class FactorSums(Statistic):
     def add_counts(self, more: Mapping[Place, float]) -> None:
         """Add differences of `counts`."""
         for (key, side, name), number in more.items():
-            role = self.blocks[key].roles[side]
-            setattr(role, name, getattr(role, name) + number)
+            self.blocks[key].roles[side].add_count(name, number)
         for _, _, role in self._roles():
             # A replayed pass has changed the counters on the device, too.
-            role.settled = not role.on_device
+            role.settled = not role.counters
 
     def settle_counts(self) -> None:
         """Add the counters on the device to those on the host, synchronizing once for all blocks."""
@@ -261,11 +260,11 @@ class _Expand:
         total = self.role.input if self.is_local else self.role.input.on(self.device)
         counted = None if row_map is None else row_map.counted
         if counted is not None:
-            self.role.add_terms(self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
+            self.role.add_count("counted", self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
         elif self.are_vectors:  # shortcut for the most common case
             self.role.counted += total.add(x, self.ones)  # type: ignore[arg-type]
         else:
-            self.role.add_terms(self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
+            self.role.add_count("counted", self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
         if not self.is_local:  # pragma: no cover (tested on a GPU)
             self.role.input.merge_in(total)
         return self.receive
@@ -312,7 +311,7 @@ class _Reduce:
             )
         # Sum inputs over positions; the bias coordinate of the sum is the number of positions.
         inputs, counts = self.plan.inputs.sums(x, row_map)  # type: ignore[arg-type]
-        self.role.add_summed(self._number(x, row_map.counted))
+        self.role.add_count("positions", self._number(x, row_map.counted))
         if self.role.input.bias:
             last = counts if self.plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)

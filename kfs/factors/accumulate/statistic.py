@@ -139,7 +139,9 @@ class Statistic(ABC):
         """Add differences of `counts`. Negative ones undo a pass that was only recorded."""
 
     def agree(self, ranks: Ranks, device: torch.device) -> None:
-        """Replace blocks and counts by those of all ranks, after the last batch. Here, blocks are known before.
+        """Agree with other ranks on blocks and counts, after the last batch: both are those of all ranks then.
+
+        Here, all ranks have the same blocks, and counts are added up.
 
         Args:
             ranks: The ranks that have sums of the same blocks, or of some of them.
@@ -162,11 +164,11 @@ class Statistic(ABC):
         return {"totals": totals, "counts": {repr(place): number for place, number in self.counts().items()}}
 
     def add(self, state: Any) -> None:
-        """Add the result of `state`, for the same data (to nothing) or for other data."""
+        """Add the result of `state`: to zeros, or to sums over other data."""
         totals = {repr(place): total.tensor for place, total in self.tensors().items()}
         for place, tensor in state["totals"]:
             totals[place].add_(tensor.to(totals[place].device))
-        self.add_counts({place: state["counts"].get(repr(place), 0.0) for place in self.counts()})
+        self.add_counts({place: state["counts"][repr(place)] for place in self.counts()})
 
 
 def reset(statistic: Statistic) -> None:
