@@ -170,24 +170,21 @@ class FactorSums(Statistic):
         """Add the counters on the device to those on the host, synchronizing once for all blocks."""
         settle_counts(role for _, _, role in self._roles())
 
-    def agree(self, ranks: Ranks, device: torch.device) -> None:
+    def agree(self, ranks: Ranks, device: torch.device) -> Mapping[Key, int]:
         """Take over the blocks and counts of all ranks. If blocks have owners, choose those of new blocks."""
         self.settle_counts()
         conflicts = ranks.gather("conflicts", self.conflicts)
         where = self.settings.factor_device or device
         self.blocks, more = agreed_blocks(ranks, self.blocks, where, self.settings.products)
         self.conflicts = more.union(*conflicts)
-        if self.settings.placement == "owner":
-            self.owners = choose_owners(self.blocks.values(), ranks.size, self.owners)
-
-    def owner_of(self, key: Key) -> int | None:
-        """Return the rank that keeps the sums of a block; `None` if all ranks keep them."""
-        return self.owners[self.blocks[key].layout.name] if self.settings.placement == "owner" else None
+        if self.settings.placement != "owner":
+            return {}
+        self.owners = choose_owners(self.blocks.values(), ranks.size, self.owners)
+        return {key: self.owners[block.layout.name] for key, block in self.blocks.items()}
 
     def keep_own(self, rank: int) -> None:
         """Free the sums of blocks that another rank owns."""
-        if self.settings.placement == "owner":
-            keep_own(self.blocks.values(), self.owners, rank)
+        keep_own(self.blocks.values(), self.owners, rank)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to `dtype` if given."""

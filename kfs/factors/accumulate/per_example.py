@@ -182,19 +182,16 @@ class PerDatumSums(Statistic):
         kept = {key: moment for key, moment in self._moments.items() if key in self._kept}
         return {(key, n): Total(t) for key, moment in kept.items() for n, t in enumerate(moment.totals)}
 
-    def agree(self, ranks: Ranks, device: torch.device) -> None:
+    def agree(self, ranks: Ranks, device: torch.device) -> Mapping[Key, int]:
         """Exchange which blocks were seen. Ranks need not have seen the same ones."""
         seen = ranks.gather("blocks of per-example gradients", (self._seen, self._unknown))
         self._seen = set().union(*(keys for keys, _ in seen))
         self._unknown = set().union(*(names for _, names in seen))
-
-    def owner_of(self, key: Key) -> int | None:
-        """Return the rank that keeps the moment of a block; `None` if all ranks keep it."""
-        return self._owners.get(key)
+        return self._owners
 
     def keep_own(self, rank: int) -> None:
         """Leave out the moments of blocks that another rank owns."""
-        self._kept = {key for key in self._moments if self._owners.get(key, rank) == rank}
+        self._kept = {key for key, owner in self._owners.items() if owner == rank}
 
 
 @dataclass

@@ -138,7 +138,7 @@ class Statistic(ABC):
     def add_counts(self, more: Mapping[Place, float]) -> None:  # noqa: B027 (most have no counts)
         """Add differences of `counts`. Negative ones undo a pass that was only recorded."""
 
-    def agree(self, ranks: Ranks, device: torch.device) -> None:
+    def agree(self, ranks: Ranks, device: torch.device) -> Mapping[Key, int]:
         """Agree with other ranks on blocks and counts, after the last batch: both are those of all ranks then.
 
         Here, all ranks have the same blocks, and counts are added up.
@@ -146,14 +146,14 @@ class Statistic(ABC):
         Args:
             ranks: The ranks that have sums of the same blocks, or of some of them.
             device: Device of the model, for sums of blocks that only other ranks have.
+
+        Returns:
+            The rank that keeps the sums of each block; nothing if all ranks keep all sums.
         """
         mine = self.counts()
         every = ranks.gather("counts", mine)
         self.add_counts({place: sum(one[place] for one in every) - number for place, number in mine.items()})
-
-    def owner_of(self, key: Key) -> int | None:
-        """Return the rank that keeps the sums of a block; `None` if all ranks keep them."""
-        return None
+        return {}
 
     def keep_own(self, rank: int) -> None:  # noqa: B027 (most have no owners)
         """Discard the sums of blocks that another rank owns."""
@@ -181,12 +181,13 @@ def reset(statistic: Statistic) -> None:
 
 def add_up_over_ranks(ranks: Ranks, statistic: Statistic, device: torch.device) -> None:
     """Replace all sums by the sums over all ranks, after the last batch. Arguments are those of `Statistic.agree`."""
-    statistic.agree(ranks, device)
-    by_owner: dict[int | None, list[Total]] = {}
-    for place, total in statistic.tensors().items():
-        by_owner.setdefault(statistic.owner_of(place[0]), []).append(total)
-    for owner, totals in sorted(by_owner.items(), key=lambda item: item[0] or 0):
-        add_up_totals(ranks, totals, owner)
+    owners = statistic.agree(ranks, device)
+    totals = statistic.tensors()
+    if not owners:
+        add_up_totals(ranks, list(totals.values()))
+        return
+    for owner in sorted(set(owners.values())):
+        add_up_totals(ranks, [total for place, total in totals.items() if owners[place[0]] == owner], owner)
     statistic.keep_own(ranks.rank)
 
 
