@@ -43,7 +43,7 @@ lint: $(VENV)/.dev  ## check format, style, types and the layer rule
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-format: $(VENV)/.dev  ## format the code and mend what ruff can mend
+format: $(VENV)/.dev  ## format the code and apply the fixes of ruff
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 

@@ -1,4 +1,4 @@
-"""What one does with factors, in units of forward+backward: products, inverses and EKFAC, ours and curvlinops'.
+"""Operations on factors, in units of forward+backward: products, inverses and EKFAC, ours and curvlinops'.
 
 One run measures everything in turn: `python -m benchmarks.algebra` on one CPU thread, `python -m benchmarks.algebra
 cuda` on a GPU, where ways to decompose and to invert follow (`benchmarks/decompositions.py`; `python -m
@@ -29,7 +29,7 @@ METHODS = {"factored": {"use_heuristic_damping": True}, "exact": {"use_exact_dam
 
 
 def kfs_programs(problem: Batches) -> dict[str, Callable[[], object]]:
-    """Return what is measured of ours."""
+    """Return our programs."""
     params = layers(problem)
     risk = EmpiricalRisk(problem.model, CrossEntropyLoss(), problem.data, params=params)
     K: KFAC = kfs_factors(problem, params, **SETTINGS)
@@ -54,7 +54,7 @@ def kfs_programs(problem: Batches) -> dict[str, Callable[[], object]]:
 
 
 def curvlinops_programs(problem: Batches) -> dict[str, Callable[[], object]]:
-    """Return what is measured of curvlinops; nothing if it is not installed."""
+    """Return the programs of curvlinops; none if it is not installed."""
     K = curvlinops_operator(problem, **SETTINGS)
     if K is None:
         return {}

@@ -1,4 +1,4 @@
-"""What curvature is good for, measured: each application of the library, with peers beside it, in one run.
+"""Applications of curvature, measured: each application of the library, with peers beside it, in one run.
 
 `python -m benchmarks.applications [names] [--quick]` runs what is named, everything by default. Each part lives in a
 file of its own, which says what it measures. `--quick` shows that everything runs; its numbers mean nothing.
@@ -22,7 +22,7 @@ PARTS: dict[str, Callable[[bool, Path], None]] = {
 
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:
-    """Run what is named, all parts by default, on one thread."""
+    """Run the named parts, by default all of them, on one thread."""
     quick = "--quick" in arguments
     chosen = [argument for argument in arguments if argument != "--quick"] or list(PARTS)
     if unknown := set(chosen) - set(PARTS):

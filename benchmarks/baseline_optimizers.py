@@ -41,7 +41,7 @@ Factory = Callable[[nn.Module, float], "Stepper"]
 
 
 class Stepper(Protocol):
-    """What a training loop needs of an optimizer."""
+    """The interface of an optimizer in a training loop."""
 
     def zero_grad(self) -> None:
         """Forget gradients."""
@@ -90,7 +90,7 @@ class MatrixOptimizer:
                 p.sub_(self.update(p.grad.flatten(1), state).view_as(p), alpha=self.lr)
 
     def update(self, G: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """Return what is subtracted, from a gradient."""
+        """Return the update to subtract, given a gradient."""
         raise NotImplementedError
 
 
@@ -208,7 +208,7 @@ def sgd(model: nn.Module, lr: float) -> Stepper:
 
 
 def with_adamw(optimizer: Stepper, params: Iterable[nn.Parameter], model: nn.Module, lr: float) -> Stepper:
-    """Leave all parameters to AdamW that are not among those of another optimizer."""
+    """Return AdamW for all parameters that another optimizer does not train."""
     inside = {id(p) for p in params}
     others = [p for p in model.parameters() if id(p) not in inside]
     return Together(optimizer, adamw(others, lr)) if others else optimizer
@@ -267,7 +267,7 @@ def singd(model: nn.Module, lr: float, loss_average: str) -> Stepper:
 
 
 def factories(loss: object) -> dict[str, Factory]:
-    """Return what makes each optimizer from a model and a learning rate.
+    """Return functions that make each optimizer from a model and a learning rate.
 
     Only two need to know the loss: SINGD what it is a mean of, and ours everything.
     """

@@ -64,7 +64,7 @@ QUICK = Effort(seeds=1, shares=(0.2,), epochs=1, num_data=100, repeats=1)
 
 @dataclass(frozen=True)
 class Point:
-    """What a method made of a network; means over seeds.
+    """Results of a method on a network; means over seeds.
 
     Attributes:
         method: What was done.

@@ -36,7 +36,7 @@ def installed(names: Iterable[str]) -> list[Adapter]:
 
 
 def topic(check: str) -> str:
-    """Return what a row of the matrix is about: the case or the relation."""
+    """Return the subject of a row of the matrix: the case or the relation."""
     kind, _, rest = check.partition(": ")
     name = re.sub(r"(, (mse|ce)\b.*|, (type-2|mc|empirical)\b.*)$", "", rest)
     return {"draws": "Monte Carlo draws", "state": "user state untouched"}.get(kind, name)

@@ -248,7 +248,7 @@ class Result:
 
 
 def makers(task: Task) -> dict[str, Factory]:
-    """Return what makes each optimizer."""
+    """Return functions that make each optimizer."""
     made = factories(task.description)
     return {
         **{name: made[name] for name in ("adamw", "muon", "soap")},
@@ -277,7 +277,7 @@ def best(tried: dict[float, GpuRun]) -> float:
 
 
 def result(schedule: str, tried: dict[float, GpuRun], others: list[GpuRun]) -> Result:
-    """Return what is reported of the runs with the first seed, by learning rate, and of the best one's other seeds."""
+    """Return reports of runs with the first seed, by learning rate, and of the best one's other seeds."""
     lr = best(tried)
     runs = [tried[lr], *others]
     halves = [run.history[len(run.history) // 2 - 1][2] for run in runs]
@@ -371,7 +371,7 @@ def chosen_of(names: list[str], all_names: Iterable[str]) -> list[str]:
 
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:
-    """Run what is named, everything by default."""
+    """Run the named parts, by default all of them."""
     arguments, seeds = option(arguments, "--seeds", 1 if "--quick" in arguments else SEEDS)
     arguments, jobs = option(arguments, "--jobs")
     quick, device = "--quick" in arguments, "cuda" if "cuda" in arguments else "cpu"

@@ -39,7 +39,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class DistributedRow:
-    """What was measured on one model.
+    """Measurements of one model.
 
     Attributes:
         model: Its name.
@@ -73,7 +73,7 @@ class Traffic:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count calls of `torch.distributed` in this context; those of `DistributedDataParallel` are not seen."""
+        """Count calls of `torch.distributed` in this context, except calls by `DistributedDataParallel`."""
         share = 1 - 1 / dist.get_world_size()
         times = {"reduce": share, "broadcast": share, "all_reduce": 2 * share, "all_gather_object": share}
         functions = {name: getattr(dist, name) for name in times}
@@ -98,7 +98,7 @@ class Traffic:
 
 
 def models() -> dict[str, nn.Module]:
-    """Return what is trained."""
+    """Return the models to train."""
 
     def mlp(width: int) -> nn.Module:
         torch.manual_seed(0)

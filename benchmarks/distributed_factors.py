@@ -29,7 +29,7 @@ NUM_DATA = 2048
 
 
 class Measured(NamedTuple):
-    """What one rank has measured: seconds, and bytes of factors and their inverses."""
+    """Measurements of one rank: seconds, and bytes of factors and their inverses."""
 
     seconds: float
     seconds_of_inverse: float
@@ -38,7 +38,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacementRow:
-    """What was measured on all ranks.
+    """Measurements of all ranks.
 
     Attributes:
         ranks: How many there were.

@@ -1,4 +1,4 @@
-"""What the factor benchmarks run: plain gradients, our factors and those of installed peers, audits, memory."""
+"""Programs of the factor benchmarks: plain gradients, factors by kfs and by installed peers, audits, memory."""
 
 import copy
 import ctypes
@@ -106,7 +106,7 @@ def forward_backward(problem: Batches) -> None:
 
 
 def accumulate_gradients(problem: Batches) -> None:
-    """Add the gradients of all batches to those of the parameters."""
+    """Add the gradients of all batches to `grad` of the parameters."""
     loss = CrossEntropyLoss()
     for X, y in problem.data:
         with autocast(problem):  # anew for every batch, as one trains: casts of parameters are not kept
@@ -115,7 +115,7 @@ def accumulate_gradients(problem: Batches) -> None:
 
 
 def layers(problem: Batches) -> list[str]:
-    """Return the parameters that all libraries cover: those of linear layers and convolutions."""
+    """Return the parameters that all libraries cover: of linear layers and convolutions."""
     kinds = (torch.nn.Linear, torch.nn.Conv2d)
     inside = {id(p) for m in problem.model.modules() if isinstance(m, kinds) for p in m.parameters()}
     return [name for name, p in problem.model.named_parameters() if id(p) in inside]
@@ -133,7 +133,7 @@ def risk_of(problem: Batches, params: list[str] | None = None) -> EmpiricalRisk:
 
 
 def tasks(problem: Batches) -> dict[str, dict[str, Any]]:
-    """Return what is measured on a problem; with a column per class and position, type-2 is no task for the GPT."""
+    """Return the programs for a problem; the GPT has no type-2, which needs a column per class and position."""
     return {name: setting for name, setting in TASKS.items() if name != "type-2 expand" or problem.few_columns}
 
 

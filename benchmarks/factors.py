@@ -1,4 +1,4 @@
-"""Cost of Kronecker factors in units of forward+backward over the same data: ours, and those of installed peers.
+"""Cost of Kronecker factors in units of forward+backward over the same data: by kfs, and by installed peers.
 
 One run measures everything in turn. `python -m benchmarks.factors` runs MLP, CNN and GPT on one CPU thread. `python -m
 benchmarks.factors cuda` adds the encoder of a ViT-B/16; its columns are others, which `benchmarks/replayed_factors.py`
@@ -103,7 +103,7 @@ def main(
     device: str = "cpu",
     names: Sequence[str] = (),
 ) -> None:
-    """Measure on a device the problems whose names begin with one of those given, and write table, JSON and plot."""
+    """Measure problems on a device, by the beginnings of their names, and write table, JSON and plot."""
     threads = torch.get_num_threads()
     chosen = factor_problems(scale, device)
     if device == "cuda":

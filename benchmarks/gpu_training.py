@@ -113,7 +113,7 @@ def text_task(
     steps: int,
     checks: int = 8,
 ) -> GpuTask:
-    """Predict the next byte of a text; so many batches of another one are held out."""
+    """Predict the next byte of a text; some batches of another text are held out."""
     training, other = texts
     held_out = text_batches(other, 64, length, seed=0)
     return GpuTask(
@@ -261,7 +261,7 @@ def draw(runs: dict[str, list[GpuRun]], file: Path) -> None:
 
 
 def main(arguments: list[str], results: Path = RESULTS, device: str = "cuda") -> None:
-    """Run what is named, everything by default."""
+    """Run the named parts, by default all of them."""
     quick = "--quick" in arguments
     chosen = [argument for argument in arguments if argument != "--quick"] or list(TASKS)
     if unknown := set(chosen) - set(TASKS):

@@ -1,4 +1,4 @@
-"""Digits, small networks, and training many of them together: what influence functions are measured on.
+"""Problems for influence functions: digits, small networks, and training many of them together.
 
 Scores predict what would happen without some of the data. To know what does happen, networks are trained without them:
 all at once, with one stack of weights for each layer.
@@ -88,7 +88,7 @@ QUICK = Sizes(
 
 
 def digits(seed: int, train: int, queries: int) -> tuple[Data, Data]:
-    """Return so many digits to train with, and others to ask about, in an order that depends on the seed."""
+    """Return digits to train with, and other digits as queries, in an order that depends on the seed."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 (machines with a GPU may lack it, and do not need it)
 
     X, y = load_digits(return_X_y=True)

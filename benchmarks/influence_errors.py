@@ -58,7 +58,7 @@ class ErrorRow:
 
 
 def models() -> dict[str, Callable[[], nn.Module]]:
-    """Return functions that make models, by what is special about them; inputs are `[N, 4, 5, 5]`."""
+    """Return functions that make models, by their special property; inputs are `[N, 4, 5, 5]`."""
 
     def convolution(**settings: Any) -> Callable[[], nn.Module]:
         return lambda: nn.Sequential(

@@ -98,7 +98,7 @@ class Logits(nn.Module):
 
 
 def language_model(size: argparse.Namespace) -> tuple[nn.Module, str]:
-    """Return a model in evaluation mode, and what to call it."""
+    """Return a model in evaluation mode, and its name."""
     torch.manual_seed(0)
     if find_spec("transformers") is None:
         model: nn.Module = LanguageModel(size.vocabulary, size.width, size.heads, size.layers, size.length)
@@ -145,7 +145,7 @@ def tracked(model: nn.Module) -> list[str]:
 
 @dataclass
 class Benchmark:
-    """A model, its data, and what is measured on them.
+    """A model, its data, and its measurements.
 
     Attributes:
         size: Options of the command line.
@@ -207,7 +207,7 @@ class Benchmark:
 
 
 class Ours:
-    """What is measured of `kfs.Influence`.
+    """Measurements of `kfs.Influence`.
 
     Args:
         benchmark: Model and data.
@@ -232,7 +232,7 @@ class Ours:
         self.influence = self._influence(len(self.train[1]))
 
     def without_decompositions(self, seconds: float) -> float:
-        """Return what the passes over all sequences take, given the time for everything."""
+        """Return the time of the passes over all sequences, given the time for everything."""
         synchronize()
         start = time.perf_counter()
         self._influence(len(self.train[1]) // 2)

@@ -47,7 +47,7 @@ class Task(kronfluence.Task):  # type: ignore[misc]
         return cross_entropy(f.flatten(0, -2), y.flatten(), reduction="sum")
 
     def compute_measurement(self, batch: Data, model: nn.Module) -> Tensor:
-        """Return the sum of what is measured."""
+        """Return the sum of the measured quantity."""
         X, y = batch
         return self.measured(model(X), y).sum()
 
@@ -57,7 +57,7 @@ class Task(kronfluence.Task):  # type: ignore[misc]
 
 
 class Analysis:
-    """A model with its training data, and what Kronfluence computes for them.
+    """A model with its training data, and Kronfluence's results for them.
 
     Args:
         model: The model, which Kronfluence changes.
@@ -81,7 +81,7 @@ class Analysis:
         )
 
     def covariances(self, arguments: Any, most: int | None = None, name: str = "factors") -> None:
-        """Compute both factors of all layers, from all data or from so many."""
+        """Compute both factors of all layers, from all data or from a given number of them."""
         data = self.data if most is None else Subset(self.data, range(most))
         with silent():
             self.analyzer.fit_covariance_matrices(name, data, per_device_batch_size=self.batch, factor_args=arguments)
@@ -99,7 +99,7 @@ class Analysis:
             )
 
     def factors(self, arguments: Any) -> None:
-        """Compute whatever a strategy needs."""
+        """Compute everything that a strategy needs."""
         with silent():
             self.analyzer.fit_all_factors("factors", self.data, per_device_batch_size=self.batch, factor_args=arguments)
 
@@ -168,7 +168,7 @@ def dataset(data: Data) -> TensorDataset:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Suppress what Kronfluence logs."""
+    """Suppress Kronfluence's log messages."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -209,7 +209,7 @@ def checked(model: nn.Module, data: Data, queries: Data) -> Checked:
 
 
 class Language:
-    """What is measured of Kronfluence for a language model; see `benchmarks/influence_gpt.py`.
+    """Measurements of Kronfluence for a language model; see `benchmarks/influence_gpt.py`.
 
     Args:
         benchmark: Model and data.
@@ -253,7 +253,7 @@ class Language:
         self.passes += time.perf_counter() - start
 
     def without_decompositions(self, seconds: float) -> float:
-        """Return what the passes take."""
+        """Return the time of the passes."""
         return self.passes
 
     def pairwise(self) -> Tensor:

@@ -99,7 +99,7 @@ class Ours(Fitted):
 
 
 class DenseGGN(Fitted):
-    """The whole generalized Gauss-Newton matrix, inverted in float64: what approximations approximate.
+    """The whole generalized Gauss-Newton matrix, inverted in float64, as the reference for approximations.
 
     Args:
         damping: What is added to the diagonal, or a multiple of the mean eigenvalue.
@@ -155,7 +155,7 @@ class Projected(Fitted):
 
 
 class LossAlone(Fitted):
-    """Large losses instead of large self-scores: what is hard to learn without any influence function.
+    """Large losses instead of large self-scores: a baseline without influence functions.
 
     Args:
         model: The model.
@@ -195,7 +195,7 @@ def gradients(model: nn.Module, quantity: Quantity, data: Data) -> dict[str, Ten
 
 
 def flat(found: Mapping[str, Tensor]) -> Tensor:
-    """Put the gradients of all parameters beside each other, in the model's order: `[data, parameters]`."""
+    """Concatenate the gradients of all parameters, in the model's order: `[data, parameters]`."""
     return torch.cat([g.flatten(1) for g in found.values()], 1)
 
 
@@ -223,7 +223,7 @@ def in_words(damping: float | Relative) -> str:
 
 
 def predictors() -> list[Method]:
-    """Return what predicts margins of networks that are trained with a part of the data."""
+    """Return the methods that predict margins of networks trained with a part of the data."""
     found: list[Method] = []
     for damping in (RELATIVE, ABSOLUTE):
         found += [
@@ -243,7 +243,7 @@ def predictors() -> list[Method]:
 
 
 def detectors() -> list[Method]:
-    """Return what finds wrong labels."""
+    """Return the methods that find wrong labels."""
     return [
         ours(KFAC, fisher="type-2"),
         ours(EKFAC, fisher="type-2"),
@@ -255,7 +255,7 @@ def detectors() -> list[Method]:
 
 
 def timed() -> list[Method]:
-    """Return what is timed."""
+    """Return the methods that are timed."""
     return [
         ours(KFAC, fisher="type-2"),
         ours(EKFAC, fisher="type-2"),

@@ -1,4 +1,4 @@
-"""How good scores are: how well they predict what networks do that see half of the data, and find wrong labels.
+"""Quality of scores: predictions of networks that were trained with half of the data, and detection of wrong labels.
 
 See `benchmarks/influence.py` for what is measured.
 """
@@ -65,7 +65,7 @@ class ScoreRow:
 
 
 def verdict(target: float | None, value: float | None, least: bool) -> str:
-    """Say what was hoped for, and whether it was reached."""
+    """Return a sentence on the target, and whether it was reached."""
     if target is None or value is None:
         return ""
     reached = value >= target if least else value <= target
@@ -89,7 +89,7 @@ def lds(sizes: Sizes, results: Path) -> Iterator[ScoreRow]:
 
 @dataclass(frozen=True)
 class Halves:
-    """Data, and what networks that saw half of them do.
+    """Data, and results of networks that were trained with half of them.
 
     Attributes:
         data: What to train with.
@@ -110,7 +110,7 @@ class Halves:
 
 
 def _halves(seed: int, sizes: Sizes, results: Path) -> Halves:
-    """Train networks with halves of the data, or read from a file what they do."""
+    """Train networks with halves of the data, or read their results from a file."""
     data, queries = digits(seed, sizes.train, sizes.queries)
     recipe = Recipe((64, sizes.width, 10), sizes.steps)
     kept = subsets(sizes.halves, sizes.train, seed + 1)

@@ -1,4 +1,4 @@
-"""What factors, scores of all pairs and self-scores take. See `benchmarks/influence.py` for what is measured.
+"""Times of factors, scores of all pairs and self-scores. `benchmarks/influence.py` explains the measurements.
 
 Kronfluence collects garbage after every stage, whatever the size of the model. It is what a user waits for, so it is
 included.
@@ -21,7 +21,7 @@ HEADER = "| program | method | library | CPU seconds | / Kronfluence | target |\
 
 @dataclass(frozen=True)
 class TimeRow:
-    """What one method takes.
+    """Times of one method.
 
     Attributes:
         program: What was timed.

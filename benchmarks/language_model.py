@@ -1,4 +1,4 @@
-"""A language model of GPT-2 small's size on a GPU, with a head of its own: time and memory of what one does with it.
+"""A language model of GPT-2 small's size on a GPU, with a head of its own: time and memory of typical computations.
 
 `python -m benchmarks.language_model` takes 12 layers of width 768, a vocabulary of 50,257 and sequences of 1,024
 tokens: 163 million parameters. Batches of 8 sequences run under bf16 autocast, and factors wider than 8,192 are
@@ -39,7 +39,7 @@ COLUMNS = ("program", "seconds", "time / (forward+backward)", "peak, GiB", "rese
 
 
 class LanguageModel(GPT):
-    """A GPT whose logits have their class axis last, as those of Hugging Face have."""
+    """A GPT whose logits have their class axis last, as in Hugging Face's models."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Predict the next token at every position."""
@@ -78,7 +78,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class Use:
-    """What a program takes: seconds, and GiB of memory where they are measured."""
+    """Cost of a program: seconds, and GiB of memory where they are measured."""
 
     seconds: float
     peak: float | None = None
@@ -87,7 +87,7 @@ class Use:
 
 
 class Benchmark:
-    """A model, its data, and what is measured on them.
+    """A model, its data, and its measurements.
 
     Args:
         size: Options of the command line.
@@ -113,7 +113,7 @@ class Benchmark:
         self.name = f"GPT, {millions:.0f}M parameters"
 
     def batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """Return so many batches: those there are, again and again."""
+        """Return a given number of batches, repeating the existing ones."""
         return (self.data * count)[:count]
 
     def autocast(self) -> torch.autocast:
@@ -130,7 +130,7 @@ class Benchmark:
         self.model.zero_grad()
 
     def factors(self, count: int, kind: Any = KFAC, replay: bool = True) -> Any:
-        """Compute KFAC or EKFAC from so many batches."""
+        """Compute KFAC or EKFAC from a number of batches."""
         settings: dict[str, Any] = {"fisher": "mc", "max_dim": self.max_dim}
         settings |= replay_settings(self.device, replay)
         with self.autocast(), warnings.catch_warnings():
@@ -138,7 +138,7 @@ class Benchmark:
             return kind(self.risk(count), **settings)
 
     def risk(self, count: int) -> EmpiricalRisk:
-        """Return the risk of so many batches."""
+        """Return the risk of a number of batches."""
         return EmpiricalRisk(self.model, TokenCrossEntropy(), self.batches(count))
 
     def first(self) -> Any:
@@ -184,7 +184,7 @@ class Benchmark:
         return Use(seconds, *found)
 
     def programs(self) -> dict[str, tuple[Callable[[], Use], int]]:
-        """Return what is measured by name, each with the number of batches to compare with."""
+        """Return programs by name, each with the number of batches to compare with."""
         count = len(self.data)
         v = torch.randn(sum(p.numel() for p in self.model.parameters()), device=self.device)
         programs: dict[str, tuple[Callable[[], Use], int]] = {
@@ -228,7 +228,7 @@ class PeakMemory:
     """Watches memory from when it is made: on a GPU; elsewhere nothing is measured."""
 
     def __init__(self, device: torch.device) -> None:
-        """Give back what is not used, and begin."""
+        """Free unused memory, and start to measure."""
         self.measured = device.type == "cuda"
         if self.measured:
             gc.collect()
@@ -239,7 +239,7 @@ class PeakMemory:
             self.reserved = torch.cuda.memory_reserved()
 
     def since(self, result: object) -> tuple[float | None, float | None, float | None]:
-        """Return peaks of allocated and reserved memory and what is still allocated for the result, all in GiB."""
+        """Return peaks of allocated and reserved memory, and the memory of the result, all in GiB."""
         if not self.measured:
             return None, None, None
         gc.collect()  # what remains is the result

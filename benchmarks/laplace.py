@@ -36,7 +36,7 @@ REMARKS = {
 
 @dataclass(frozen=True)
 class LaplaceRow:
-    """What was measured.
+    """A measurement.
 
     Attributes:
         task: What was computed.
@@ -220,7 +220,7 @@ def coverage() -> list[LaplaceRow]:
 
 
 def _blocks(risk: kfs.EmpiricalRisk) -> Tensor:
-    """Return the GGN without what couples parameters, or groups of channels of one."""
+    """Return the GGN without entries that couple parameters, or groups of channels of one parameter."""
     places = []
     for number, (name, p) in enumerate(risk.params.items()):
         module = risk.model.get_submodule(name.rpartition(".")[0]) if isinstance(risk.model, nn.Module) else None
@@ -240,7 +240,7 @@ def _one_position(**options: Any) -> nn.Sequential:
 
 
 def posteriors(quick: bool) -> list[LaplaceRow]:
-    """Time what is computed with a posterior: covariances of 1000 outputs, marginal likelihoods, priors and samples."""
+    """Time computations with a posterior: covariances of 1000 outputs, marginal likelihoods, priors and samples."""
     rows = []
     for dtype in (torch.float64,) if quick else (torch.float64, torch.float32):
         task = laplace_tasks.digits(0, quick)
@@ -336,7 +336,7 @@ def _theirs(model: nn.Module, training: Data, X: Tensor) -> dict[str, Callable[[
 
 
 def predictions(quick: bool) -> list[PredictionRow]:
-    """Compare predictions of trained nets with those of their posteriors, over several seeds."""
+    """Compare predictions of trained nets and of their posteriors, over several seeds."""
     seeds = range(1 if quick else SEEDS)
     found: dict[str, list[dict[str, Predicted]]] = {
         "digits": [laplace_tasks.digits_nll(laplace_tasks.digits(seed, quick)) for seed in seeds],

@@ -1,4 +1,4 @@
-"""What the benchmark of the Laplace approximation trains: nets on digits and diabetes data, and how they predict.
+"""Tasks for the Laplace approximation: nets on digits and diabetes data, and the quality of their predictions.
 
 The digits have 200 training data, 200 to choose a prior by, and 1,000 to test with; the net is trained until it is far
 too sure. The diabetes data have 300 and 142.
@@ -33,7 +33,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What was predicted, and how good that is.
+    """Predictions, and their quality.
 
     Attributes:
         nll: Mean negative log-likelihood of targets that were not trained on.
@@ -101,7 +101,7 @@ def class_nll(K: BlockDiagonal, risk: kfs.EmpiricalRisk, data: Data, prior: floa
 
 
 def digits_nll(task: Task) -> dict[str, Predicted]:
-    """Compare predictions of the net with those of its posterior, for priors that were chosen in two ways."""
+    """Compare predictions of the net and of its posterior, for priors that were chosen in two ways."""
     risk = kfs.EmpiricalRisk(task.model, nn.CrossEntropyLoss(), task.training)
     K = kfs.KFAC(risk)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def digits_nll(task: Task) -> dict[str, Predicted]:
 
 
 def diabetes_nll(task: Task) -> dict[str, Predicted]:
-    """Compare predictions of the net with those of its posterior. The noise is that of training data, or tuned."""
+    """Compare predictions of the net and of its posterior. The noise is estimated from training data, or tuned."""
     X, y = task.training
     risk = kfs.EmpiricalRisk(task.model, nn.MSELoss(), task.training)
     K = kfs.KFAC(risk)

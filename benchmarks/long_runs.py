@@ -166,7 +166,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def share_of_lr(step: int, steps: int) -> float:
-    """Return what learning rates are multiplied with: a linear rise, then a cosine that ends at zero."""
+    """Return the factor on learning rates: a linear rise, then a cosine that ends at zero."""
     warmup = max(1, round(WARMUP * steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -334,7 +334,7 @@ def why(task: Task, quick: bool) -> list[LongRun]:
 
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:
-    """Run what is named, all tasks by default."""
+    """Run the named tasks, by default all of them."""
     quick = "--quick" in arguments
     chosen = [argument for argument in arguments if argument != "--quick"] or list(TASKS)
     if unknown := set(chosen) - {"why", *TASKS}:

@@ -40,7 +40,7 @@ REGMEAN = "RegMean (forward-only)"
 
 @dataclass(frozen=True)
 class Task:
-    """Some images with labels: those to train with, and those to test with."""
+    """Images with labels, to train with and to test with."""
 
     training: Data
     test: Data
@@ -76,7 +76,7 @@ class Merge:
 
 
 class Cost(NamedTuple):
-    """What one merge took: iterations, CPU time with curvatures, and CPU time without them."""
+    """Cost of a merge: iterations, CPU time with curvatures, and CPU time without them."""
 
     iterations: int
     seconds: float
@@ -85,7 +85,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class MergeRow:
-    """What a way to merge reached.
+    """Results of a way to merge.
 
     Attributes:
         start: `"strong"` or `"weak"`.
@@ -165,7 +165,7 @@ def accuracy(model: nn.Module, data: Data) -> float:
 
 
 def merged(way: Merge, models: list[nn.Module], both: list[Task]) -> tuple[nn.Module, Cost]:
-    """Merge two models. Return the model, and what it took."""
+    """Merge two models. Return the model, and the cost."""
     began = time.process_time()
     risks = [
         kfs.EmpiricalRisk(m, nn.CrossEntropyLoss(), task.training, progress=False)

@@ -27,7 +27,7 @@ RECORDED = 4  # The fourth product with one batch is recorded.
 
 
 def kfs_operators(problem: Problem, both: bool = False) -> dict[str, Any]:
-    """Return our operators by name; if asked for, those that do not replay products, too."""
+    """Return our operators by name; optionally also operators that do not replay products."""
     risk = EmpiricalRisk(problem.model, CrossEntropyLoss(), (problem.X, problem.y))
     operators: dict[str, Any] = {
         "Hessian": Hessian(risk),
@@ -59,7 +59,7 @@ def curvlinops_operators(problem: Problem) -> dict[str, Any]:
 
 
 def programs(problem: Problem, compiled: bool = False) -> dict[tuple[str, str], Callable[[], object]]:
-    """Return what is measured on a problem, with compiled products if wanted; all libraries get the same columns."""
+    """Return the programs for a problem, optionally with compiled products; all libraries get the same columns."""
     loss = CrossEntropyLoss()
     size = sum(p.numel() for p in problem.model.parameters())
     columns = {k: torch.randn(size, k, device=problem.X.device) for k in COLUMNS}
@@ -85,7 +85,7 @@ def programs(problem: Problem, compiled: bool = False) -> dict[tuple[str, str], 
 
 
 def _compiled_and_kfac(problem: Problem, columns: dict[int, Tensor]) -> dict[tuple[str, str], Callable[[], object]]:
-    """Return compiled products, and those with KFAC that one of them is compared with."""
+    """Return compiled products, and the products with KFAC for comparison."""
     K = KFAC(EmpiricalRisk(problem.model, CrossEntropyLoss(), (problem.X, problem.y)))
     tasks: dict[tuple[str, str], Callable[[], object]] = {
         (f"KFAC, {k}", "kfs"): partial(K.__matmul__, V) for k, V in columns.items()

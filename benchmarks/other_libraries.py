@@ -1,4 +1,4 @@
-"""Run the page *Coming from another library* with those libraries that are installed. It checks that results agree.
+"""Run the page *Coming from another library* with the installed libraries. It checks that results agree.
 
 Run it: `python -m benchmarks.other_libraries`.
 """

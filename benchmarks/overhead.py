@@ -1,4 +1,4 @@
-"""What the KFAC engine costs where arithmetic costs little: small layers, many of them, and learned positions.
+"""Overhead of the KFAC engine where arithmetic is cheap: many small layers, and learned positions.
 
 `python -m benchmarks.overhead` measures on one CPU thread, by public names alone, so that it runs on any version. A
 number comes about as follows.
@@ -113,7 +113,7 @@ class Positions(nn.Module):
 
 @dataclass(frozen=True)
 class Spans:
-    """What one turn measured on a chain: seconds of a batch, and of passes through all layers but one."""
+    """Measurements of one turn on a chain: seconds of a batch, and of passes through all layers but one."""
 
     batch: float
     forward: float
@@ -178,7 +178,7 @@ def curvlinops_factors(problem: Batches, count: int, fisher: str, corrected: boo
 
 
 def chain_programs() -> dict[Key, ChainProgram]:
-    """Return what is measured on chains."""
+    """Return the programs for chains."""
     programs: dict[Key, ChainProgram] = {
         UNIT: forward_backward,
         ("without weight gradients", "torch"): without_weight_gradients,
@@ -189,7 +189,7 @@ def chain_programs() -> dict[Key, ChainProgram]:
 
 
 def deep_programs(problem: Batches) -> dict[Key, Program]:
-    """Return what is measured on the deep network, ours and curvlinops' if it is installed."""
+    """Return the programs for the deep network, ours and curvlinops' if it is installed."""
     model, data = problem.model, problem.data
     programs: dict[Key, Program] = {
         UNIT: partial(forward_backward, model, data),
@@ -207,7 +207,7 @@ def deep_programs(problem: Batches) -> dict[Key, Program]:
 
 
 def positions_programs(model: nn.Module, data: Data) -> dict[Key, Program]:
-    """Return what is measured on learned positions."""
+    """Return the programs for learned positions."""
     return {
         UNIT: partial(forward_backward, model, data),
         ("forward", "torch"): partial(forward, model, data),
@@ -217,7 +217,7 @@ def positions_programs(model: nn.Module, data: Data) -> dict[Key, Program]:
 
 
 def per_batch(program: Program, few: int, many: int) -> float:
-    """Return the time of a batch without what happens once: that of many batches minus that of few."""
+    """Return the time of a batch without one-time work: the time of many batches minus the time of few."""
     return (seconds(partial(program, many)) - seconds(partial(program, few))) / (many - few)
 
 
@@ -308,7 +308,7 @@ def measure(repeats: int = REPEATS, scale: int = 1) -> list[Row]:
 
 
 def summary(found: list[Row]) -> list[tuple[str, float]]:
-    """Return what to look at first: costs in microseconds, and what is divided by what."""
+    """Return the main numbers: costs in microseconds, and the ratios of programs."""
     us = {(row.problem, row.program, row.library): 1e6 * row.seconds for row in found}
     ratios = {(row.problem, row.program, row.library): row.ratio for row in found}
     alone = us[USE, "F.linear, forward", "torch"]
@@ -334,12 +334,12 @@ def summary(found: list[Row]) -> list[tuple[str, float]]:
 
 
 def show(found: list[Row]) -> None:
-    """Print all times in microseconds, then what to look at first."""
+    """Print all times in microseconds, then the main numbers."""
     print("| problem | program | library | microseconds | time / (forward+backward) |")
     print("|---|---|---|---|---|")
     for row in found:
         print(f"| {row.problem} | {row.program} | {row.library} | {1e6 * row.seconds:.1f} | {row.ratio:.2f} |")
-    print("\n| what to look at first | |")
+    print("\n| main numbers | |")
     print("|---|---|")
     for name, value in summary(found):
         print(f"| {name} | {value:.1f} |")
@@ -347,7 +347,7 @@ def show(found: list[Row]) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run on one thread, with a garbage collector that leaves alone what is there already."""
+    """Run on one thread, with a garbage collector that ignores existing objects."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()

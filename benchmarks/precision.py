@@ -97,7 +97,7 @@ COLUMNS = ("problem", "products", "A", "B", "A alone", "B alone", *(f"step, damp
 
 @dataclass(frozen=True)
 class Reference:
-    """What is taken for right.
+    """The reference.
 
     Attributes:
         A: Input-based factors of all layers.
@@ -168,7 +168,7 @@ def reference(problem: Batches) -> Reference:
 
 
 def reference_of(problem: Batches, products: str) -> Reference:
-    """Compute what is taken for right."""
+    """Compute the reference."""
     chosen = with_steps(problem)
     with tf32(False):
         gradient = risk_of(problem, chosen).gradient()

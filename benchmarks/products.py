@@ -35,7 +35,7 @@ class MatrixProductFlops(TorchDispatchMode):
 
 
 def programs() -> dict[tuple[str, str], Callable[[], object]]:
-    """Return what is measured: forward and backward, and the products with respect to the first layer's weight."""
+    """Return the programs: forward and backward, and the products with respect to the first layer's weight."""
     torch.manual_seed(0)
     layers = [layer for i, o in pairwise(WIDTHS) for layer in (Linear(i, o), ReLU())]
     model, loss = Sequential(*layers[:-1]), CrossEntropyLoss()

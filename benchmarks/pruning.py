@@ -53,7 +53,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a method made of a task's networks.
+    """Results of a method on a task's networks.
 
     Attributes:
         task: The task.
@@ -146,7 +146,7 @@ def sparsegpt(model: nn.Sequential, X: Tensor, keep: float) -> nn.Module:
 
 
 def patches(module: nn.Module, X: Tensor) -> Tensor:
-    """Return what a layer's matrix is multiplied with, one row per product."""
+    """Return the vectors that a layer's matrix is multiplied with, one row per product."""
     if isinstance(module, nn.Linear):
         return X
     assert isinstance(module, (nn.Conv1d, nn.Conv2d))  # noqa: S101

@@ -84,7 +84,7 @@ def steps(count: int, step: Step) -> None:
 
 
 def programs(kind: str, layers: int, batch: int, device: str, width: int, times: int) -> dict[str, tuple[int, Step]]:
-    """Return what to measure, and how many steps each of it takes."""
+    """Return the programs, and how many steps each of them takes."""
     x = torch.randn(batch, times, width, device=device)
     y = torch.randint(CLASSES, (batch,), device=device)
 

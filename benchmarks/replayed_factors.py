@@ -151,7 +151,7 @@ def device_of(problem: Batches) -> torch.device:
 
 
 def with_batches(problem: Batches, count: int) -> Batches:
-    """Return a problem with so many batches: its own, again and again."""
+    """Return a problem with a number of batches, repeating its own ones."""
     return replace(problem, data=(problem.data * count)[:count])
 
 
@@ -165,7 +165,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def turns(repeats: int) -> Iterator[int]:
-    """Count turns: at most so many, and none after patience is lost."""
+    """Yield the numbers of turns, up to a limit of number and of seconds."""
     start = time.perf_counter()
     for turn in range(repeats):
         if turn and time.perf_counter() - start > PATIENCE:
@@ -198,7 +198,7 @@ def marginal_without_replay(program: Program, counts: tuple[int, int], repeats: 
 
 
 def graphed_seconds(problem: Batches, count: int, repeats: int) -> float | None:
-    """Return what forward+backward of one batch takes as a CUDA graph; `None` where there are none."""
+    """Return the time of forward+backward of one batch as a CUDA graph; `None` without CUDA."""
     if device_of(problem).type != "cuda":
         return None
     one = with_batches(problem, 1)
@@ -253,7 +253,7 @@ def measure_plain(problem: Batches, counts: tuple[int, int], repeats: int) -> Pl
 
 
 def jobs(problem: Batches) -> list[Job]:
-    """Return what is measured of ours."""
+    """Return our programs."""
     inside = layers(problem)
     mc = TASKS["mc expand"]
     some = {"mc expand": mc} if problem.large else tasks(problem)
@@ -337,7 +337,7 @@ def measure_peers(problem: Batches, repeats: int) -> Iterator[ReplayRow]:
 
 
 def main(chosen: list[Batches], results: Path = RESULTS, repeats: int = REPEATS) -> None:
-    """Measure, and write table, JSON and plot. What the run did not measure is missing in all of them."""
+    """Measure, and write table, JSON and plot. They contain only measurements of this run."""
     start = time.perf_counter()
     if not replay_settings(device_of(chosen[0])):
         print("There is no replay here: not with this version of kfs, or not on this device.")
@@ -355,5 +355,5 @@ def main(chosen: list[Batches], results: Path = RESULTS, repeats: int = REPEATS)
 
 
 def device_name(device: torch.device) -> str:
-    """Return what to call a device."""
+    """Return the name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,4 +1,4 @@
-"""What all benchmarks share: timing in turn, the environment, and table, JSON and plot from the same rows."""
+"""Functions of all benchmarks: timing in turn, the environment, and table, JSON and plot from the same rows."""
 
 import datetime
 import json
@@ -93,7 +93,7 @@ def option(arguments: list[str], name: str, default: int = 1) -> tuple[list[str]
 def processes(
     jobs: int, start: Callable[..., None] | None = None, given: tuple[Any, ...] = ()
 ) -> Generator[Callable[..., Iterable[Any]]]:
-    """Give what calls a function with many arguments in so many processes of one thread each; results keep the order.
+    """Yield a function that maps another one over arguments, in processes of one thread each; results keep the order.
 
     With one job, this process does it as it is. Otherwise `start(*given)` runs in each process first.
     """
@@ -120,7 +120,7 @@ def synchronize() -> None:
 
 
 def environment() -> dict[str, object]:
-    """Return what a result depends on besides the code."""
+    """Return everything that a result depends on besides the code."""
     return {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -136,7 +136,7 @@ def environment() -> dict[str, object]:
 
 
 def peers() -> dict[str, str]:
-    """Return the versions of those libraries for comparison that are installed."""
+    """Return the versions of installed libraries for comparison."""
     found = {}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):

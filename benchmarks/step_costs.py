@@ -1,4 +1,4 @@
-"""What a step of training costs, in units of a step of SGD.
+"""Cost of a training step, in units of a step of SGD.
 
 `python -m benchmarks.train cost` measures on one CPU thread, `python -m benchmarks.train cost cuda [names]` on a GPU:
 there with default settings, on models up to ViT-B/16 in three precisions. Factors are computed more often in the first
@@ -95,7 +95,7 @@ def byte_gpt(scale: int, device: str) -> Batches:
 
 
 def on_gpu(names: list[str], results: Path = RESULTS, device: str = "cuda") -> None:
-    """Measure steps with default settings on a GPU, on all problems or on those whose names begin in a given way."""
+    """Measure steps with default settings on a GPU, on all problems, or on some by the beginnings of their names."""
     quick = "--quick" in names
     scale = 2 if quick else 1
     problems = [*factor_problems(8 * scale if quick else 1, device), byte_gpt(scale, device), *vit(scale, device)]

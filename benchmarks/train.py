@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What is reported of an optimizer on a task; without runs, why there are none."""
+    """The report of an optimizer on a task; without runs, the reason."""
 
     task: str
     optimizer: str
@@ -146,7 +146,7 @@ def compared(task: Task, name: str, quick: bool) -> Result:
 
 
 def reason(error: Exception) -> str:
-    """Return what fits into a cell of the table: the kind of an error and the first line of its message."""
+    """Return a short text for a cell of the table: the kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".replace("|", "/")
 
 
@@ -198,7 +198,7 @@ def draw(task: Task, results: list[Result], file: Path) -> None:
 
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:
-    """Run what is named, everything by default."""
+    """Run the named parts, by default all of them."""
     if "defaults" in arguments:
         default_settings.main([argument for argument in arguments if argument != "defaults"], results)
         return

@@ -1,4 +1,4 @@
-"""What the training benchmark trains: an autoencoder and a CNN on digits, and a small GPT on generated sentences.
+"""Tasks of the training benchmark: an autoencoder and a CNN on digits, and a small GPT on generated sentences.
 
 A task is done when the loss on fixed data reaches a target. The targets were chosen before anything but the baselines
 was run, such that a tuned Adam needs some hundred steps. Models have PyTorch's default initialization.

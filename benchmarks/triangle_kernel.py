@@ -119,7 +119,7 @@ def triangle(  # type: ignore[no-untyped-def]
 
 
 def slices_for(tiling: Tiling, rows: int, size: int, programs: int) -> int:
-    """Return into how many slices to cut the rows so that there are about so many programs, each with enough to do."""
+    """Return the number of slices of rows for a wanted number of programs, each with enough to do."""
     most = max(1, rows // (4 * tiling.depth))
     return max(1, min(most, round(programs / tiling.tiles(size))))
 

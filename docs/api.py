@@ -150,7 +150,7 @@ class Name(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What autodoc calls it."""
+        """Its kind in autodoc."""
         if inspect.ismodule(self.value):
             return "module"
         if inspect.isclass(self.value):
@@ -159,7 +159,7 @@ class Name(NamedTuple):
 
 
 def exported(package: ModuleType) -> list[str]:
-    """Return what a package exports: `__all__`, or its own public classes and functions."""
+    """Return the names that a package exports: `__all__`, or its own public classes and functions."""
     if hasattr(package, "__all__"):
         return list(package.__all__)
     return [
@@ -239,7 +239,7 @@ def _overview(name: Name, members: dict[str, dict[str, str]]) -> str:
 
 
 def members_of(kind: type) -> dict[str, dict[str, str]]:
-    """Return the members of a class that its page explains: by use, each with what autodoc calls it.
+    """Return the members of a class that its page explains: by use, each with its kind in autodoc.
 
     Inherited ones are among them, if a class of kfs has them: for who uses an object, it does not matter where its
     methods are defined.
@@ -257,14 +257,14 @@ def members_of(kind: type) -> dict[str, dict[str, str]]:
 
 
 def _places(kind: type) -> dict[str, tuple[int, int]]:
-    """Return where members come on a page: in the order of `USES`, and those of no use as in their source."""
+    """Return the position of members on a page: in the order of `USES`, then in the order of the source."""
     listed = [member for members in USES.values() for member in members]
     defined = {member: place for base in reversed(kind.__mro__) for place, member in enumerate(vars(base))}
     return {m: (listed.index(m), 0) if m in listed else (len(listed), defined.get(m, 0)) for m in dir(kind)}
 
 
 def _autodoc_kind(value: Any) -> str | None:
-    """Return what autodoc calls a member; `None` for numbers and the like, which the class's docstring explains."""
+    """Return the kind of a member in autodoc; `None` for numbers and the like, which the class's docstring explains."""
     if isinstance(value, property | cached_property):
         return "property"
     return "method" if inspect.isfunction(value) or isinstance(value, classmethod | staticmethod) else None
@@ -299,7 +299,7 @@ def show_public_bases(app: Any, name: str, value: Any, options: Any, bases: list
 
 
 def _index() -> str:
-    """Return the list of all names, by what they are for."""
+    """Return the list of all names, by use."""
     parts = ["# Reference\n\nAll public names by what they are for, with a page each."]
     for package in map(import_module, PACKAGES):
         # What a package exports again is listed where it is defined: kfs.KFAC is with other names of its package.

@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """What running a page gave.
+    """Results of running a page.
 
     Attributes:
         namespace: All names afterwards.
@@ -53,7 +53,7 @@ def libraries(page: Path) -> list[str]:
 
 
 def installed(page: Path) -> list[str]:
-    """Return those of them that are here."""
+    """Return the libraries that are installed."""
     return [name for name in libraries(page) if find_spec(name) is not None]
 
 

@@ -92,7 +92,7 @@ class Play(SphinxDirective):
 
 
 class Results(MarkdownDirective):
-    """What benchmarks have measured: a section for each file of results."""
+    """Results of benchmarks: a section for each file of results."""
 
     def run(self) -> list[nodes.Node]:
         """Return sections."""
@@ -114,7 +114,7 @@ class Words(SearchEnglish):
 
 
 def show_outputs(app: Sphinx, document: nodes.document) -> None:
-    """Put what a block of code has printed below it."""
+    """Insert the output of a block of code below it."""
     name = app.env.docname.removeprefix("docs/")
     job = runs.Job("page", name)
     if not app.env.docname.startswith("docs/") or not job.file.is_file() or not runs.page_file(name).is_file():
@@ -163,14 +163,14 @@ def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
 
 
 def add_play(app: Sphinx, pagename: str, *_: Any) -> None:
-    """Load what brings things to life, where they are."""
+    """Load the scripts of interactive pictures on the pages that have some."""
     if pagename == "docs/play":
         app.add_css_file("play.css")
         app.add_js_file("play.js")
 
 
 def prepare(app: Sphinx, *_: Any) -> None:
-    """Write pages of the reference, and run what pages are made from."""
+    """Write pages of the reference, and run all jobs whose results pages show."""
     api.write_pages(runs.DOCS / "api")
     app.config.html_search_scorer = str(search.write_scorer(runs.RESULTS))
     runs.run_all(runs.all_jobs())

@@ -1,4 +1,4 @@
-"""The figures of the book: what each shows, which module draws it, and which pages show it."""
+"""The figures of the book: captions, the modules that draw them, and the pages that show them."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -127,5 +127,5 @@ def draw(plot: str, folder: Path) -> None:
 
 
 def figures_of(docname: str) -> list[Figure]:
-    """Return the figures that a page shows: those of a definition, and those that a module draws."""
+    """Return the figures that a page shows: figures of a definition, and figures that a module draws."""
     return [figure for figure in FIGURES if docname in {figure.page, figure.plot.removesuffix(".py")}]

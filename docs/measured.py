@@ -1,4 +1,4 @@
-"""Numbers of pages from files of results: `python -m docs.measured` says which pages show others, `--write` mends them.
+"""Numbers of pages from files of results: `python -m docs.measured` lists pages with others, `--write` updates them.
 
 A page says where a table or a number belongs, and what makes it, and this module writes it there:
 
@@ -41,7 +41,7 @@ OTHER = re.compile(
 
 @dataclass(frozen=True)
 class Exceptions:
-    """What `docs/numbers.toml` says, each with a reason.
+    """The exceptions in `docs/numbers.toml`, each with a reason.
 
     Attributes:
         pages: Pages that are not looked at.
@@ -78,7 +78,7 @@ def generated(words: str, results: Path = RESULTS) -> str:
 
 
 def written(text: str, results: Path = RESULTS) -> str:
-    """Return a page with what its marks ask for: on lines of its own if the mark has one, within the line otherwise."""
+    """Return a page with its marks filled: on separate lines if a mark has its own line, else within the line."""
 
     def fill(found: re.Match[str]) -> str:
         new = generated(found["words"], results)
@@ -88,7 +88,7 @@ def written(text: str, results: Path = RESULTS) -> str:
 
 
 def unexplained(text: str, allowed: dict[str, str]) -> Iterator[tuple[int, str]]:
-    """Yield numbers that look measured, with their lines, and come neither from a file nor from what is allowed."""
+    """Yield numbers that look measured, with their lines, and come neither from a file nor from an exception."""
 
     def blank(found: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", found[0])

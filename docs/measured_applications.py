@@ -38,7 +38,7 @@ DATA = {"digits": "digits, 200 for training", "diabetes": "diabetes, 300 for tra
 
 
 def pruning(results: Path) -> str:
-    """Return accuracies of pruned networks by what is kept."""
+    """Return accuracies of pruned networks by the share that is kept."""
     titles = {"magnitude": "magnitude", "SparseGPT": "SparseGPT", "prune, KFAC": "`prune`"}
     found = rows(results, "pruning")
     shares = [f"{share:g}" for share in sorted({row["keep"] for row in found if row["method"]}, reverse=True)]
@@ -59,7 +59,7 @@ def pruning(results: Path) -> str:
 
 
 def compression(results: Path, cost_of: str = "0.3") -> str:
-    """Return accuracies of compressed networks by what is kept, and what one of them costs."""
+    """Return accuracies of compressed networks by the share that is kept, and the cost of one of them."""
     found = rows(results, "compression")
     shares = [f"{share:g}" for share in sorted({row["keep"] for row in found}, reverse=True)]
     lines = []
@@ -71,7 +71,7 @@ def compression(results: Path, cost_of: str = "0.3") -> str:
 
 
 def merging(results: Path) -> str:
-    """Return accuracies of merged models, and what merging costs."""
+    """Return accuracies of merged models, and the cost of merging."""
     found = rows(results, "applications_merging")
     places = [("strong", "rotate"), ("strong", "halves"), ("weak", "rotate"), ("weak", "halves")]
     means = {(r["way"], (r["start"], r["tasks"])): statistics.fmean(r["accuracies"]) for r in found}
@@ -121,7 +121,7 @@ def influence_damping(results: Path) -> str:
 
 
 def influence_gpu(results: Path) -> str:
-    """Return what scores of a language model take on a GPU."""
+    """Return times of scores of a language model on a GPU."""
     found = rows(results, "influence_gpu")
     titles = {
         "factors": "factors, eigenvectors and eigenvalues",
@@ -162,7 +162,7 @@ def placements(results: Path, *ranks: str) -> str:
 
 
 def conformance(results: Path) -> str:
-    """Return what released libraries get right: topics by libraries."""
+    """Return the topics that released libraries get right, by library."""
     from benchmarks.conformance import matrix  # noqa: PLC0415 (imports PyTorch)
     from kfs.conformance import Result  # noqa: PLC0415
 

@@ -30,7 +30,7 @@ COLUMNS = {
 
 
 def factors_cuda(results: Path, *fields: str) -> str:
-    """Return what one more batch costs on a GPU, Monte Carlo Fisher: all columns, or `factors_cuda ratio no_replay`."""
+    """Return costs of one more batch on a GPU, Monte Carlo Fisher: all columns, or `factors_cuda ratio no_replay`."""
     fields = fields or tuple(COLUMNS)
     lines = []
     for row in rows(results, "factors_cuda", library="kfs"):
@@ -41,7 +41,7 @@ def factors_cuda(results: Path, *fields: str) -> str:
 
 
 def recurrent(results: Path) -> str:
-    """Return what passes and steps of recurrent networks cost, in units of a step of SGD: the least and the most."""
+    """Return costs of passes and steps of recurrent networks, in units of a step of SGD: the least and the most."""
     titles = {
         "watched pass": "a pass that is watched",
         "KFAC, watched step": "a step with new factors",
@@ -58,7 +58,7 @@ def recurrent(results: Path) -> str:
 
 
 def factors_cuda_peers(results: Path) -> str:
-    """Return what a batch costs on a GPU, ours and that of other libraries, where there is one."""
+    """Return costs of a batch on a GPU, by kfs and by other libraries if there are some."""
     found = rows(results, "factors_cuda")
     peers = list(
         dict.fromkeys(row["library"] for row in found if row["library"].partition(",")[0] not in {"torch", "kfs"})

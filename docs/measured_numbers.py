@@ -11,19 +11,19 @@ Row = dict[str, Any]
 
 
 def content(results: Path, name: str) -> dict[str, Any]:
-    """Return what a file has."""
+    """Return the content of a file."""
     found: dict[str, Any] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 def rows(results: Path, name: str, **where: str) -> list[Row]:
-    """Return the rows of a file, or those whose fields are as given."""
+    """Return the rows of a file, optionally with given values of fields."""
     found = content(results, name)["rows"]
     return [row for row in found if all(str(row[key]) == value for key, value in where.items())]
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; a word that stands above itself in the first column is said once."""
+    """Return a Markdown table; repeated words in the first column are left out."""
     shown, before = [list(head)], ""
     for line in lines:
         shown.append(["" if line[0] == before else line[0], *line[1:]])

@@ -92,7 +92,7 @@ def defaults(results: Path, device: str, *tasks: str) -> str:
 
 
 def costs(results: Path, name: str) -> str:
-    """Return what a step costs in units of SGD's: `costs train_cost_cuda`."""
+    """Return costs of a step in units of a step of SGD: `costs train_cost_cuda`."""
     found = rows(results, name)
     names = list(dict.fromkeys(row["optimizer"] for row in found if row["optimizer"] != "sgd"))
     lines = []
@@ -152,7 +152,7 @@ def whole_runs(results: Path, *tasks: str) -> str:
 
 
 def overhead(results: Path) -> str:
-    """Return what a batch of a deep, narrow network takes, in units of its forward and backward pass."""
+    """Return costs of a batch of a deep, narrow network, in units of its forward and backward pass."""
     programs = {
         "KFAC mc": "KFAC, Monte Carlo",
         "KFAC empirical": "KFAC, empirical",

@@ -39,17 +39,17 @@ class Module:
 
     @property
     def docname(self) -> str:
-        """What Sphinx calls its page."""
+        """Name of its page in Sphinx."""
         return self.path.removesuffix(".py")
 
     @property
     def dotted(self) -> str:
-        """What Python calls it."""
+        """Dotted name in Python."""
         return self.docname.removesuffix("/__init__").replace("/", ".")
 
     @property
     def package(self) -> str:
-        """Dotted name of the package that it lies in; a package lies in itself."""
+        """Dotted name of the package that contains it; a package contains itself."""
         return self.dotted if self.path.endswith("__init__.py") else self.dotted.rpartition(".")[0]
 
 
@@ -73,7 +73,7 @@ def read_module(source: str, path: str) -> Module:
 
 
 def _imports(tree: ast.Module) -> Iterable[str]:
-    """Yield dotted names of what a module imports from kfs at its top."""
+    """Yield dotted names of a module's imports from kfs."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "kfs":
             yield str(node.module)
@@ -104,7 +104,7 @@ def toctree(paths: Iterable[str]) -> str:
 
 
 def module_page(module: Module, verified: Verified | None, elsewhere: Collection[str] = ()) -> str:
-    """Return a module's page as Markdown: prose, figures, what running it verified, relations; and its code beside.
+    """Return a module's page as Markdown: prose, figures, verified checks, relations; and its code beside.
 
     Args:
         module: The module.
@@ -126,7 +126,7 @@ def module_page(module: Module, verified: Verified | None, elsewhere: Collection
 
 
 def _inside(package: Module) -> list[str]:
-    """Return the paths of modules and packages that lie in a package; none if it is a module."""
+    """Return the paths of modules and packages in a package; none if it is a module."""
     if not package.path.endswith("__init__.py"):
         return []
     depth = package.dotted.count(".") + 1
@@ -143,7 +143,7 @@ def show_figure(figure: Figure) -> str:
 
 
 def _verified(module: Module, checks: Verified) -> str:
-    """Return what running a definition verified, as a table."""
+    """Return the checks of a definition that was run, as a table."""
     by_claim: dict[str, list[tuple[str, float | None]]] = {}
     for claim, case, error in checks:
         by_claim.setdefault(claim, []).append((case, error))
@@ -170,7 +170,7 @@ def cell(text: str) -> str:
 
 
 def _relations(module: Module) -> str:
-    """Say where a module comes from, what tests it, and which pages it has to do with."""
+    """Return the source of a module, its tests, and related pages."""
     others = [other for other in all_modules() if other.path != module.path]
     uses = [other for other in others if other.dotted in module.imports]
     used_by = [other for other in others if module.dotted in other.imports]

@@ -75,7 +75,7 @@ def from_page(text: str, outputs: Sequence[str | None] = (), pictures: Mapping[s
 
 
 def tour(chapters: Mapping[str, Iterable[Path]], root: Path) -> NotebookNode:
-    """Make the notebook of all definitions: prose, code, and what it verifies, in reading order.
+    """Make the notebook of all definitions: prose, code and checks, in reading order.
 
     Args:
         chapters: Files of all definitions, by chapter.
@@ -102,7 +102,7 @@ def tour(chapters: Mapping[str, Iterable[Path]], root: Path) -> NotebookNode:
 
 
 def code_parts(code: str) -> list[str]:
-    """Split the code of a module into what it defines, if anything, and what it runs as a program, not indented."""
+    """Split the code of a module into definitions, if any, and its main program, not indented."""
     tree = ast.parse(code)
     main = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
     first = main[0].lineno if main else len(code.splitlines()) + 1

@@ -1,4 +1,4 @@
-"""The page of benchmarks, from what `make bench` has written, as Markdown."""
+"""The page of benchmarks as Markdown, from the files that `make bench` writes."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def _part(part: str, contents: dict[str, Any]) -> str:
 
 
 def _provenance(environment: dict[str, Any]) -> str:
-    """Say what a result depends on: command and date first, then machine, versions and settings."""
+    """Return the provenance of a result: command and date first, then machine, versions and settings."""
     said = dict(environment)
     command = said.pop("command", None)
     date = said.pop("date", None)
@@ -180,7 +180,7 @@ def _default_settings(contents: dict[str, Any]) -> str:
 
 
 def _programs(rows: list[dict[str, Any]]) -> str:
-    """Return a row per program and library; names are said once."""
+    """Return a row per program and library; repeated names are left out."""
     wide = _programs_as_columns(rows)
     if wide is not None:
         return wide
@@ -209,7 +209,7 @@ def _programs_as_columns(rows: list[dict[str, Any]]) -> str | None:
 
 
 def _trainings(rows: list[dict[str, Any]]) -> str:
-    """Return a row per optimizer: medians of what it took to reach the loss; a run that did not, took forever."""
+    """Return a row per optimizer: median cost to reach the loss; infinite for a run that does not reach it."""
     lines: list[Cells] = []
     for row in rows:
         lr = "" if row["lr"] is None else f"{row['lr']:g}"
@@ -261,7 +261,7 @@ def _errors(rows: list[dict[str, Any]]) -> str:
 
 
 def _traffic(rows: list[dict[str, Any]]) -> str:
-    """Return a row per model and optimizer in several processes: what a step takes, and what travels."""
+    """Return a row per model and optimizer in several processes: time of a step, and bytes that are sent."""
     lines: list[Cells] = [
         [
             row["model"],
@@ -277,7 +277,7 @@ def _traffic(rows: list[dict[str, Any]]) -> str:
 
 
 def _placements(rows: list[dict[str, Any]]) -> str:
-    """Return a row per number of processes and placement of factors: what a process holds, and what travels."""
+    """Return a row per number of processes and placement of factors: bytes that a process holds and sends."""
     keys = ("most_held", "all_held", "sent", "sent_by_kfac_pytorch")
     lines: list[Cells] = [
         [str(row["ranks"]), row["placement"], *(row[key] / 2**20 for key in keys), row["seconds"]] for row in rows
@@ -296,7 +296,7 @@ def _scores(rows: list[dict[str, Any]]) -> str:
 
 
 def _times(rows: list[dict[str, Any]]) -> str:
-    """Return a row per program and method of influence functions: what it takes."""
+    """Return a row per program and method of influence functions: its time."""
     lines: list[Cells] = [
         [row["program"], row["method"], row["library"], row["seconds"], _small(row["ratio"])] for row in rows
     ]
@@ -327,7 +327,7 @@ def _small(ratio: float | None) -> str | None:
 
 
 def _merges(rows: list[dict[str, Any]]) -> str:
-    """Return a row per way to merge: mean accuracy over seeds, and what it cost."""
+    """Return a row per way to merge: mean accuracy over seeds, and cost."""
     lines: list[Cells] = []
     before = ""
     for row in rows:
@@ -368,7 +368,7 @@ def _mean_and_error(values: list[float]) -> str:
 
 
 def _tasks(rows: list[dict[str, Any]]) -> str:
-    """Return a row per task and library: time, ratio to a peer's, and relative error; tasks are said once."""
+    """Return a row per task and library: time, ratio to a peer's, and relative error; repeated tasks are left out."""
     lines: list[Cells] = []
     before = ""
     for row in rows:

@@ -1,4 +1,4 @@
-"""What the page of benchmarks says first: headings in words, and the main ratios in one table.
+"""The top of the page of benchmarks: headings in words, and the main ratios in one table.
 
 Ratios are computed from the files of results; one whose file is missing is left out. Sections are in
 `docs/results.py`.
@@ -168,7 +168,7 @@ def _steps(results: Path) -> Iterable[Ratio]:
 
 
 def _trainings(results: Path) -> Iterable[Ratio]:
-    """Compare runs with default settings to those of AdamW with its best learning rate, on the same schedule."""
+    """Compare default settings to AdamW with its best learning rate, on the same schedule."""
     times, lower, tasks = [], 0, set()
     for file in sorted(results.glob("train_defaults_*.json")):
         rows = {(row["schedule"], row["optimizer"]): row for row in _rows(results, file.stem)}

@@ -1,4 +1,4 @@
-"""What runs before the book is written: definitions, code on pages, figures, data of the things to play with.
+"""Jobs that run before the book is written: definitions, code on pages, figures, data of interactive pictures.
 
 Each job runs in a process of its pool, and its result is a JSON file in `docs/.runs`, which pages are made from. It is
 used again until the library or the page has changed. Pictures go to `docs/figures`.
@@ -66,7 +66,7 @@ def definition_job(path: str) -> Job:
 
 
 def all_jobs() -> list[Job]:
-    """Return all jobs; those that take long come first, so that processes end together."""
+    """Return all jobs; long ones come first, so that processes end together."""
     from kfs.tour.run import definitions  # noqa: PLC0415 (imports PyTorch, which a look at results does not need)
 
     pages = [page.stem for page in sorted(DOCS.glob("*.md")) if blocks.blocks(page)]

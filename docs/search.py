@@ -58,7 +58,7 @@ def counts(text: str) -> Counter[str]:
 
 
 def points() -> dict[str, dict[str, int]]:
-    """Return what words are worth: points by stem and page."""
+    """Return the weights of words: points by stem and page."""
     found: dict[str, dict[str, int]] = {}
     for page in pages():
         for word, count in counts(page.read_text(encoding="utf-8")).items():

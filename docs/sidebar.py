@@ -1,4 +1,4 @@
-"""The sidebar: all parts of the book, and around a page its relatives.
+"""The sidebar: all parts of the book, and pages close to the current page.
 
 Sphinx's own list of everything takes as long as the rest of the book, since it is made anew for each of 400 pages.
 """
@@ -57,7 +57,7 @@ def sidebar(app: Sphinx, page: str, all_parts: list[tuple[str, list[Entry]]]) ->
 
 
 def short_title(env: BuildEnvironment, page: str) -> str:
-    """Return what a sidebar calls a page: definitions by the start of their title, other modules by their files."""
+    """Return the name of a page in the sidebar: the start of a definition's title, the file name of other modules."""
     # Formulas are left out: here, they would be LaTeX.
     title = "".join(part.astext() for part in env.titles[page].children if not isinstance(part, nodes.math))
     if page in env.toctree_includes.get("docs/chapters", []):

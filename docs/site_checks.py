@@ -1,4 +1,4 @@
-"""What must hold for a finished site: valid HTML, links that lead somewhere, pictures that say what they show.
+"""Checks of a finished site: valid HTML, links with a target, pictures with a description.
 
 Run it: `python -m docs.site_checks docs/site`.
 """
@@ -58,7 +58,7 @@ def check(site: Path) -> None:
 
 
 def problems_of(file: Path) -> Iterator[str]:
-    """Yield what is wrong with a page."""
+    """Yield the problems of a page."""
     page = read(file)
     yield from (f"is not valid HTML: {code} at {place}" for place, code in page.errors)
     yield from (f"has two places called {name}" for name, count in page.ids.items() if count > 1)

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_count, readable_size
 from kfs.display.suggestions import suggest
-from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalues, parts_of, passes, place
+from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalues, parts_of, place, subsets_of
 from kfs.errors import DtypeError, ModelError
 from kfs.factors import inspect
 from kfs.factors.settings import Settings
@@ -276,7 +276,7 @@ class Plan(DescribedByTables):
         """
         memory = inf if self.memory is None else self.memory - max(self.nbytes)
         try:
-            return [subset for needs in self._needs() for subset in passes(needs, memory)]
+            return [subset for needs in self._needs() for subset in subsets_of(needs, memory)]
         except ModelError:
             return None
 

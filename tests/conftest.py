@@ -103,7 +103,7 @@ class FilesAndTheBook(LoadFileScheduling):  # type: ignore[misc]
     """Gives all tests of a file to one worker, so that its fixtures are made once, and likewise all of the book."""
 
     def _split_scope(self, nodeid: str) -> str:
-        """Return what stays together: a file, or everything that needs the book or runs its definitions."""
+        """Return the group of a test: its file, or all tests that need the book or run its definitions."""
         return "the book" if nodeid.startswith(THE_BOOK) else super()._split_scope(nodeid)
 
 

@@ -1,4 +1,4 @@
-"""What running a definition reports; each takes seconds, so tests of definitions and of the book share one run."""
+"""Reports of definitions; each takes seconds, so tests of definitions and of the book share one run."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What surrounds the library is true: sdist and wheel, citation, changelog, CI, templates, and SECURITY.md."""
+"""Files around the library are correct: sdist and wheel, citation, changelog, CI, templates, and SECURITY.md."""
 
 import ast
 import datetime

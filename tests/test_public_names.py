@@ -1,4 +1,4 @@
-"""What `import kfs` offers and costs, and what it says about names that do not exist."""
+"""Names that `import kfs` offers, its time, and its errors about names that do not exist."""
 
 import subprocess
 import sys

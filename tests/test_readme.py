@@ -1,4 +1,4 @@
-"""What the README says is true: its Python blocks run, its commands and files exist."""
+"""The README is correct: its Python blocks run, its commands and files exist."""
 
 import copy
 import re

@@ -24,7 +24,7 @@ TIERS = {
     "tests/distributed/test_factors.py": "library",
 }
 ROOT = Path(__file__).parents[1]
-# All of so many combinations of parameters are run: each of them may be the only one that notices a mistake.
+# Up to this many combinations of parameters are all run: each of them may be the only one that notices a mistake.
 FEW = 16
 
 

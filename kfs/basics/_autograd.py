@@ -6,7 +6,7 @@ this function only.
 
 from torch import Tensor, autograd, linspace, ones_like, zeros_like
 
-from kfs.errors import GraphError
+from kfs.errors import DtypeError, GraphError
 
 
 def grad(b: Tensor, a: Tensor, v: Tensor, create_graph: bool = False) -> Tensor | None:
@@ -56,7 +56,14 @@ def check_independent(a1: Tensor, a2: Tensor) -> None:
 
 
 def check_order(printed: str, here: str, b: Tensor, a: Tensor) -> None:
-    """Raise an error if `a` was computed from `b`: the paper's order, not ours."""
+    """Raise an error if `a` was computed from `b`: the paper's order, not ours.
+
+    Or if `b` is a pair of tensors, which stands there in the paper.
+    """
+    if isinstance(b, tuple):
+        raise DtypeError(
+            f"b is a tuple; the paper's printed order is {printed}.", f"Here: {here}."
+        )
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or not b.requires_grad:
         return
     if a is not b and depends(a, b):

@@ -31,13 +31,19 @@ Loss: TypeAlias = MSELoss | CrossEntropyLoss
 
 def check_tensor(name: str, t: Tensor) -> None:
     """Raise an error if a value is not a tensor."""
-    if not isinstance(t, Tensor):
-        raise DtypeError(
-            f"{name} is a {type(t).__name__}, expected a torch.Tensor.",
-            "A flattening is passed as vec=cvec or vec=rvec."
-            if callable(t)
-            else "Convert it to a tensor.",
+    if isinstance(t, Tensor):
+        return
+    way_out = "Convert it to a tensor."
+    if callable(t) or isinstance(t, str):
+        way_out = "A flattening is passed as vec=cvec or vec=rvec."
+    elif isinstance(t, tuple):
+        way_out = (
+            "Pass one tensor. A pair (x1, x2) of the paper is two arguments here; for "
+            "products, of mixed_hvp or mixed_ggnvp."
         )
+    raise DtypeError(
+        f"{name} is a {type(t).__name__}, expected a torch.Tensor.", way_out
+    )
 
 
 def check_floating(name: str, t: Tensor) -> None:

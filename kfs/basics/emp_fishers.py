@@ -12,7 +12,11 @@ it is *not* the Fisher. The expectation over the network's own predictions is go
 with it the connection to curvature: where the network fits its targets, $g_n = 0$ and
 the empirical Fisher vanishes; with the square loss, Fisher and GGN stay the same there,
 since they do not depend on targets at all (Kunstner et al., 2019 discuss the
-consequences).
+consequences). Adam averages squared gradients of mini-batches (Kingma & Ba, 2015). That
+is motivated by the diagonal of this matrix, but not equal to it: the square of a mean
+of gradients is not the mean of their squares. Where the empirical Fisher helps
+training, the reason may be that it attenuates gradient noise, not that it is a
+curvature.
 
 As everywhere in this package, $R$ is the loss's reduction factor, and $g_n$ is the
 gradient of the *criterion* of one example, not the gradient of the averaged loss.

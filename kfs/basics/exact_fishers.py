@@ -232,7 +232,26 @@ if __name__ == "__main__":
     from kfs.basics.flattening import cvec
     from kfs.basics.ggns import ggn, vec_ggn
     from kfs.basics.hessians import vec_hessian
+    from kfs.basics.jacobians import vec_jacobian
+    from kfs.basics.would_be_gradients import criterion_gradient
     from kfs.verification import verify, verify_differs
+
+    def expectations(loss: Loss, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Hessian, GGN and type-I Fisher as the cheatsheet does: E_x of terms.
+
+        Gradients with respect to the prediction are those of the closed form.
+        """
+        c, terms = criterion(loss), []
+        for x_n, y_n in zip(X, y, strict=True):
+            f_n = model(x_n)
+            J, covariance = vec_jacobian(f_n, W), torch.zeros(3, 3).double()
+            for weight, label in expected_labels(loss, f_n):
+                g = criterion_gradient(loss, f_n, hide_ignored(loss, label, y_n))
+                covariance += weight * torch.outer(g, g)
+            H, H_f = (vec_hessian(c(f_n, y_n), t) for t in (W, f_n))
+            terms.append(torch.stack([H, J.T @ H_f @ J, J.T @ covariance @ J]))
+        H, G, F1 = torch.stack(terms).mean(0)
+        return H, G, F1
 
     torch.manual_seed(0)
     N = 3
@@ -261,3 +280,10 @@ if __name__ == "__main__":
             verify("off-diagonal blocks agree, too", F, G, case=name)
         H, G = vec_hessian(risk, W), vec_ggn(risk, prediction, W)
         verify_differs("the Hessian is another matrix", H, G, case=name)
+
+        F1, NR = vec_type1_fisher(model, loss, X, y, W), N * reduction_factor(loss, y)
+        pairs = zip((H, G, F1), expectations(loss, y), strict=True)
+        names = ("the Hessian", "the GGN", "the type-I Fisher")
+        for matrix, (exact, expected) in zip(names, pairs, strict=True):
+            claim = f"cheatsheet: divided by N R, {matrix} is an expectation"
+            verify(claim, exact / NR, expected, case=name)

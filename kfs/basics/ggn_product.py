@@ -49,7 +49,8 @@ def ggnvp(c: Tensor, b: Tensor, a: Tensor, v: Tensor) -> Tensor:
         >>> ggnvp((b**2).sum(), b, a, torch.tensor([1.0, 1.0]))
         tensor([ 8., 32.])
     """
-    check_order("ggnvp(loss, p, output, v)", "ggnvp(loss, output, p, v)", b, a)
+    here = "ggnvp(loss, output, p, v) or mixed_ggnvp(loss, output, p1, p2, v)"
+    check_order("ggnvp(loss, p, output, v)", here, b, a)
     return mixed_ggnvp(c, b, a, a, v)
 
 

@@ -72,10 +72,11 @@ def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
                 [ 0., 32.]])
     """
     a2 = a1 if a2 is None else a2
+    here = "ggn(loss, output, p) or ggn(loss, output, p1, p2)"
+    check_order("ggn(loss, p, output)", here, b, a1)
     check_nodes(a1=a1, a2=a2, b=b)
     check_same_kind("a1", a1, "b", b)
     check_same_kind("a2", a2, "b", b)
-    check_order("ggn(loss, p, output)", "ggn(loss, output, p)", b, a1)
     H = vec_hessian(c, b)
     J1 = vec_jacobian(b, a1)
     J2 = J1 if a2 is a1 else vec_jacobian(b, a2)

@@ -119,3 +119,10 @@ if __name__ == "__main__":
     c = criterion(square)
     claim = "square loss: c is the negative log-density up to a constant"
     verify(claim, c(f[:2], other) - c(f[:2], one), difference)
+
+    p, c = torch.rand(3, dtype=torch.float64).softmax(0), criterion(ce)
+    data, r = (torch.distributions.Categorical(q) for q in (p, f.softmax(0)))
+    risk = sum(p[k] * c(f, k) for k in torch.arange(3))
+    claim = "cheatsheet: KL(p, r) is the risk, minus the entropy of the data"
+    kl = torch.distributions.kl_divergence(data, r)
+    verify(claim, risk - data.entropy(), kl)

@@ -22,7 +22,7 @@ from kfs.display.suggestions import few
 from kfs.distributed import Ranks, Same, check_same
 from kfs.errors import DtypeError, KfsWarning, ModelError
 from kfs.factors import EKFAC, KFAC, BlockDiagonal, Relative
-from kfs.problem.data_shards import part_of
+from kfs.problem.data_shards import data_of_rank
 from kfs.problem.risk import EmpiricalRisk
 
 Basis = Literal["parameters", "eigen"]
@@ -157,7 +157,7 @@ def _sharing(K: object, risk: EmpiricalRisk | None, risk_of: partial[EmpiricalRi
         return K.ranks
     if risk is not None:
         return risk.ranks
-    return Ranks() if risk_of is None else part_of(risk_of.keywords["data"], risk_of.keywords["group"])[0]
+    return Ranks() if risk_of is None else data_of_rank(risk_of.keywords["data"], risk_of.keywords["group"])[0]
 
 
 def _training_risk(K: BlockDiagonal, risk: EmpiricalRisk | None) -> partial[EmpiricalRisk] | None:

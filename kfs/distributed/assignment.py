@@ -358,7 +358,7 @@ class _Room:
         return rank
 
 
-def passes(sizes: Mapping[str, int], memory: float) -> list[list[str]]:
+def subsets_of(sizes: Mapping[str, int], memory: float) -> list[list[str]]:
     """Divide blocks into subsets that fit into memory, one pass over the data for each subset.
 
     Args:
@@ -372,7 +372,7 @@ def passes(sizes: Mapping[str, int], memory: float) -> list[list[str]]:
         ModelError: If one block does not fit.
 
     Example:
-        >>> passes({"1": 64, "2": 100, "3": 16}, memory=100)
+        >>> subsets_of({"1": 64, "2": 100, "3": 16}, memory=100)
         [['2'], ['1', '3']]
     """
     subsets: list[list[str]] = []

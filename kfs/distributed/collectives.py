@@ -417,15 +417,15 @@ def joined(ranks: Ranks, state: Mapping[str, Any], lists: Iterable[str], root: i
     # Replace each tensor by a description of its place, and gather the descriptions.
     mine: list[Tensor] = []
 
-    def numbered(t: Tensor) -> "_Place":
+    def numbered(t: Tensor) -> "_RemoteTensor":
         mine.append(t)
-        return _Place(ranks.rank, len(mine) - 1, tuple(t.shape), t.dtype, t.device.type)
+        return _RemoteTensor(ranks.rank, len(mine) - 1, tuple(t.shape), t.dtype, t.device.type)
 
     every = ranks.gather("state", with_tensors(dict(state), numbered))
     names = set(lists)
     result = {n: [item for one in every for item in one[n]] if n in names else v for n, v in every[0].items()}
 
-    def elsewhere(place: "_Place") -> Elsewhere:
+    def elsewhere(place: "_RemoteTensor") -> Elsewhere:
         def fetch() -> Tensor:
             # If a rank failed to write the previous tensor, all ranks raise its error here.
             ranks.gather("tensors", None)
@@ -433,11 +433,11 @@ def joined(ranks: Ranks, state: Mapping[str, Any], lists: Iterable[str], root: i
 
         return Elsewhere(place.shape, place.dtype, fetch)
 
-    found: dict[str, Any] = with_tensors(result, elsewhere, _Place)
+    found: dict[str, Any] = with_tensors(result, elsewhere, _RemoteTensor)
     return found
 
 
-class _Place:
+class _RemoteTensor:
     """Place of a tensor: its rank and index there, with its shape, dtype and device type."""
 
     def __init__(self, rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
@@ -448,7 +448,7 @@ class _Place:
         self.kind = kind
 
 
-def _transferred(ranks: Ranks, place: _Place, t: Tensor | None, root: int | None) -> Tensor:
+def _transferred(ranks: Ranks, place: _RemoteTensor, t: Tensor | None, root: int | None) -> Tensor:
     """Send a tensor to the root or to all ranks, and return it there; return an empty tensor on other ranks."""
     device = ranks.device_for(torch.device(place.kind))
     if t is not None:

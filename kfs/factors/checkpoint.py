@@ -263,7 +263,7 @@ class Progress:
     Attributes:
         batches: Number of batches.
         num_data: Number of examples.
-        count: The divisor of a mean over the targets, as of the last call of `settle`.
+        count: The divisor of a mean over the targets, as of the last call of `read_counts`.
         counted: The increase of `count` since then; a tensor if it is on a device.
         unexplained: `(parameter, why)` of uses that no rule covers.
         reached: Parameters that predictions depend on.
@@ -278,7 +278,7 @@ class Progress:
     counted: float | Tensor = 0
     reached: set[str] = field(default_factory=set)
 
-    def settle(self) -> None:
+    def read_counts(self) -> None:
         """Add the pending count, which may be on a device, to `count`."""
         self.count += number(self.counted)
         self.counted = 0
@@ -305,7 +305,7 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """Return the state to store in a file."""
-        self.settle()
+        self.read_counts()
         return {
             "batches": self.batches,
             "num_data": self.num_data,

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.distributed import Ranks, added_up
-from kfs.distributed.assignment import passes as subsets_of
+from kfs.distributed.assignment import subsets_of
 from kfs.errors import DataError, KfsWarning, ModelError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
 from kfs.factors.accumulate.block_sums import BlockSums
@@ -503,7 +503,7 @@ def passes(
                         journal.write(progress, sums)
                     yield part
         check_values()
-    progress.settle()
+    progress.read_counts()
     progress.audit = audits.close(distrust=_wrong(padding))
 
 

@@ -42,7 +42,7 @@ import torch
 from kfs.display.describe import Description, counted
 from kfs.display.progress import show_progress
 from kfs.distributed import Ranks, checksum
-from kfs.distributed.assignment import passes
+from kfs.distributed.assignment import subsets_of
 from kfs.distributed.collectives import fetched, joined
 from kfs.errors import DataError, ModelError
 from kfs.factors.accumulate.per_example import PerDatumSums, Squares
@@ -84,7 +84,7 @@ def sum_squares(
     everywhere = {name: size for some in K.ranks.gather("bases", sizes) for name, size in some.items()}
     memory = float("inf") if settings.factor_memory is None else settings.factor_memory
     progress = Progress()
-    for number, subset in enumerate(passes({name: everywhere[name] for name in names}, memory), 1):
+    for number, subset in enumerate(subsets_of({name: everywhere[name] for name in names}, memory), 1):
         chosen = sorted(subset, key=names.index)
         stage = "eigenvalues" if number == 1 else f"eigenvalues.{number}"
         which = None if settings.factor_memory is None else chosen

@@ -371,8 +371,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
         others |= {n: others[n].turned_to(b.layout) for n, b in self.blocks.items() if n in others}
         # Both must have blocks of the same kind for the same parameters.
         mine = [block.layout for block in self.blocks.values()]
-        placement = BlockMap(mine)
-        fit = all(placement.admit(block.layout) for block in others.values())
+        block_map = BlockMap(mine)
+        fit = all(block_map.admit(block.layout) for block in others.values())
         if not fit or named != set(self.domain.shapes):
             raise ModelError(
                 f"The blocks differ: {list(self.blocks)} and {list(others)}.", "Use the same model and parameters."

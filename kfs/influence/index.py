@@ -260,7 +260,7 @@ _SAMPLE = 16
 
 
 @dataclass(frozen=True)
-class Plan:
+class IndexSettings:
     """The settings of an index.
 
     Attributes:
@@ -294,7 +294,7 @@ class Builder:
         stored: How each block is stored; empty before the first batch.
     """
 
-    plan: Plan
+    plan: IndexSettings
     shards: Shards
     stored: dict[str, Stored] = field(default_factory=dict)
 
@@ -550,7 +550,7 @@ class Index(Described):
         # Keep digests of the weights, to detect later whether the model has changed.
         belongs_to = identity(K, train, of_train, settings)
         self._weights = {name: belongs_to[name] for name in weights(train)}
-        plan = Plan(K, structures_of(inverse, train), train, of_train, rank, compression, dtype, shard_bytes)
+        plan = IndexSettings(K, structures_of(inverse, train), train, of_train, rank, compression, dtype, shard_bytes)
         builder = Builder(plan, self._shards)
         state = builder.run(belongs_to)
         self._stored = builder.stored

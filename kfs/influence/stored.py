@@ -86,7 +86,7 @@ def choose_form(structure: Structure, gradients: BlockGradients, rank: int | Non
 
 
 @dataclass(frozen=True)
-class InBasis(Chosen):
+class ChosenInBasis(Chosen):
     """Products of gradients of queries with gradients that are stored in the basis of the inverse.
 
     Attributes:
@@ -123,7 +123,7 @@ class Stored:
         form: One of the forms.
         structure: The inverse of the block, in its basis for `"projected"`.
         rank: Number of singular vectors.
-        coordinates: As in `InBasis`.
+        coordinates: As in `ChosenInBasis`.
     """
 
     form: Form
@@ -152,7 +152,7 @@ class Stored:
     def way(self, gradients: BlockGradients, queries: int, train: int, query_rank: int | None) -> Chosen:
         """Choose how gradients of queries are multiplied with the stored gradients."""
         if self.form in {"rotated", "projected"}:
-            return InBasis("rotated", self.structure, 0, self.coordinates)
+            return ChosenInBasis("rotated", self.structure, 0, self.coordinates)
         if self.form == "matrices":
             return Chosen("matrices", self.structure)
         return choose(self.structure, gradients, queries, train, query_rank, rotate=False)

@@ -11,6 +11,13 @@ outer products of vectors $\blacktriangle_{n,c}$, and each curvature matrix has 
 | Monte Carlo Fisher | $\nabla_{f_n} c(f_n, \tilde{y}_{n,m}) / \sqrt{M}$ | $M$ |
 | empirical Fisher | $\nabla_{f_n} c(f_n, y_n)$ | 1 |
 
+In closed form, with $\sigma = \mathrm{softmax}(f_n)$ and one-hot $e_k$, they are:
+
+| | square loss | cross-entropy |
+|---|---|---|
+| $[S_n]_{:,c}$ | $e_c$ | $\sqrt{\sigma_c}\, (e_c - \sigma)$ |
+| $\nabla_{f_n} c(f_n, y)$ | $f_n - y$ | $\sigma - e_y$ |
+
 Here $S_n S_n^\top = \mathrm{H}_{f_n} c(f_n, y_n)$, and $\tilde{y}_{n,m}$ are labels
 that the model draws. Sent back to a layer's output $z_n$, a vector becomes the
 *pseudo-gradient* $g_{n,c} = (\mathrm{J}_{z_n} f_n)^\top \blacktriangle_{n,c}$. For the
@@ -104,6 +111,26 @@ if __name__ == "__main__":
         of_batch = engine.backpropagated_vectors(describe(loss), f, y, settings, 0, 2)
         return middle(torch.cat(list(of_batch)))
 
+    def closed_form(loss: Loss, f_n: Tensor, y_n: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of S as rows, and the gradient, as the cheatsheet does."""
+        onehot, sigma = torch.eye(C, dtype=torch.float64), f_n.softmax(0)
+        if isinstance(loss, MSELoss):
+            return onehot, f_n - y_n
+        return sigma.sqrt().unsqueeze(1) * (onehot - sigma), sigma - onehot[y_n]
+
+    def check_cheatsheet(loss: Loss, f_n: Tensor, y_n: Tensor, case: str) -> None:
+        """Compare the vectors of one example with their closed form."""
+        columns, gradient = closed_form(loss, f_n, y_n)
+        claim = "cheatsheet: type-2 vectors are e_c, or sqrt(sigma_c) (e_c - sigma)"
+        verify(claim, type2_vectors(loss, f_n, y_n), columns, case=case)
+        claim = "cheatsheet: the empirical vector is f - y, or sigma - e_y"
+        verify(claim, empirical_vectors(loss, f_n, y_n)[0], gradient, case=case)
+        here, there = (Generator().manual_seed(1) for _ in range(2))
+        labels = [sample_label(loss, f_n, there) for _ in range(4)]
+        expected = torch.stack([closed_form(loss, f_n, y)[1] for y in labels]) / 2
+        claim = "cheatsheet: vectors of M drawn labels are the same over sqrt(M)"
+        verify(claim, mc_vectors(loss, f_n, y_n, 4, here), expected, case=case)
+
     def check(loss: Loss, y: Tensor) -> None:
         """Compare all vectors with their definitions, and with the engine's."""
         type2 = middle(backpropagated_vectors(loss, f, y))
@@ -121,6 +148,7 @@ if __name__ == "__main__":
             verify(claim, drawn[n], H, 0.4, case)
             claim = "the empirical vector is the gradient"
             verify(claim, empirical[n], torch.outer(g, g), case=case)
+            check_cheatsheet(loss, f[n], y[n], case)
 
         # Two layers: their outputs are hidden and the prediction itself.
         V = backpropagated_vectors(loss, f, y)

@@ -365,7 +365,7 @@ class Sandwich(Curvature):
         u: Tensor | None = None
         for start in range(0, len(f), at_once):
             some = slice(start, start + at_once)
-            part = R * self.middle(f[some], _part_of(batch, some), Jv[:, some])
+            part = R * self.middle(f[some], _with_targets(batch, some), Jv[:, some])
             u = part.new_empty(Jv.shape) if u is None else u
             u[:, some] = part
         assert u is not None  # noqa: S101 (there is an example)
@@ -512,7 +512,7 @@ class Fisher(Sandwich):
         return gradients.div(self.mc_samples**0.5)
 
 
-def _part_of(batch: Batch, some: slice) -> Batch:
+def _with_targets(batch: Batch, some: slice) -> Batch:
     """Return a batch with a slice of the targets, and no inputs."""
     recorded = None if batch.recorded is None else batch.recorded + some.start
     return Batch(None, batch.y[some], batch.first + some.start, recorded=recorded)

@@ -20,7 +20,7 @@ from torch import Tensor
 from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
 from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature
-from kfs.optim.fsdp import part_of
+from kfs.optim.fsdp import local_part
 from kfs.optim.last_good_step import GoodStep, LastGoodStep
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic_model import Trial, try_step
@@ -127,7 +127,7 @@ def natural_updates(
     names = [name for part in parts for name in part.names]
     scaled = scale
     if scale is not None and allowed is not None:
-        means = [[part_of(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
+        means = [[local_part(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
         shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
         scaled = _scaled(scale, shares, parts, communication, allowed, taken)
         shares = [_with_scale(share, scaled[2].exp()) for share in shares]
@@ -244,7 +244,7 @@ def adamw_updates(
     on_device = sync.is_asynchronous(taken.device)
     for part in parts:
         share = _share(params, state, part, "exp_avg", numbers, grads)
-        squares = [part_of(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
+        squares = [local_part(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
         adamw_step(share._replace(taken=taken if on_device else None), squares, _BETAS[1], next(numbers))
 
 
@@ -264,12 +264,12 @@ def _share(
 ) -> ParameterGroup:
     """Return parameters with gradients, averages and numbers; for sharded ones, the part of this process."""
     tensors = [params.tensors[n] for n in part.names]
-    averages = [part_of(state[p][average]) for p in tensors]
+    averages = [local_part(state[p][average]) for p in tensors]
     own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
     lr, kept, corrected = (next(numbers) for _ in range(3))
     # The host knows which weights do not decay, and skips their multiplication by one.
     left = kept if part.decays else 1.0
-    return ParameterGroup([part_of(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
+    return ParameterGroup([local_part(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
 
 
 class Updates:
@@ -505,7 +505,7 @@ class PendingChecks:
         if len(self._steps) >= _MOST:
             self._read(state, len(self._steps) - _LEFT)
 
-    def settle(self, state: State) -> None:
+    def read_all(self, state: State) -> None:
         """Read all flags, count failures, and correct host state that assumed that nothing failed."""
         self._read(state, len(self._steps))
         self.curvature.note_failures()

@@ -128,9 +128,9 @@ class Curvature:
     def knows(self, sums: StepSums) -> bool:
         """Whether the sums of a step change tensor values only: blocks are known, and all of them have inverses."""
         blocks = {key: block for key, block in sums.blocks.items() if block.terms}
-        placement = BlockMap(block.layout for block in blocks.values())
+        block_map = BlockMap(block.layout for block in blocks.values())
         return blocks.keys() <= self.averages.keys() and all(
-            average.inverse is not None and placement.fits(average.layout) for average in self.averages.values()
+            average.inverse is not None and block_map.fits(average.layout) for average in self.averages.values()
         )
 
     @timed("factors")
@@ -161,8 +161,8 @@ class Curvature:
             self._note_refusal()
             return False
         # A weight that is used in a different way than before, such as by rows, has different blocks now.
-        placement = BlockMap(block.layout for block in blocks.values())
-        self._remove([key for key, average in self.averages.items() if not placement.fits(average.layout)])
+        block_map = BlockMap(block.layout for block in blocks.values())
+        self._remove([key for key, average in self.averages.items() if not block_map.fits(average.layout)])
         pairs = []
         for key, block_sums in blocks.items():
             block = Block(block_sums, 1 / sums.examples)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 
-from kfs.factors.accumulate import BlockSums, FactorSums, reset, settle_counts
+from kfs.factors.accumulate import BlockSums, FactorSums, read_counts, reset
 from kfs.factors.blocks import computable
 from kfs.factors.capture import AuditResult, Capture, send_back
 from kfs.factors.compute import backpropagated_vectors, columns_at_once, not_covered
@@ -74,7 +74,7 @@ def has_other_hooks(model: nn.Module) -> bool:
     return not all(isinstance(hook, Hook) for hook in hooks)
 
 
-class ModelState(cuda_graphs.ModelState):
+class HookedModelState(cuda_graphs.ModelState):
     """The attributes of a model's modules. Hooks that this library has not registered count as a difference, too."""
 
     def difference(self, model: nn.Module, settings: Mapping[str, Any] | None = None) -> str:
@@ -184,7 +184,7 @@ class FactorGraph:
     counts: dict[Any, float]
     uncovered: dict[str, str]
     reads: Reads
-    state: ModelState
+    state: HookedModelState
     run: Callable[[Any, Tensor, Tensor, FactorSums], dict[str, str]]
     user: "weakref.ref[FactorResult] | None" = None
 
@@ -220,7 +220,7 @@ class FactorResult:
     def blocks(self) -> dict[Key, BlockSums]:
         """The sums. All numbers of positions that depend on data are read from an accelerator at once."""
         blocks = dict(self.sums.blocks) if self.own is None else self.own
-        settle_counts(role for block in blocks.values() for role in block.roles.values())
+        read_counts(role for block in blocks.values() for role in block.roles.values())
         return blocks
 
     def copy(self) -> None:
@@ -334,7 +334,7 @@ class FactorGraphs:
         targets = y.clone()
         first = torch.full((), first_datum, dtype=torch.int64, device=y.device)
         sums = FactorSums(self._settings)
-        state = ModelState(one.model)
+        state = HookedModelState(one.model)
         random = random_state(y.device)
         other_random = other_random_state()
         versions = [b._version for b in one.model.buffers()]

@@ -34,12 +34,12 @@ def is_fully_sharded(model: nn.Module) -> bool:
     return bool(_fsdp_modules(model))
 
 
-def part_of(t: Tensor) -> Tensor:
+def local_part(t: Tensor) -> Tensor:
     """Return this process's part of a tensor, in the same memory; the tensor itself if it is not sharded.
 
     Example:
         >>> import torch
-        >>> part_of(torch.ones(2))
+        >>> local_part(torch.ones(2))
         tensor([1., 1.])
     """
     return cast("Tensor", cast("Any", t).to_local()) if is_sharded(t) else t
@@ -68,7 +68,7 @@ def own_parts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict
         >>> own_parts({"b": torch.ones(2)}, {"b": torch.zeros(2)})
         {'b': tensor([1., 1.])}
     """
-    return {name: part_of(sharded_like(t, like[name])) for name, t in tensors.items()}
+    return {name: local_part(sharded_like(t, like[name])) for name, t in tensors.items()}
 
 
 def group_of(model: nn.Module, group: Group | None) -> Group | None:

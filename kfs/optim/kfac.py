@@ -35,7 +35,7 @@ from kfs.optim.apply import PendingChecks, StepOutcome, Updates, keep_mean_step,
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.costs import PARTS
 from kfs.optim.curvature import Curvature, Events, Interval, interval_at
-from kfs.optim.fsdp import is_fully_sharded, part_of
+from kfs.optim.fsdp import is_fully_sharded, local_part
 from kfs.optim.inverses import Inverses
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, LossTrend, UsualSizes
 from kfs.optim.loss_check import LossCheck
@@ -308,7 +308,7 @@ class KFAC(Described, Optimizer):
 
     def close(self) -> None:
         """Remove all hooks from the model, so that another optimizer can watch it. Afterwards, `step()` raises."""
-        self._pending.settle(self.state)
+        self._pending.read_all(self.state)
         self._watch.close()
         self._params.closed = True
 
@@ -376,11 +376,11 @@ class KFAC(Described, Optimizer):
             batch = None if closure is None else BatchLoss(closure, self._model, self._device, self._exchange.mean)
             result = None if batch is None else batch.result
             self._params.check_model()
-            grads = {n: part_of(p.grad).to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
+            grads = {n: local_part(p.grad).to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
             sums = self._merged(self._watch.collect(), grads)
             # Adding factors requires the outcomes of earlier steps, which may still be on the device.
             if sums is not None and sums.has_factors:
-                self._pending.settle(self.state)
+                self._pending.read_all(self.state)
                 self._last_good_step.check(self._params.tensors)
             self._check(sums, grads, result)
             # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
@@ -593,7 +593,7 @@ class KFAC(Described, Optimizer):
     @property
     def events(self) -> Events:
         """Counts of handled problems: skipped steps, refused statistics, failed inverses. Synchronizes with a GPU."""
-        self._pending.settle(self.state)
+        self._pending.read_all(self.state)
         return self._curvature.events
 
     @property
@@ -625,7 +625,7 @@ class KFAC(Described, Optimizer):
               fisher='mc', eigen=False, quadratic_model=False
               steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
         """
-        self._pending.settle(self.state)
+        self._pending.read_all(self.state)
         curvature = self._curvature
         place = {name: i for i, name in enumerate(self._params.tensors)}
         averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
@@ -683,7 +683,7 @@ class KFAC(Described, Optimizer):
         if _is_for_checkpoint():
             return self._state_by_parameter()
         averages: Iterable[Average] = self._curvature.averages.values()
-        self._pending.settle(self.state)
+        self._pending.read_all(self.state)
         if self._exchange.ranks.size == 1:
             tensors = self._whole_tensors()
         elif self._whole is not None:
@@ -722,7 +722,7 @@ class KFAC(Described, Optimizer):
         """Whether this step only creates state: the first one, without passes, with gradients and rates of zero."""
         if self.state or self.steps or self._watch.has_passes or any(group["lr"] for group in self.param_groups):
             return False
-        grads = [part_of(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [local_part(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         return bool(grads) and not any(bool(g.any()) for g in grads)
 
     def _fill_state(self) -> None:
@@ -743,7 +743,7 @@ class KFAC(Described, Optimizer):
 
     def _state_by_parameter(self) -> dict[str, Any]:
         """Return the state for a distributed checkpoint. All ranks call this. Sharded state stays sharded."""
-        self._pending.settle(self.state)
+        self._pending.read_all(self.state)
         self._fill_state()
         averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
         state = super().state_dict()
@@ -792,7 +792,7 @@ class KFAC(Described, Optimizer):
             >>> optimizer.consolidate_state_dict()
             >>> state = optimizer.state_dict()
         """
-        self._pending.settle(self.state)
+        self._pending.read_all(self.state)
         averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
         self._whole = Consolidated(averages, self._whole_tensors())
 

@@ -47,7 +47,7 @@ from kfs.optim.loss_check import Targets, shows_targets
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.problem.data import MaskSource
 from kfs.problem.isolation import evaluating, is_evaluating, restored, uncompiled
-from kfs.problem.outputs import parts_of, prediction_in
+from kfs.problem.outputs import output_tensors, prediction_in
 from kfs.problem.whole_parameters import WholeParameters
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import unchanged_attributes
@@ -214,7 +214,7 @@ class Pass:
         try:
             f = prediction_in(output)
         except KfsError as problem:
-            f = next((t for t in parts_of(output) if t.requires_grad), None)
+            f = next((t for t in output_tensors(output) if t.requires_grad), None)
             self.problem = problem
         if f is None or f.grad_fn is None:
             return output

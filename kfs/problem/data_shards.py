@@ -93,7 +93,7 @@ def shard(data: object, group: Group | None, unpack: Unpack | None = None) -> Sh
         return _of_batches(batches, ranks, unpack or default_unpack)
 
 
-def part_of(data: object, group: Group | None) -> tuple[Ranks, object, int | None]:
+def data_of_rank(data: object, group: Group | None) -> tuple[Ranks, object, int | None]:
     """Return the ranks, the data of this process, and the index of its first example (`None` if unknown).
 
     Args:

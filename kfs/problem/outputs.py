@@ -11,7 +11,7 @@ from torch import Tensor
 from kfs.errors import DataError, ModelError
 
 
-def parts_of(output: Any) -> list[Tensor]:
+def output_tensors(output: Any) -> list[Tensor]:
     """Return the tensors in a model's output: the output itself, or the items of a sequence, mapping or object."""
     if isinstance(output, Tensor):
         return [output]
@@ -34,7 +34,7 @@ def prediction_in(output: Any) -> Tensor:
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, Tensor):
         return named
-    found = [t for t in parts_of(output) if t.ndim > 0]
+    found = [t for t in output_tensors(output) if t.ndim > 0]
     ordered = isinstance(output, (Tensor, tuple, list))
     if not found or (len(found) > 1 and not ordered):
         raise ModelError(

@@ -40,7 +40,7 @@ from kfs.problem.data import (
     repeatably,
     unpacked,
 )
-from kfs.problem.data_shards import part_of
+from kfs.problem.data_shards import data_of_rank
 from kfs.problem.isolation import (
     UnusedDraws,
     check_module,
@@ -140,7 +140,7 @@ class EmpiricalRisk(Described):
         mask: Mask = None,
     ) -> None:
         # All checks that need no forward pass happen here.
-        self.ranks, own_data, start = part_of(data, group)
+        self.ranks, own_data, start = data_of_rank(data, group)
         with self.ranks.agreed("EmpiricalRisk"):
             # Model, loss and parameters.
             self.model = model_to_run(model)

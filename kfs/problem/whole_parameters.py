@@ -123,7 +123,7 @@ def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpac
     Raises:
         DistributedError: If the first batches differ.
     """
-    mesh = None if ranks.are_several else _mesh_of([place.owner[place.name] for place in _places(model)])
+    mesh = None if ranks.are_several else _mesh_of([place.owner[place.name] for place in _slots(model)])
     if mesh is None:
         return
     first = None
@@ -207,7 +207,7 @@ class WholeParameters:
 
     def _agree(self, params: Params) -> None:
         """Raise an error unless all processes are about to gather the same tensors, if there are any."""
-        places = list(_places(self._model))
+        places = list(_slots(self._model))
         tensors = [(place.name, place.owner[place.name]) for place in places]
         sharded = [(name, list(t.shape)) for name, t in [*tensors, *params.items()] if is_sharded(t)]
         if not sharded:
@@ -243,7 +243,7 @@ class WholeParameters:
                 yield checked({name: p.to(own[name].dtype) if name in own else p for name, p in found.items()})
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     """Dictionary and key of a tensor, and the dtype in which the model computes with it."""
 
     owner: dict[str, Any]
@@ -255,7 +255,7 @@ def _gathered(model: Any, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, T
     """Return pairs of each sharded tensor and its whole tensor, by the id of the sharded tensor."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
-        for place in _places(model):
+        for place in _slots(model):
             t = place.owner[place.name]
             if is_sharded(t) and id(t) not in found:
                 all_of_it = whole(t.detach() if place.dtype is None else t.detach().to(place.dtype))
@@ -268,13 +268,13 @@ def _gathered(model: Any, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, T
     return found
 
 
-def _places(model: Any) -> Iterator[_Place]:
+def _slots(model: Any) -> Iterator[_Slot]:
     """Yield the places of all parameters and buffers of a model."""
     if isinstance(model, nn.Module):
         for module, policy in _with_policies(model, None):
             dtype = None if policy is None else policy.param_dtype
-            yield from (_Place(module._parameters, name, dtype) for name in module._parameters)
-            yield from (_Place(module._buffers, name, None) for name in module._buffers)
+            yield from (_Slot(module._parameters, name, dtype) for name in module._parameters)
+            yield from (_Slot(module._buffers, name, None) for name in module._buffers)
 
 
 def _with_policies(module: nn.Module, policy: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -306,7 +306,7 @@ def _reshard(model: Any) -> None:
 @contextmanager
 def _replaced(model: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Replace tensors of the model in this context, including tied ones that appear in several places."""
-    before = [(place, place.owner[place.name]) for place in _places(model)]
+    before = [(place, place.owner[place.name]) for place in _slots(model)]
     before = [(place, t) for place, t in before if id(t) in tensors]
     try:
         for place, t in before:

@@ -1,5 +1,7 @@
 """Linearization, GGN products and GGNs, and the worked examples."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -159,6 +161,11 @@ def test_the_papers_order_of_arguments_is_refused(vec: str | Vec) -> None:
         ggn(loss, p, output)
     with pytest.raises(GraphError, match=r"printed order is ggnvp\(.* Here: ggnvp\(loss, output, p, v\)"):
         ggnvp(loss, p, output, torch.ones_like(p))
+    pair: Any = (p, p)  # an off-diagonal block, as the paper writes it
+    with pytest.raises(DtypeError, match=r"printed order is ggn\(.* or ggn\(loss, output, p1, p2\)"):
+        ggn(loss, pair, output)
+    with pytest.raises(DtypeError, match=r"printed order is ggnvp\(.* or mixed_ggnvp\(loss, output, p1, p2, v\)"):
+        ggnvp(loss, pair, output, torch.ones_like(p))
 
 
 def test_an_intermediate_result_may_be_the_variable() -> None:

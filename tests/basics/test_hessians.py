@@ -122,6 +122,12 @@ def test_bad_tensors_are_refused() -> None:
         hessian(c, torch.tensor([1, 2, 3]))
     with pytest.raises(DtypeError, match=r"a2 is a function.*vec=cvec or vec=rvec"):
         vec_hessian(c, a, cvec)  # type: ignore[arg-type]
+    flattening: Any = "rvec"  # the paper's order
+    with pytest.raises(DtypeError, match=r"a2 is a str.*vec=cvec or vec=rvec"):
+        vec_hessian(c, a, flattening)
+    pair: Any = (a, a)  # an off-diagonal block, as the paper writes it
+    with pytest.raises(DtypeError, match=r"a1 is a tuple.*two arguments here"):
+        hessian(c, pair)
     with pytest.raises(FlatteningError, match="cvec and rvec"):
         vec_hessian(c, a, vec=torch.ravel)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What is refused, with cause and way out; and how results show themselves."""
+"""Invalid input raises errors with cause and way out; descriptions of results."""
 
 from copy import deepcopy
 from functools import partial

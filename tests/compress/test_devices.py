@@ -47,7 +47,7 @@ def test_same_smaller_models(way: str, problem: str, make: Any) -> None:
 
 
 def test_curvature_of_another_device() -> None:
-    """What was computed on the CPU is brought to the model."""
+    """Curvature that was computed on the CPU is moved to the device of the model."""
     here = mlp()
     risk = mlp_risk(here)
     K = kfs.KFAC(risk)

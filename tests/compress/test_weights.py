@@ -81,7 +81,7 @@ def test_a_set_of_weights_is_removed_together(
 
 
 def test_adding_up_updates_of_single_weights_is_worse() -> None:
-    """What one might compute instead: the update of every removed weight by itself, all of them added."""
+    """A plausible mistake: the updates of all removed weights, each computed alone, are added."""
     model = mlp()
     K = kfs.KFAC(mlp_risk(model))
     C, w = damped(K, DAMPING), flat(model, names_of(K))

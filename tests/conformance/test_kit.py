@@ -125,7 +125,7 @@ def _arguments(check: str) -> Any:
 
 
 def test_inputs_averaged_over_groups() -> None:
-    """What some libraries do."""
+    """Behavior of some libraries."""
 
     def averaged(model: Any, loss: Any, data: Any, fisher: Any, sharing: Any) -> Any:
         answer = compute(model, loss, data, fisher, sharing)

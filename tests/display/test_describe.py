@@ -1,4 +1,4 @@
-"""What objects say about themselves: short, as text and as HTML, without a pass over data or a look at a device."""
+"""Descriptions of objects: short, as text and as HTML, without a pass over data or synchronization."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -290,7 +290,7 @@ def test_tables_of_sums() -> None:
 
 
 def test_numbers_of_an_accelerator_are_not_read() -> None:
-    """Tensors on `meta` have no values, so that nobody can have looked at them."""
+    """Tensors on `meta` have no values, so that reading them would fail."""
     nothing = torch.empty((), device="meta")
     assert repr(Estimate(nothing, nothing, 8)).startswith("Estimate: scalar, float32 on meta")
     assert repr(Density(torch.empty(3, device="meta"), torch.empty(3, device="meta"))).count("\n") == 0

@@ -1,4 +1,4 @@
-"""One line for an algorithm, whatever runs inside of it; quiet where nobody looks."""
+"""One line for an algorithm and everything inside it; silent unless the output is a terminal or a notebook."""
 
 import gc
 import io
@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
 
     @property
     def shown(self) -> list[str]:
-        """What was written, one state of the line after the other."""
+        """The output: all states of the line, one after the other."""
         return [text.strip() for text in self.getvalue().split("\r") if text.strip()]
 
 

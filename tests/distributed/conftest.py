@@ -9,7 +9,7 @@ from tests.distributed.pool import Pool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
-    """Return what runs a function on several ranks: `ranks(2, function, *arguments)`; see `Pool`."""
+    """Return a function that runs another one on several ranks: `ranks(2, function, *arguments)`; see `Pool`."""
     pool = Pool()
     yield pool
     pool.close()

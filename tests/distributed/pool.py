@@ -30,7 +30,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" el
 
 
 class Job(NamedTuple):
-    """What a rank does."""
+    """A job of a rank."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came out of it."""
+    """The result of a job."""
 
     value: Any = None
     error: BaseException | None = None
@@ -96,7 +96,7 @@ class Pool:
         self._workers = []
 
     def _start(self, number: int) -> None:
-        """Let at least so many processes wait for functions."""
+        """Start processes until at least this many wait for functions."""
         if not all(process.is_alive() for process, _ in self._workers):
             self.close()
         if not self._workers and not self._has_run:
@@ -137,8 +137,8 @@ def _import_all() -> None:
 
 
 def _work(connection: Connection) -> None:
-    """Run functions until nobody sends any more."""
-    sys.settrace(None)  # nobody would read what a copy of the coverage measurement has seen
+    """Run functions until the connection is closed."""
+    sys.settrace(None)  # the coverage that this copy measures would be lost
     # A process group that was garbage where this process was forked from would wait for threads that are not here.
     gc.freeze()
     torch.set_num_threads(1)

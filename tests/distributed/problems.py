@@ -31,7 +31,7 @@ class Tokens(nn.Module):
 
 
 class Experts(nn.Module):
-    """Sends data to one of two experts, by their first feature; one that nobody needs is not called."""
+    """Sends data to one of two experts, by their first feature; an expert without data is not called."""
 
     def __init__(self, features: int = 4) -> None:
         super().__init__()
@@ -102,5 +102,5 @@ def is_first() -> bool:
 
 
 def bits(tensors: Any) -> str:
-    """Return what tells tensors from others, to the last bit."""
+    """Return a fingerprint of tensors, to the last bit."""
     return digest([t.contiguous() for t in tensors])

@@ -3,7 +3,7 @@
     python -m tests.distributed.soak --minutes 5
 
 Each round computes factors with a random number of ranks, kills one of them at a random moment, and starts again with
-another random number, until nobody is killed any more. Then factors must be those of one process without checkpoints.
+another random number, until no rank is killed any more. Then factors must be those of one process without checkpoints.
 """
 
 import argparse

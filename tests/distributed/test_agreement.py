@@ -84,7 +84,7 @@ def nested(inside: bool) -> list[str]:
     everybody = Ranks(dist.group.WORLD)
     error = DataError("Bad.", "Leave it out.") if everybody.rank == 1 else None
     texts = []
-    for _ in range(2):  # nobody waits for a message that was left over
+    for _ in range(2):  # the first error leaves no message behind
         with pytest.raises(DataError) as caught, everybody.agreed("outer"), everybody.agreed("middle"):
             steps(everybody, error, inside)
         texts.append(str(caught.value))
@@ -208,6 +208,7 @@ def test_the_pool_reports_who_has_failed_first(ranks: Pool) -> None:
 
 def interrupted() -> tuple[float, list[str]]:
     """Interrupt the last rank, where it computes, and in an exchange of tensors."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
     everybody = Ranks(dist.group.WORLD)
     start = time.monotonic()
     notes: list[str] = []
@@ -268,7 +269,7 @@ def test_busy_ranks_hear_of_errors(ranks: Pool) -> None:
 
 
 def silent() -> None:
-    """Interrupt a rank while the other one waits for tensors: nobody hears it, and nobody waits long."""
+    """Interrupt a rank, which cannot tell the other one: that one waits for tensors, but not for long."""
     everybody = Ranks(dist.group.WORLD)
     if everybody.rank == 1:
         with pytest.MonkeyPatch.context() as patch:

@@ -79,7 +79,7 @@ def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, settings: dict[str,
     ],
 )
 def test_accelerators(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None:
-    """On devices that nobody waits for, flags are agreed there, and hosts exchange nothing in steps without factors."""
+    """On asynchronous devices, flags are agreed there; in steps without factors, hosts exchange nothing."""
     (expected,) = ranks(1, train_with_one_accelerator, plan, settings)
     results = ranks(2, train_with_accelerators, plan, settings)
     assert len({one.bits for one in results}) == 1

@@ -1,4 +1,4 @@
-"""What goes wrong in one process of a training: all of them notice, and say the same."""
+"""Errors in one process of a training: all processes raise the same error."""
 
 import re
 import time
@@ -222,7 +222,7 @@ def with_bad_numbers(kind: str) -> tuple[Any, int, Tensor]:
     [("gradients", "skipped_steps"), ("predictions", "refused_statistics"), ("factors", "refused_statistics")],
 )
 def test_not_finite_on_one_rank(ranks: Pool, kind: str, event: str) -> None:
-    """What one rank cannot use, nobody uses: all of them skip the step, or refuse its statistics."""
+    """If one rank has bad numbers, all ranks skip the step or refuse its statistics."""
     first, second = ranks(2, with_bad_numbers, kind)
     assert getattr(first[0], event) == 1
     assert first[:2] == second[:2]
@@ -423,7 +423,7 @@ def with_other_settings() -> dict[str, str]:
 
 
 def test_what_differs_is_named(ranks: Pool) -> None:
-    """Settings, options, modes, buffers and gradients: all ranks say what differs, and nobody waits for others."""
+    """Settings, options, modes, buffers and gradients: all ranks name the difference, without long waits."""
     start = time.monotonic()
     first, second = ranks(2, with_other_settings)
     assert time.monotonic() - start < 30

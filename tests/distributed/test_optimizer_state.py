@@ -21,7 +21,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 class Saved(NamedTuple):
-    """What a file has."""
+    """The content of a file."""
 
     model: Any
     optimizer: Any
@@ -63,7 +63,7 @@ def test_resuming_with_another_number_of_ranks(ranks: Pool, settings: dict[str, 
 
 
 def test_state_is_that_of_one_process(ranks: Pool) -> None:
-    """Averages in a file are those of all data, whoever had a part of them."""
+    """Averages in a file are averages over all data, for any number of ranks."""
     (_, one), *_ = ranks(1, part_of_training, 0, 8, None, {})
     (_, four), *_ = ranks(4, part_of_training, 0, 8, None, {})
     averages = [saved.optimizer["kfac"]["curvature"]["averages"] for saved in (one, four)]

@@ -1,4 +1,4 @@
-"""Blocks that have owners: what is refused, with the same error on all ranks."""
+"""Errors about blocks with owners are the same on all ranks."""
 
 import pickle
 from copy import deepcopy

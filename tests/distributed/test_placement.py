@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfs
-from kfs.distributed.assignment import LIMIT, Part, Placement, eigenvalues, parts_of, passes, place
+from kfs.distributed.assignment import LIMIT, Part, Placement, eigenvalues, parts_of, place, subsets_of
 from kfs.errors import ModelError
 from kfs.factors.block import Block
 from kfs.losses import TokenCrossEntropy
@@ -202,10 +202,10 @@ def test_pieces_cover_a_factor(size: int, width: int) -> None:
 def test_passes(sizes: list[int], memory: int) -> None:
     """First fit takes at most 11/9 of the fewest passes, and 6/9 more (Dosa, 2007)."""
     named = {str(number): size for number, size in enumerate(sizes)}
-    subsets = passes(named, memory)
+    subsets = subsets_of(named, memory)
     assert sorted(name for subset in subsets for name in subset) == sorted(named)
     assert all(sum(named[name] for name in subset) <= memory for subset in subsets)
-    assert passes(dict(reversed(named.items())), memory) == subsets
+    assert subsets_of(dict(reversed(named.items())), memory) == subsets
     fewest = min(
         len(set(chosen))
         for chosen in product(range(len(sizes)), repeat=len(sizes))
@@ -224,4 +224,4 @@ def test_refused() -> None:
     with pytest.raises(ModelError, match="There is no block to place"):
         place([], 2)
     with pytest.raises(ModelError, match=r"Block 'fc' needs 36 B, but only 35 B are available for a pass\. Allow more"):
-        passes({"fc": 36}, 35)
+        subsets_of({"fc": 36}, 35)

@@ -1,4 +1,4 @@
-"""What is refused of sharded models, and that all processes say so at once."""
+"""Sharded models that are not supported raise an error in all processes at once."""
 
 import warnings
 from typing import Any
@@ -145,7 +145,7 @@ def several_precisions() -> None:
 
 
 def new_parameters() -> None:
-    """What makes new parameters takes plain modules, with the curvature of sharded ones."""
+    """Functions that create parameters take plain modules, with the curvature of sharded ones."""
     models = [problems.every_layer(model_and_data("mlp")[0]) for _ in range(2)]
     _, loss, X, y = model_and_data("mlp")
     K = kfs.KFAC(kfs.EmpiricalRisk(models[0], loss, kfs.shard((X, y), dist.group.WORLD)))

@@ -354,7 +354,7 @@ def test_memory(ranks: Pool) -> None:
 
 
 def test_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing what shards models takes long. If nobody has, no model is sharded."""
+    """Modules that shard models are slow to import. If they are not imported, no model is sharded."""
     expected = plain_risk("mlp").gradient()
     monkeypatch.setattr("kfs.problem.whole_parameters.sys", SimpleNamespace(modules={}))
     torch.testing.assert_close(plain_risk("mlp").gradient(), expected)

@@ -62,7 +62,7 @@ def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, shard: str, setting
     assert all(one.events == expected.events and one.uncovered == expected.uncovered for one in results)
     replicas = 2 if shard == "hybrid" else 1
     assert sum(one.numbers for one in results) == replicas * expected.numbers
-    # Rows are divided as evenly as possible: nobody has many more than the others.
+    # Rows are divided as evenly as possible: no rank has many more than the others.
     assert max(one.numbers for one in results) < 0.75 * expected.numbers or len(results) == 1
 
 
@@ -129,7 +129,7 @@ def abandon_a_pass() -> None:
             loss(model(3 * x), y).backward()
             model.zero_grad()
         loss(model(x), y).backward()
-        # A backward pass to inputs alone trains nobody.
+        # A backward pass to inputs alone trains no parameter.
         inputs = x.clone().requires_grad_()
         torch.autograd.grad(loss(model(inputs), y), inputs)
         take_step(optimizer)

@@ -36,7 +36,7 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class Saved(NamedTuple):
-    """What a file has."""
+    """The content of a file."""
 
     model: Any
     optimizer: Any

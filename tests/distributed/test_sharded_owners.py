@@ -118,7 +118,7 @@ def train_with_accelerators(plan: Plan, settings: dict[str, Any], is_sharded: bo
 
 @pytest.mark.parametrize("settings", [FAST, FAST | {"kl_clip": 0.01, "eigen": True}], ids=["owners", "eigen"])
 def test_accelerators(ranks: Pool, settings: dict[str, Any]) -> None:
-    """On devices that nobody waits for, owners agree on flags there."""
+    """On asynchronous devices, owners agree on flags there, without synchronization."""
     plan = Plan((6, 6), net="mlp")
     (expected,) = ranks(1, train_with_accelerators, plan, settings, False)
     results = ranks(2, train_with_accelerators, plan, settings, True)
@@ -127,7 +127,7 @@ def test_accelerators(ranks: Pool, settings: dict[str, Any]) -> None:
 
 
 def overflow_at_an_owner(accelerated: bool) -> None:
-    """Products of one owner are not finite: nobody takes the step."""
+    """Products of one owner are not finite: no rank takes the step."""
     with pytest.MonkeyPatch.context() as patch:
         model = every_layer(model_of("mlp"))
         optimizer = KFAC(model, LOSS, inverses_every=100, factors_every=100)

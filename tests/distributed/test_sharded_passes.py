@@ -21,7 +21,7 @@ SETTINGS = Settings(fisher="type-2")
 
 
 class Square(torch.autograd.Function):
-    """Hides what it does."""
+    """Hides its operations."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor) -> Tensor:

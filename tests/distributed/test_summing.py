@@ -48,7 +48,7 @@ def copies() -> None:
 
 
 def test_copies(ranks: Pool) -> None:
-    """What is given may share memory, and is not changed."""
+    """Arguments may share memory, and are not changed."""
     ranks(2, copies)
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kfs.distributed import checksum
 from kfs.optim import KFAC, apply, factor_graphs, inverses, recorded_update
-from kfs.optim.fsdp import part_of
+from kfs.optim.fsdp import local_part
 from kfs.problem.whole_parameters import model_to_run, whole
 from kfs.runtime import sync
 from tests.distributed.problems import Experts
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
 
 
 class Reused(nn.Module):
-    """Has a layer that is called twice and run again for gradients, one that nobody calls, and a frozen one."""
+    """Has a layer that is called twice and run again for gradients, one that is never called, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Run(NamedTuple):
-    """What came out of a training."""
+    """The result of a training."""
 
     params: Tensor
     bits: int
@@ -152,7 +152,7 @@ def batches(steps: int = STEPS, size: int = BATCH) -> Iterator[tuple[Tensor, Ten
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average gradients over all processes, as somebody without DDP would do it."""
+    """Average gradients over all processes, as training loops without DDP do."""
     for p in model.parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(grad)
@@ -170,7 +170,7 @@ def result(model: nn.Module, optimizer: KFAC) -> Run:
     """Describe a training."""
     params = torch.cat([whole(p.detach()).reshape(-1) for p in model_to_run(model).parameters()])
     averages = [one[name] for one in optimizer.state.values() for name in ("average", "exp_avg") if name in one]
-    numbers = sum(part_of(t).numel() for t in averages)
+    numbers = sum(local_part(t).numel() for t in averages)
     return Run(params, checksum(params), optimizer.events, optimizer.uncovered, numbers)
 
 

@@ -1,4 +1,4 @@
-"""What running a page gave; some take seconds, so that tests of pages and of the book share one run."""
+"""Results of running pages; some take seconds, so that tests of pages and of the book share one run."""
 
 import tempfile
 from functools import cache
@@ -11,7 +11,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 class Run(NamedTuple):
-    """What running a page gave.
+    """The result of running a page.
 
     Attributes:
         executed: Names and outputs.

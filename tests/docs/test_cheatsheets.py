@@ -33,6 +33,7 @@ from kfs.basics.mc_fishers import vec_mc_fisher
 from kfs.basics.reduction_factors import criterion, reduction_factor
 from kfs.conformance.exact import exact_empirical_fisher, exact_ggn
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
+from tests.definitions import report_of
 from tests.docs.pages import DOCS
 
 BASICS, LAYERS = "cheatsheet_basics", "cheatsheet_kfac"
@@ -729,6 +730,15 @@ def expected_mc(problem: Problem, n: int) -> Tensor:
     run, names = runner(code_of(BASICS, "Monte Carlo Fisher", "as a sum over data")), problem.names()
     mean: Tensor = names["E_model"](n, lambda y: run(**names | {"data": [n], "M": 1, "drawn": {n: [y]}}))
     return mean
+
+
+@pytest.mark.parametrize(
+    ("file", "count"), [("basics/label_sampling", 1), ("basics/exact_fishers", 3), ("kfac/backpropagated_vectors", 3)]
+)
+def test_definitions_verify_formulas_of_the_cheatsheets(file: str, count: int) -> None:
+    """So that the tour shows them, too."""
+    claims = {check.claim for check in report_of(DOCS.parent / "kfs" / f"{file}.py").checks}
+    assert sum(claim.startswith("cheatsheet: ") for claim in claims) == count
 
 
 def test_residuals_of_the_square_loss_are_noise() -> None:

@@ -59,7 +59,7 @@ def test_pages_with_code_are_found() -> None:
 
 
 def test_no_block_is_forgotten() -> None:
-    """Whatever a page shows as `python` runs somewhere; what is only shown is called `py`."""
+    """All code that a page shows as `python` runs somewhere; code that is only shown is called `py`."""
     for file in DOCS.glob("*.md"):
         fences = re.findall(r"^\s*(?:```|:::)+\s*\{?python\b", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert len(fences) == len(blocks(file)), file.name

@@ -32,7 +32,7 @@ def test_prose_code_and_output() -> None:
 
 
 def test_pictures_are_part_of_it() -> None:
-    """What code draws is below the code, and a file of the book is within the prose."""
+    """Figures that code draws are below the code, and pictures of the book are within the prose."""
     text = (
         '```python\ndraw("a.svg")\n```\n\n![A curve\nthat falls](figures/a.svg)\n\nSee:\n\n'
         "![A chart](assets/at_a_glance.png)\n\n```python\npass\n```\n"
@@ -75,7 +75,7 @@ def test_the_tour_has_all_definitions() -> None:
 
 @pytest.mark.parametrize("file", definitions(), ids=lambda file: file.stem)
 def test_code_of_the_tour_is_that_of_definitions(file: Path) -> None:
-    """What `python FILE` runs has lost its indentation, and nothing else."""
+    """The main program of a file has lost its indentation, and nothing else."""
 
     def statements(code: str) -> list[str]:
         nodes: list[ast.stmt] = []

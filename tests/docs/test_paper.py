@@ -114,6 +114,11 @@ def test_names_of_the_printed_listings() -> None:
     assert {"vec_hessian", "vec_ggn", "reduction_factor", "sample_label", "kfac"} <= set(ours)
 
 
+def test_every_definition_and_listing_is_in_the_table() -> None:
+    files = {file for file in RUN if file.startswith(("kfs/basics/", "kfs/kfac/", "kfs/kfac_tests/"))}
+    assert files <= {entry.page for entry in paper.entries()}
+
+
 @pytest.mark.parametrize("entry", paper.entries(), ids=lambda entry: entry.title)
 def test_pages_exist_and_files_run(entry: paper.Entry) -> None:
     assert (ROOT / entry.page).is_file()

@@ -265,7 +265,7 @@ class Graphs(nn.Module):
 
 
 def graph_of(sizes: Sequence[int]) -> Callable[[int], Any]:
-    """Return what makes a ring of nodes, as many as `sizes` says."""
+    """Return a function that makes rings of nodes, with the numbers of nodes in `sizes`."""
 
     def datum(n: int) -> Any:
         size = sizes[n % len(sizes)]
@@ -330,7 +330,7 @@ SUMS = (
 
 
 def set_of(sizes: Sequence[int]) -> Callable[[int], Any]:
-    """Return what makes a set with as many elements as `sizes` says."""
+    """Return a function that makes sets, with the numbers of elements in `sizes`."""
 
     def datum(n: int) -> Any:
         return normal(sizes[n], 3), torch.zeros(sizes[n], dtype=torch.long), torch.zeros(1)

@@ -1,4 +1,4 @@
-"""Gradients of single data by autograd, one example after the other: what per-example gradients are compared with."""
+"""Gradients of single examples by autograd, one after the other: the reference for per-example gradients."""
 
 from collections.abc import Callable
 

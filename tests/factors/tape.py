@@ -1,7 +1,7 @@
 """A CUDA graph on the CPU: a tape of operations that runs again without any Python of the model or of this library.
 
 Unlike a computation that is simply called again, a tape shows what a graph would do with state on the host: values that
-Python has decided are those of the recording, memory that nobody else holds may be gone, and what a pass has computed
+Python has decided are those of the recording, memory without another owner may be freed, and what a pass has computed
 belongs to the tape, and is overwritten.
 """
 
@@ -18,7 +18,7 @@ from tests.factors.test_no_waiting import WAITING
 
 
 class Foreign(NamedTuple):
-    """A tensor whose memory belongs to somebody else, who may free it."""
+    """A tensor whose memory has another owner, which may free it."""
 
     storage: StorageWeakRef
     shape: tuple[int, ...]
@@ -95,14 +95,14 @@ class Tape(TorchDispatchMode):
         return result
 
     def hold(self, t: Any) -> Any:
-        """Return what stands for an argument."""
+        """Return the placeholder of an argument."""
         if not isinstance(t, Tensor) or not has_memory(t) or t.untyped_storage()._cdata in self.own:
             return t
         storage = StorageWeakRef(t.untyped_storage())
         return Foreign(storage, tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype)
 
     def record(self, run: Callable[[], None]) -> None:
-        """Record what something would compute; nothing is changed."""
+        """Record the operations of a function, without changing any tensor."""
         try:
             with self:
                 run()

@@ -25,7 +25,7 @@ from tests.operators.contract import check_contract, close
 
 
 def blockwise(risk: EmpiricalRisk, C: Tensor) -> Tensor:
-    """Keep what is within the blocks of KFAC: a parameter with its bias, or rows of it."""
+    """Keep the entries within the blocks of KFAC: a parameter with its bias, or rows of it."""
     inside = torch.zeros_like(C, dtype=torch.bool)
     K = KFAC(risk)
     places = K.domain.unflatten(torch.arange(len(C)).unsqueeze(0))

@@ -1,4 +1,4 @@
-"""What the audit refuses, and with which words: models with a use that nobody sees, and models that mix data.
+"""Errors of the audit and their messages: models with a hidden use of a parameter, and models that mix examples.
 
 What it must not refuse is tested by `test_audit_accepts`; when it happens, and that it leaves nothing behind, by
 `test_audits`.
@@ -300,7 +300,7 @@ def test_not_more_ways_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counts(nn.Module):
-    """Remembers how often it was called, where nobody can restore it."""
+    """Counts its calls in a list, which cannot be restored."""
 
     def __init__(self) -> None:
         super().__init__()

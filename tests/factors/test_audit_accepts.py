@@ -1,4 +1,4 @@
-"""What the audit must not refuse: masks, gradients that vanish, inputs without batch axis, other precisions, hooks."""
+"""Models that the audit must accept: masks, vanishing gradients, inputs without batch axis, other precisions, hooks."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""What an audit compares: results, and sums over uses with gradients."""
+"""Comparisons of an audit: results, and sums over uses with gradients."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.factors.models import Function
 
 
 def test_small_differences_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is more than rounding errors, and less than the tolerance, is reported only."""
+    """Differences above rounding errors and below the tolerance are only reported."""
 
     def slightly_off(_: GradientSums, exact: dict[str, Tensor]) -> dict[str, tuple[float, float, float]]:
         return dict.fromkeys(exact, (5e-8, 1.0, 1e-12))

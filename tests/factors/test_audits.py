@@ -25,7 +25,7 @@ MANY = 2 * FEW + 1
 
 
 class Counted(nn.Module):
-    """Counts its calls, in a place that nobody restores."""
+    """Counts its calls in a list, which is not restored."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class TestNothingIsLeftBehind:
 
     @pytest.fixture(params=["kfac", "ekfac", "inspect"])
     def compute(self, request: pytest.FixtureRequest) -> Callable[[nn.Module], Any]:
-        """Return what computes something for a model."""
+        """Return a function that computes something for a model."""
         X, y = normal(MANY, 4), torch.arange(MANY) % 3
         computations: dict[str, Callable[[nn.Module], Any]] = {
             "kfac": lambda model: KFAC(EmpiricalRisk(model, LOSS, (X, y))),
@@ -307,7 +307,7 @@ class TestNothingIsLeftBehind:
 
 
 class TestReport:
-    """What `K.audit` says."""
+    """The report `K.audit`."""
 
     def report(self) -> Audit:
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)).double()

@@ -32,7 +32,7 @@ forks = pytest.mark.skipif(
 
 
 class Batches:
-    """Batches of different sizes; somebody may want to do something before each one."""
+    """Batches of different sizes, with a callback before each one."""
 
     def __init__(self, before: Callable[[int], None] = lambda _: None, shift: float = 0.0, number: int = NUM_BATCHES):
         self.before, self.shift, self.number = before, shift, number

@@ -1,4 +1,4 @@
-"""What a checkpoint belongs to: other settings, models, values or data are refused."""
+"""A checkpoint belongs to its settings, model, values and data; others are refused."""
 
 from pathlib import Path
 from typing import Any

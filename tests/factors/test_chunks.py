@@ -1,4 +1,4 @@
-"""What is computed piece by piece: patches and gradients of a few examples at a time, wide products in strips."""
+"""Computations in chunks: patches and gradients of a few examples at a time, wide products in strips."""
 
 from collections.abc import Callable
 from typing import Any

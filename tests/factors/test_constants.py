@@ -1,4 +1,4 @@
-"""What does not depend on the data: tables, states, what is computed from parameters; until it meets the batch."""
+"""Tensors that do not depend on data: tables, states, functions of parameters, until they meet the batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ DERIVED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", DERIVED)
 def test_computed_before_it_meets_the_batch(name: str, sharing: Any) -> None:
-    """What is computed from a parameter alone is followed; gradients go back through it, one example at a time."""
+    """Functions of a parameter alone are followed; gradients go back through them, one example at a time."""
     function, params = DERIVED[name]
     torch.manual_seed(0)
     model = between(Function(function, **params)).double()

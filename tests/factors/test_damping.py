@@ -1,4 +1,4 @@
-"""Damping: what each method inverts, and where methods agree."""
+"""Damping: the matrix that each method inverts, and cases where methods agree."""
 
 from math import exp
 from typing import Any
@@ -23,7 +23,7 @@ from tests.operators.contract import check_contract, close
 
 @pytest.mark.parametrize("method", ["exact", "factored", "per-factor"])
 def test_dampings_have_inverses_that_know_everything(method: Any) -> None:
-    """What comes out solves the equation that each method stands for, with factors from literal loops.
+    """Results solve the equation of each method, with factors from literal loops.
 
     Blocks may have dampings of their own.
     """

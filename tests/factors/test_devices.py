@@ -70,7 +70,7 @@ def test_strips(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("others", [[], [(40, torch.bfloat16)], [(2000, torch.float32)]])
 def test_rough_symmetry(others: list[tuple[int, torch.dtype]]) -> None:
-    """Whatever was computed, by strips, as a whole, or by other strips, nothing is missing below the diagonal."""
+    """Nothing is missing below the diagonal, for products by strips, as a whole, or by other strips."""
     sums = [OuterProductSum.zeros(1700, 1, False, True, torch.float32, "cuda") for _ in range(2)]
     torch.manual_seed(0)
     for rows, dtype in [(2000, torch.bfloat16), *others]:

@@ -1,4 +1,4 @@
-"""Files: what was saved comes back to the last bit; what was damaged, or is foreign, is refused without a crash."""
+"""Files are read to the last bit; damaged and foreign files are refused without a crash."""
 
 import json
 import pickle

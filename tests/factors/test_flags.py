@@ -50,7 +50,7 @@ def test_unexplained_vectors(behind: list[bool]) -> None:
 
 
 def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with an example is said at the end, as precisely as at once."""
+    """Errors about examples that are raised at the end are as precise as errors at once."""
     first_failure = DeferredChecks.first_failure
 
     def read(flags: DeferredChecks) -> int | None:
@@ -88,7 +88,7 @@ def test_flags_of_a_computation_within_another(behind: list[bool]) -> None:
 
 
 class TestDeviceChecks:
-    """Checks that are made at once on an accelerator, where nobody reads flags later."""
+    """Checks that are made at once on an accelerator, because flags are not read later."""
 
     def test_label(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         risk = make_risk(1, last=0)

@@ -1,4 +1,4 @@
-"""What `per_datum` yields and leaves behind: scaling, quantities, uncovered parameters, products, errors."""
+"""Results and side effects of `per_datum`: scaling, quantities, uncovered parameters, products, errors."""
 
 from collections.abc import Iterator
 from typing import Any

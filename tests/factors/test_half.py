@@ -140,7 +140,7 @@ def test_factors_that_are_stored_in_half_precision_and_added(dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_more_data_for_factors_that_were_rounded(dtype: torch.dtype) -> None:
-    """What is added is in float32, and is not rounded before it is added: only the sum is."""
+    """Terms are in float32, and are not rounded before they are added: only the sum is."""
     X, y = torch.rand(40, 30), torch.randn(40, 2)
     model, loss = nn.Linear(30, 2, bias=False), nn.MSELoss(reduction="sum")
     K, more = (KFAC(EmpiricalRisk(model, loss, (X[part], y[part]))) for part in (slice(0, 20), slice(20, 40)))

@@ -192,7 +192,7 @@ def readout(m: Any, nodes: Tensor, owners: Tensor, graphs: Tensor) -> Tensor:
 
 
 def ragged(sizes: Sequence[int]) -> Take:
-    """Return what puts some graphs, of these numbers of nodes, together."""
+    """Return a function that joins graphs with these numbers of nodes."""
     nodes = [normal(n, 3) for n in sizes]
 
     def take(_: Any, part: slice) -> Any:

@@ -1,4 +1,4 @@
-"""What is kept, and for how long."""
+"""Lifetimes of tensors that are kept."""
 
 from typing import Any
 

@@ -181,7 +181,7 @@ def test_no_waiting(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_waiting_is_noticed() -> None:
-    """What the test above relies on."""
+    """The test above relies on this."""
     x = torch.arange(4)
     wrong: list[Callable[[], Any]] = [
         lambda: x.sum().item(),
@@ -212,7 +212,7 @@ def test_counts_of_a_replayed_pass(sharing: Any, monkeypatch: pytest.MonkeyPatch
     before = sums.counts()
     found.add(batches[1])
     recorded = {key: count - before[key] for key, count in sums.counts().items()}
-    sums.settle_counts()
+    sums.read_counts()
     # What Python counts in the last pass is taken back.
     unchanged = sums.counts()
     found.add(batches[2])
@@ -220,7 +220,7 @@ def test_counts_of_a_replayed_pass(sharing: Any, monkeypatch: pytest.MonkeyPatch
     assert sums.counts() == unchanged
     for block in sums.blocks.values():
         for role in block.roles.values():
-            role.settled = True  # a replay cannot say that it has counted something
+            role.counts_are_read = True  # a replay cannot say that it has counted something
     sums.add_counts(recorded)
     sums.complete()
     expected_sums = expected.sums
@@ -258,12 +258,12 @@ def test_one_question_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         passes.add(Batch(X, y, 0))
     assert not asked
-    sums.settle_counts()
+    sums.read_counts()
     for block in sums.blocks.values():
         block.complete()
         assert block.terms == 6  # three positions count, in two passes
     assert asked == [2]
-    # A block that nobody has settled is right as well.
+    # A block with counts that were not read is right as well.
     passes = Passes(passes.risk, FactorSums(Settings()))
     passes.add(Batch(X, y, 0))
     for settle in (False, True):

@@ -1,4 +1,4 @@
-"""Scales and shifts of normalizations: what they multiply depends on all settings, and nothing is changed twice."""
+"""Scales and shifts of normalizations: their inputs depend on all settings, and running statistics change once."""
 
 from collections.abc import Callable
 from typing import Any

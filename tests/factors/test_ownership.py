@@ -58,7 +58,7 @@ def instance(problem: Problem, num_data: int = N) -> Instance:
 
 
 def columns(one: Instance, f: Tensor, y: Tensor, fisher: str) -> Iterator[Tensor]:
-    """Yield what is sent back for one example, given its prediction and target without batch axis."""
+    """Yield the vectors that are sent back for one example, given its prediction and target without batch axis."""
     if fisher == "type-2":
         factor = hessian_factor(one.loss, f.detach(), y)
         yield from factor.reshape(f.numel(), -1).T.reshape(-1, *f.shape)

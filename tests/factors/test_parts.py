@@ -89,7 +89,7 @@ def test_which_structures_parts_have() -> None:
 
 
 def test_parts_of_large_blocks_without_structure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be a large dense matrix is an operator without structure, that multiplies as before."""
+    """Instead of a large dense matrix, the result is an operator without structure, with the same products."""
     E = EKFAC(risk_of("groups"))
     name = next(block.layout.weight for block in E.blocks.values() if block.layout.bias is not None)
     monkeypatch.setattr(congruence, "_LARGEST_DENSE", 1)

@@ -1,4 +1,4 @@
-"""Plans outlive batches: what they depend on, when they die, and what must not be in them."""
+"""Plans outlive batches: their keys, their lifetime, and tensors that they must not hold."""
 
 import gc
 import weakref

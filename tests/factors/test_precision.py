@@ -70,7 +70,7 @@ def test_devices_are_stored_by_name() -> None:
 
 
 def test_a_sum_elsewhere() -> None:
-    """What is added on another device arrives; the transfer itself is tested on a GPU."""
+    """Sums on another device arrive; the transfer itself is tested on a GPU."""
     for diagonal in (False, True):
         for groups in (1, 2):
             mine, other = (OuterProductSum.zeros(3, groups, diagonal, True, torch.float64, "cpu") for _ in range(2))

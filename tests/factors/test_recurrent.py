@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Return what runs something with networks that are written out."""
+    """Return a function that runs another one, with recurrent networks as explicit loops."""
 
     def run(program: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patched:
@@ -337,7 +337,7 @@ def test_compiled_models(loop: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", MODULES)
 def test_on_a_gpu(kind: str) -> None:
-    """Factors are those of a CPU, from recorded passes, too, and nobody is warned of the memory of weights."""
+    """Factors equal those on a CPU, also from recorded passes, and there is no warning about the memory of weights."""
     model = make(kind, **(PROJECTION if kind == "LSTM" else ARRANGEMENTS["two layers, two directions"]))
     ((x, y, *_),) = risk_of(model, 12).batches()
     batches = list(zip(x.split(2), y.split(2), strict=True))

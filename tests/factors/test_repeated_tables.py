@@ -352,7 +352,7 @@ def _attends_to_positions(m: Any, x: Tensor) -> Tensor:
 
 def _changes_in_place(m: Any, x: Tensor) -> Tensor:
     h = F.linear(m.p, m.W)
-    h.sin_()  # nobody looks at the result
+    h.sin_()  # the result is not used
     h.T.mul_(2.0)  # nor here
     return (x * (F.dropout(F.relu(h, inplace=True), 0.5, False, True) + h)).tanh().sum(1)
 

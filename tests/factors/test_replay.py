@@ -319,7 +319,7 @@ class TestWhatIsRecorded:
 
 
 def replay_recorder(on: bool) -> Any:
-    """Return what would record passes on a CPU."""
+    """Return the recorder that would record passes on a CPU."""
     return recorder_for(make_risk(1), KFAC(make_risk(1), replay=on).settings)
 
 

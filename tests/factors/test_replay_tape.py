@@ -215,7 +215,7 @@ class Positions(nn.Module):
 
 
 class TestFreedMemory:
-    """What a graph reads must not be freed before the graph is."""
+    """Memory that a graph reads must not be freed before the graph."""
 
     # The model's factors for length 5 are replaced after they were recorded; or constants for many other sizes are kept
     # instead of those that were recorded.

@@ -170,7 +170,7 @@ def test_values_and_gradients(name: str, mode: Any, affine: tuple[bool, bool]) -
 
 @pytest.mark.parametrize("name", CALLS)
 def test_pytorch_is_wrong(name: str) -> None:
-    """If this test fails, PyTorch has mended it, and the replacements can go when older versions have."""
+    """If this test fails, PyTorch has fixed it, and the replacements can go when older versions have."""
     x = torch.randn(1, CHANNELS, 4, 3, dtype=torch.float64, requires_grad=True)
     out = CALLS[name](x, None, None, 0.2)
     g = torch.randn_like(out)

@@ -1,4 +1,4 @@
-"""Sparse and nested tensors: what works equals the dense model, and what does not is an error with advice."""
+"""Sparse and nested tensors: results equal the dense model, or an error gives advice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +120,7 @@ def test_kfac_works_if_the_model_makes_inputs_dense(layout: str) -> None:
         for sharing in ("expand", "reduce"):
             close(kind(risk, sharing=sharing).to_dense(), kind(expected, sharing=sharing).to_dense())
     assert inspect(model, x, audit=False) == inspect(Net(dense), X, audit=False)
-    # One that needs no parameter is nobody's business: the first layer is not considered.
+    # An operation on constants alone is allowed: the parameters of the first layer are not considered.
     second = ["second.weight", "second.bias"]
     kept = EmpiricalRisk(Net(WITH_RULE["matmul"]), LOSS, [(x, y)], params=second)
     close(KFAC(kept).to_dense(), KFAC(expected).submatrix(second).to_dense())

@@ -1,4 +1,4 @@
-"""What is done once for all statistics: several in one pass, reset, files. `tests/distributed` has sums over ranks."""
+"""Operations on any statistic: several in one pass, reset, files. `tests/distributed` has sums over ranks."""
 
 from typing import Any
 

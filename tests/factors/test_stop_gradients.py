@@ -1,4 +1,4 @@
-"""What is detached from a parameter is a constant, whether or not the parameter itself requires gradients.
+"""A tensor that is detached from a parameter is a constant, whether or not the parameter requires gradients.
 
 The oracle is the GGN, by backward passes: for one example and one position, KFAC equals its blocks.
 """

@@ -1,4 +1,4 @@
-"""What KFAC code gets wrong without a word: each case against an equivalent model in which nothing can go wrong."""
+"""Cases that KFAC code gets wrong silently, each against an equivalent model that is safe."""
 
 import copy
 from collections.abc import Callable, Iterator

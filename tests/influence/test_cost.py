@@ -23,7 +23,7 @@ WIDTH, NUM_DATA = 16, 500
 
 
 def wide() -> tuple[kfs.EmpiricalRisk, kfs.EmpiricalRisk]:
-    """Make a problem with so many training data that compressed queries pay."""
+    """Make a problem with enough training data for compressed queries to pay."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
     X, y = torch.randn(NUM_DATA, WIDTH, dtype=torch.float64), torch.randint(3, (NUM_DATA,))
@@ -197,7 +197,7 @@ def test_queries_of_several_batches_stay_within_memory(most: int, monkeypatch: p
 
 @pytest.mark.parametrize("memory", [1, 5_000, 2**30])
 def test_passes(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are as many passes over the training data as announced, and as many bytes."""
+    """There are as many passes over the training data as `cost` predicts, and as many bytes."""
     queries, train = both()
     influence = kfs.Influence(kfs.EKFAC(train))
     cost = influence.cost(queries, train, memory=memory)
@@ -234,7 +234,7 @@ def test_operations_are_those_that_run(problem: Any) -> None:
 @pytest.mark.parametrize("settings", [{}, {"rank": 2}, {"rank": 4, "compression": "projected"}], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "operators: cnn", "many positions"])
 def test_size_of_an_index(name: str, settings: Any) -> None:
-    """It is announced to the byte, but for self-scores."""
+    """`cost` predicts it to the byte, except for self-scores."""
     train = both()[1] if name == "mlp" else made(name).risk()
     influence = kfs.Influence(kfs.EKFAC(train), DAMPING)
     cost = influence.cost(train, train, **settings, dtype=torch.bfloat16)
@@ -253,7 +253,7 @@ def test_size_of_an_index(name: str, settings: Any) -> None:
     ids=str,
 )
 def test_index_that_does_not_exist_has_no_cost(setting: Any, message: str) -> None:
-    """What `index` refuses is refused before it is made, also without a rank for the compression."""
+    """`cost` refuses the same arguments as `index`, also without a rank for the compression."""
     queries, train = both()
     influence = kfs.Influence(kfs.EKFAC(train))
     with pytest.raises(ModelError, match=message):

@@ -92,7 +92,7 @@ def test_compressed_queries() -> None:
 
 
 def test_curvature_of_another_device() -> None:
-    """What was computed on the CPU is brought to the gradients."""
+    """Curvature that was computed on the CPU is moved to the device of the gradients."""
     (train, queries), (train_there, queries_there) = both(Mixed)
     influence = kfs.Influence(kfs.EKFAC(train), DAMPING)
     same(influence.scores(queries_there, train_there), influence.scores(queries, train))

@@ -1,4 +1,4 @@
-"""Files of an index: what resumes, what is read, and what is refused."""
+"""Files of an index: resuming, reading, and errors."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ NUM_BATCHES = 5
 
 
 class Batches:
-    """Batches of two examples; somebody may want to do something before each one."""
+    """Batches of two examples, with a callback before each one."""
 
     def __init__(self, before: Callable[[int], None] = lambda _: None, number: int = NUM_BATCHES) -> None:
         self.before, self.number = before, number
@@ -306,7 +306,7 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_files_are_mapped(tmp_path: Path) -> None:
-    """What is read from a file lies in its pages, and not in memory of the process."""
+    """Tensors of a file are memory-mapped, and are not copied into memory of the process."""
     index = make(tmp_path)
     values = index._shards.read(0)["batches"][0]["blocks"]["0"]["uses"][0]["x"]["values"]
     maps = Path("/proc/self/maps")

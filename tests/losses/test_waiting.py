@@ -182,7 +182,7 @@ WRONG: list[tuple[Any, Tensor, Tensor, list[bool], type[Exception], str]] = [
         DataError,
         f"Labels go from 0 to {2**40}, but there are 3 classes",
     ),
-    (  # the first label of a causal model is predicted by nobody
+    (  # no position of a causal model predicts the first label
         TokenCrossEntropy(shift=True),
         torch.randn(3, 3, 4).double(),
         torch.tensor([[7, 0, 0], [0, 0, 7], [0, -100, 3]]),
@@ -212,7 +212,7 @@ def test_wrong_data_are_marked_and_refused(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At once on a CPU, or by whoever asks; what is marked is what is refused."""
+    """Bad targets are refused at once on a CPU or by `check_now`, and otherwise marked."""
     loss = describe(module)
     for refuse in (loss.check, loss.check_now, loss):
         with pytest.raises(error, match=message):
@@ -355,7 +355,7 @@ def test_settings_are_copied_to_a_device_once() -> None:
 
 
 def test_weights_follow_the_predictions() -> None:
-    """Weights on another device than the predictions; nobody computes on this one."""
+    """Weights are moved to the device of the predictions before anything is computed."""
     f = torch.zeros(4, 3, dtype=torch.float64, device="meta")
     labels = torch.zeros(4, dtype=torch.int64, device="meta")
     losses: list[tuple[Loss, Tensor]] = [

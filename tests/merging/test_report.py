@@ -1,4 +1,4 @@
-"""What a merge says about itself, and what it shows while it runs."""
+"""The report of a merge, and its progress line."""
 
 import pytest
 

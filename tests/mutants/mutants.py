@@ -282,8 +282,8 @@ _MUTANTS = [
     ),
     data(
         "problem/outputs.py",
-        "found = [t for t in parts_of(output) if t.ndim > 0]",
-        "found = parts_of(output)",
+        "found = [t for t in output_tensors(output) if t.ndim > 0]",
+        "found = output_tensors(output)",
         "a loss taken for predictions",
         ("tests/problem/test_outputs.py",),
     ),

@@ -1,4 +1,4 @@
-"""What every linear operator must satisfy, given its dense value."""
+"""The contract of every linear operator, given its dense value."""
 
 import torch
 from torch import Tensor

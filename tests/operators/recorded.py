@@ -71,5 +71,5 @@ def same(actual: Tensor, expected: Tensor) -> None:
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return what was logged about replay."""
+    """Return the log messages about replay."""
     return [record.getMessage() for record in caplog.records if "replayed" in record.getMessage()]

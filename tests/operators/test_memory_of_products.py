@@ -1,4 +1,4 @@
-"""What products keep in memory: no graph of columns, no copies of all predictions, no matrices of attention."""
+"""Products keep no graph of columns, no copies of all predictions and no matrices of attention in memory."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ from tests.operators.recorded import OPERATORS, Net, columns_for, make_risk, mes
 
 
 class TestSameProducts:
-    """What is replayed equals what runs."""
+    """Replayed products equal products that run."""
 
     @pytest.mark.parametrize("number", [1, 3])
     @pytest.mark.parametrize("kind", OPERATORS)
@@ -51,7 +51,7 @@ class TestSameProducts:
         assert tapes
 
     def test_constants_that_others_use(self, tapes: list[Tapes]) -> None:
-        """What is kept for further use does not belong to a transform of `torch.func`."""
+        """Cached tensors do not belong to a transform of `torch.func`."""
         A = GGN(make_risk())
         recorded(A)
         assert all(t.untyped_storage().nbytes() for t in sync._constants.values())
@@ -151,7 +151,7 @@ class TestWhatIsRecorded:
         same(A @ V, GGN(risk, replay=False) @ V)
 
     def test_functions(self, tapes: list[Tapes], caplog: pytest.LogCaptureFixture) -> None:
-        """What a function looks at may change, and nobody would notice."""
+        """Variables that a function reads may change without notice, so products are not recorded."""
         factor = [1.0]
 
         def model(params: Any, x: Tensor) -> Tensor:

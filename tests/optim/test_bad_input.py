@@ -336,7 +336,7 @@ def test_inputs_and_outputs_without_batch_axis() -> None:
     other = KFAC(folded, LOSS)
     with pytest.raises(DataError, match="was called with 5 examples, but its prediction has shape"):
         folded(torch.randn(5, 3, 2)).sum().backward()
-    assert folded(torch.randn(5, 3, 2)).shape == (15, 2)  # nobody trains with it
+    assert folded(torch.randn(5, 3, 2)).shape == (15, 2)  # not used for training
     assert optimizer.steps == other.steps == keeper.steps == 0
     assert model(X).requires_grad
 

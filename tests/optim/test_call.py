@@ -82,7 +82,7 @@ def test_a_class_instead_of_a_model() -> None:
     ],
 )
 def test_options_in_groups(option: str, value: Any, match: str) -> None:
-    """What a group cannot have is not ignored. What schedulers and trainers write there is."""
+    """Unknown entries of a group raise an error, except entries that schedulers and trainers write."""
     net = mlp()
     first = [{"params": net[0].parameters(), option: value}]
     with pytest.raises(ModelError, match=match):

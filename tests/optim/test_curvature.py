@@ -1,4 +1,4 @@
-"""What enters the averages and what does not, how inverses are spread over steps, and the events that are counted."""
+"""Batches that enter the averages, inverses that are spread over steps, and events that are counted."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What goes wrong in training, and how damping and curvature follow: seen from outside, by parameters and counts."""
+"""Problems in training, and how damping and curvature respond, tested by parameters and counts."""
 
 import copy
 from typing import Any

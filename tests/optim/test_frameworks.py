@@ -1,4 +1,4 @@
-"""What stands around a training loop: mixed precision, schedulers, files, copies, compilers, and loops of others."""
+"""Surroundings of a training loop: mixed precision, schedulers, files, copies, compilers, and trainers."""
 
 import copy
 import io

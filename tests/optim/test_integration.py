@@ -1,4 +1,4 @@
-"""The optimizer in ordinary training loops: what people do to models, and how curvature comes out of that."""
+"""The optimizer in ordinary training loops, with common changes of models."""
 
 import gc
 import threading

@@ -188,7 +188,7 @@ def test_uncovered_parameters_are_announced_once() -> None:
 
 
 def test_thawed_layers_get_curvature() -> None:
-    """A frozen layer is left alone, and has factors from the step on in which it is trained, whatever is due."""
+    """A frozen layer is left alone, and has factors from the step on in which it is trained."""
     X, y = data()
     model, loss = mlp(), nn.CrossEntropyLoss()
     model[0].requires_grad_(False)
@@ -261,7 +261,7 @@ def test_nothing_else_changes() -> None:
 
 
 def test_hooks_go_with_the_optimizer() -> None:
-    """An optimizer that nobody has any more leaves no hooks behind."""
+    """A deleted optimizer leaves no hooks behind."""
     model, loss = mlp(), nn.CrossEntropyLoss()
     optimizer = KFAC(model, loss)
     del optimizer

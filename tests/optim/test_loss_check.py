@@ -1,7 +1,7 @@
-"""The declared loss beside the one that training minimizes: what is an error, a warning, or not noticed.
+"""The declared loss and the loss that training minimizes: differences that are errors, warnings, or not noticed.
 
-What is known about a loss that somebody computes: everything if the declared module computes it, or if targets are
-given; its gradient at the predictions alone otherwise.
+If the declared module computes the loss, or if targets are given, the optimizer knows all about it. Otherwise, it
+knows only the gradient at the predictions.
 """
 
 import warnings
@@ -323,7 +323,7 @@ def test_too_few_numbers_to_tell() -> None:
 
 
 def test_a_function_may_be_any_loss() -> None:
-    """What the user writes is not compared with other losses."""
+    """User-defined losses are not compared with other losses."""
     custom = Custom(lambda f, y: cross_entropy(f.unsqueeze(0), y.unsqueeze(0)))
     check(outcome(custom, lambda f: cross_entropy(f, LABELS), LABELS, fisher="ggn"), FINE)
     likely = Custom(lambda f, _: f.sum(), likelihood=lambda f: torch.distributions.Categorical(logits=f))

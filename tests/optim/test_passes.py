@@ -1,4 +1,4 @@
-"""What the optimizer takes from passes that somebody else makes, and which gradients it takes for another loss's."""
+"""Statistics from the training's own passes, and gradients that belong to another loss."""
 
 import warnings
 from typing import Any

@@ -189,7 +189,7 @@ def test_bad_gradients_of_batches_of_several_sizes(at: int, monkeypatch: pytest.
                 assert grad is not None
                 grad.fill_(torch.nan)
             optimizer.step()
-        optimizer.state_dict()  # settles everything
+        optimizer.state_dict()  # reads all flags
         return weights(model), [average.uses for average in optimizer._curvature.averages.values()]
 
     there, uses = run(left_out=False)
@@ -230,7 +230,7 @@ def test_bad_factors(fisher: Any, eigen: bool) -> None:
     optimizer = KFAC(model, LOSS, fisher=fisher, eigen=eigen, factors_every=2, inverses_every=1, replay=False)
     for _ in range(4):
         step(model, optimizer)
-    optimizer.state_dict()  # settles everything
+    optimizer.state_dict()  # reads all flags
     averages = list(optimizer._curvature.averages.values())
     before = copy.deepcopy([(a.factors, a.eigen, a.weight, a.uses) for a in averages])
     inverses = [a.inverse.to_dense() for a in averages if a.inverse is not None]
@@ -328,7 +328,7 @@ def test_products_that_overflow(options: dict[str, Any], replay: bool) -> None:
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_ages_of_skipped_steps(replay: bool) -> None:
-    """They are those of a CPU as soon as somebody looks."""
+    """Ages equal those on a CPU as soon as the flags are read."""
     check_skipped_steps("cpu", replay)
 
 

@@ -1,4 +1,4 @@
-"""What an accelerator does in another way, on the CPU: recordings, stacks, checks that nobody waits for.
+"""Code paths of an accelerator, tested on the CPU: recordings, stacks, checks without synchronization.
 
 Tapes stand in for CUDA graphs (see `tests.factors.tape`).
 """
@@ -298,7 +298,7 @@ def test_an_update_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Remembers(nn.Linear):
-    """Keeps something in an object that nobody looks into."""
+    """Keeps a count in an object that is not inspected."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)

@@ -1,4 +1,4 @@
-"""Saving, reporting and closing while an accelerator has not told all flags yet; tapes stand in for CUDA graphs."""
+"""Saving, reporting and closing while flags are still on an accelerator; tapes stand in for CUDA graphs."""
 
 import copy
 from typing import Any
@@ -46,7 +46,7 @@ def test_saving_between_flag_and_reading(bad: str, wait: int) -> None:
 
 
 def test_unseen_failures_are_saved() -> None:
-    """A block whose inverse has failed unseen is tried again in better precision, by whoever loads the state."""
+    """After loading, a block whose inverse has failed unnoticed is inverted again in higher precision."""
     X, y = GOOD
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
@@ -69,7 +69,7 @@ def test_unseen_failures_are_saved() -> None:
 
 
 def test_reports_and_closing_look() -> None:
-    """Both know what nobody has looked at before; a representation does not wait."""
+    """Both read the pending flags; `repr` does not synchronize."""
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=100, replay=False)
     for bad in ("", "", "gradient"):

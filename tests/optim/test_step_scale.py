@@ -367,7 +367,7 @@ def test_history_is_thinned_out() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_loss_of_a_square_without_targets_is_that_of_its_gradient(known: bool) -> None:
-    """Accumulated halves have the loss of the batch, whoever knows the targets."""
+    """Accumulated halves have the loss of the batch, with and without known targets."""
     torch.manual_seed(0)
     model, loss = Valley(), nn.MSELoss()
     X, y = noisy(4, 1)[0]

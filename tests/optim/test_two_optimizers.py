@@ -56,7 +56,7 @@ def test_a_notebook_cell_that_runs_again() -> None:
 
 
 def test_no_warning_without_reason() -> None:
-    """The first one was closed, or nobody has it any more."""
+    """The first one was closed or deleted."""
     model = mlp()
     KFAC(model, LOSS).close()
     first = KFAC(model, LOSS)

@@ -1,4 +1,4 @@
-"""What an accelerator does without anybody looking, on the CPU: stacks of inverses, failures, bad gradients.
+"""Decisions that an accelerator makes alone, on the CPU: stacks of inverses, failures, bad gradients.
 
 Tapes stand in for CUDA graphs (see `tests.factors.tape`). `test_devices` runs the checks of `tests.optim.unseen` on
 a GPU.

@@ -17,7 +17,7 @@ from tests.optim.training import train, weights
 
 
 def identity(u: Tensors) -> Tensors:
-    """Return what comes in."""
+    """Return the argument."""
     return u
 
 
@@ -50,7 +50,7 @@ def test_momentum_looks_ahead() -> None:
 
 
 def test_nothing_changes_after_an_error() -> None:
-    """What `precondition` raises comes before all changes."""
+    """An error of `precondition` is raised before anything changes."""
 
     def fails(_: Tensors) -> Tensors:
         raise ZeroDivisionError

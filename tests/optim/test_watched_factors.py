@@ -1,4 +1,4 @@
-"""Passes that somebody else makes: what is taken from them, and what is left alone."""
+"""Factors from passes of the training loop: which passes are used, and which are ignored."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 class Interrupted(nn.Module):
-    """Raises what it is told to, once."""
+    """Raises a given error once."""
 
     def __init__(self) -> None:
         """Start without anything to raise."""
@@ -83,7 +83,7 @@ def test_models_that_call_themselves() -> None:
 
 
 class Keeps(nn.Module):
-    """Keeps its prediction, and returns what nobody can train with."""
+    """Keeps its prediction, and returns an output that cannot be trained."""
 
     def __init__(self) -> None:
         """Make a network."""
@@ -140,7 +140,7 @@ def test_passes_that_use_different_parameters(order: tuple[bool, bool]) -> None:
 
 
 def test_branches_that_are_used_later() -> None:
-    """Curvature for them is computed in the next step, whatever is due."""
+    """Curvature for them is computed in the next step, also between two updates of factors."""
     X, y = data(dtype=torch.float32)
     model = Sometimes()
     model.odd.requires_grad_(False)
@@ -155,7 +155,7 @@ def test_branches_that_are_used_later() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_labels_that_are_none(told: bool) -> None:
-    """An argument called `labels` may be something else; targets that somebody gave may not."""
+    """An argument called `labels` may be something else; targets that were passed explicitly may not."""
     X, y = data()
 
     class Labelled(nn.Module):
@@ -244,7 +244,7 @@ def test_traced_models() -> None:
 
 
 def test_objects_without_tensors() -> None:
-    """A model may return anything, as long as nobody trains with it."""
+    """A model may return anything, as long as the output is not used for training."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:

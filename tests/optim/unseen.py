@@ -1,4 +1,4 @@
-"""Checks of what an accelerator does without anybody looking; `test_unseen` and `test_devices` run them."""
+"""Checks of decisions that an accelerator makes alone; `test_unseen` and `test_devices` run them."""
 
 import copy
 from typing import Any
@@ -14,7 +14,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def check_bad_gradients(device: str, steps: int) -> None:
-    """In steps without new factors, nobody asks whether gradients are finite; nothing changes if they are not."""
+    """In steps without new factors, the host does not check gradients; nothing changes if they are not finite."""
     X, y = (t.to(device) for t in data())
     model = mlp().to(device)
     params = [{"params": [p], "method": "adamw" if p.ndim == 1 else "kfac"} for p in model.parameters()]

@@ -54,7 +54,7 @@ def expected(kind: str, risk: EmpiricalRisk, vec: VecFunction) -> Tensor:
 
 
 def diagonal(matrix: Tensor, risk: EmpiricalRisk, params: int) -> Tensor:
-    """Keep the diagonal blocks of so many parameters each."""
+    """Keep the diagonal blocks of this many parameters each."""
     sizes = list(blocks(risk).values())
     sizes = [sum(sizes[i : i + params]) for i in range(0, len(sizes), params)]
     mask: Tensor = torch.block_diag(*(torch.ones(d, d, dtype=matrix.dtype) for d in sizes))
@@ -62,7 +62,7 @@ def diagonal(matrix: Tensor, risk: EmpiricalRisk, params: int) -> Tensor:
 
 
 def vectors(kind: str, risk: EmpiricalRisk, mc_samples: int) -> Tensor:
-    """What is backpropagated, `[V, N, C]`, for the criterion `(f - y)^2 / 2`."""
+    """The backpropagated vectors, `[V, N, C]`, for the criterion `(f - y)^2 / 2`."""
     model, X, y = network(risk)
     f: Tensor = model(X).detach()
     if kind == "type-2":

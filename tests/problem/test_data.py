@@ -189,7 +189,7 @@ def test_data_that_are_changed_in_place_need_a_new_risk() -> None:
 
 
 def test_only_complete_passes_are_remembered() -> None:
-    """Somebody whose first attempt failed may mend the data."""
+    """Data may be repaired after a first attempt that failed."""
     X, y = torch.full((4, 3), torch.nan, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     risk = EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), (X, y))
     with pytest.raises(DataError, match="example 0 is not finite"):

@@ -1,4 +1,4 @@
-"""What models take: arguments, keyword arguments, one mapping. Mappings and named tuples keep their type.
+"""Inputs of models: arguments, keyword arguments, one mapping. Mappings and named tuples keep their type.
 
 The oracle is the model itself, called by hand.
 """
@@ -309,7 +309,7 @@ class Elsewhere(Mapping[str, Any]):
 
 
 class Converts(UserDict[str, Any]):
-    """Changes what is put into it."""
+    """Changes its input."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, (value, value))

@@ -1,4 +1,4 @@
-"""What models return: a risk, an operator, KFAC and the optimizer find the same predictions in it."""
+"""Outputs of models: a risk, an operator, KFAC and the optimizer find the same predictions."""
 
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable

@@ -40,7 +40,7 @@ class Difference:
 
 
 def machine() -> dict[str, str]:
-    """Describe what the last bits of results depend on."""
+    """Describe the machine and versions that the last bits of results depend on."""
     return {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

@@ -1,7 +1,7 @@
 """Running sums over data: outer products of inputs and of gradients, and moments of the gradients of every example."""
 
 from kfs.factors.accumulate.across_ranks import agreed_blocks
-from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, settle_counts
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, read_counts
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.gram import add_gram, mirror
 from kfs.factors.accumulate.inputs import Use
@@ -61,6 +61,6 @@ __all__ = [
     "matrix_inner",
     "matrix_inner_by_row",
     "mirror",
+    "read_counts",
     "reset",
-    "settle_counts",
 ]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kfs.distributed import Ranks
 from kfs.distributed.assignment import parts_of, place
-from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleCounts, RoleSums, roles_for, settle_counts
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleCounts, RoleSums, read_counts, roles_for
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.layout import Key, Layout, Side
 from kfs.factors.settings import Products
@@ -126,7 +126,7 @@ def agreed_blocks(
 def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
     """Return the metadata of this rank's blocks. Counts are moved to the host, for all blocks at once."""
     every = [role for block in blocks.values() for role in block.roles.values()]
-    settle_counts(every)
+    read_counts(every)
     on_device = [role for role in every if isinstance(role.inverse_squares, Tensor)]
     for role, number in zip(on_device, numbers([role.inverse_squares for role in on_device]), strict=True):  # type: ignore[misc]
         role.inverse_squares = number
@@ -140,7 +140,7 @@ def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
 
 def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]]]:
     """Return merged metadata of every block, and the uses that contradict those on lower ranks."""
-    placement = BlockMap()
+    block_map = BlockMap()
     agreed: dict[Key, _Block] = {}
     conflicts: set[tuple[str, str]] = set()
     for block in found:
@@ -148,7 +148,7 @@ def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]
         before = agreed.get(key, block)
         both = before.roles.keys() & block.roles.keys()
         same = all(_storage(before.roles[side]) == _storage(block.roles[side]) for side in both)
-        if not placement.admit(block.layout) or not same:
+        if not block_map.admit(block.layout) or not same:
             conflicts |= {(block.layout.weight, operation) for operation in block.operations}
             continue
         operations = tuple(sorted({*before.operations, *block.operations}))

@@ -44,7 +44,7 @@ class RoleSums:
     """Sums of one role of a parameter: inputs, gradients, and the number of positions (or examples) in them.
 
     The number of positions that count may depend on data (a padding index, tokens routed to experts). It is then kept
-    on the accelerator until `settle_counts`, to avoid synchronizing in every batch.
+    on the accelerator until `read_counts`, to avoid synchronizing in every batch.
 
     Attributes:
         input: Outer products of inputs.
@@ -54,7 +54,7 @@ class RoleSums:
         inverse_squares: Sum over examples of `1 / S^2`, where `S` is the number of positions of an example. Used only
             if the identity replaces gradients (forward-only) and sharing is `reduce`. A tensor if it was counted.
         counters: Amounts on the device to be added to counts, by name, in float64. Changed in place.
-        settled: Whether nothing remains to be added from the device.
+        counts_are_read: Whether nothing remains to be added from the device.
     """
 
     input: OuterProductSum
@@ -63,7 +63,7 @@ class RoleSums:
     positions: float = 0.0
     inverse_squares: Tensor | float = 0.0
     counters: dict[str, Tensor] = field(default_factory=dict)
-    settled: bool = True
+    counts_are_read: bool = True
 
     @property
     def ones(self) -> float:
@@ -76,7 +76,7 @@ class RoleSums:
 
     @property
     def counts(self) -> RoleCounts:
-        """All counts, without those on the device that are not settled."""
+        """All counts, without those on the device that are not read yet."""
         return RoleCounts(*[getattr(self, name) for name in RoleCounts._fields])
 
     @counts.setter
@@ -91,9 +91,9 @@ class RoleSums:
 
     @property
     def terms(self) -> float:
-        """Number of positions (or examples). Synchronizes with the accelerator if counts are not settled."""
-        if not self.settled:
-            settle_counts([self])
+        """Number of positions (or examples). Synchronizes with the accelerator if counts are not read yet."""
+        if not self.counts_are_read:
+            read_counts([self])
         return self.counted
 
     def count(self, g: Tensor) -> None:
@@ -105,7 +105,7 @@ class RoleSums:
         if not isinstance(count, Tensor):
             setattr(self, name, getattr(self, name) + count)
             return
-        self.settled = False
+        self.counts_are_read = False
         if name not in self.counters:
             self.counters[name] = torch.zeros((), dtype=torch.float64, device=count.device)
         self.counters[name].add_(count)
@@ -121,7 +121,7 @@ class RoleSums:
 
     def plus(self, other: "RoleSums") -> "RoleSums":
         """Return the sums over the data of both."""
-        settle_counts([self, other])
+        read_counts([self, other])
         result = RoleSums(self.input.plus(other.input), self.gradient.plus(other.gradient))
         result.counts = self.counts.plus(other.counts)
         return result
@@ -135,12 +135,12 @@ class RoleSums:
         """Complete all sums, and move their counts to the host. The counters on the device are discarded."""
         self.input.complete(dtype)
         self.gradient.complete(dtype)
-        settle_counts([self])
+        read_counts([self])
         self.counters = {}
 
     def state(self) -> dict[str, Any]:
         """Return all sums and counts, as the content of a file."""
-        settle_counts([self])
+        read_counts([self])
         return {"input": self.input.state(), "gradient": self.gradient.state(), **self.counts._asdict()}
 
     @classmethod
@@ -155,12 +155,12 @@ class RoleSums:
         return role
 
 
-def settle_counts(roles: Iterable[RoleSums]) -> None:
+def read_counts(roles: Iterable[RoleSums]) -> None:
     """Add the counters on devices to those on the host, with one synchronization.
 
     The counters on devices are set to zero in place, because a replayed pass continues to add to them.
     """
-    unknown = [role for role in roles if not role.settled]
+    unknown = [role for role in roles if not role.counts_are_read]
     if not unknown:
         return
     values = iter(sync.numbers([t for role in unknown for t in role.counters.values()]))
@@ -168,7 +168,7 @@ def settle_counts(roles: Iterable[RoleSums]) -> None:
         for name, t in role.counters.items():
             role.add_count(name, next(values))
             t.zero_()
-        role.settled = True
+        role.counts_are_read = True
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
-from kfs.factors.accumulate.block_sums import BlockSums, RoleCounts, RoleSums, settle_counts
+from kfs.factors.accumulate.block_sums import BlockSums, RoleCounts, RoleSums, read_counts
 from kfs.factors.accumulate.gram import check_products
 from kfs.factors.accumulate.inputs import Vectors
 from kfs.factors.accumulate.outer_products import OuterProductSum, full_precision
@@ -148,7 +148,7 @@ class FactorSums(Statistic):
     def counts(self) -> dict[Place, float]:
         """Return the counts of all roles.
 
-        On an accelerator, counts that depend on data are not included: see `settle_counts`.
+        On an accelerator, counts that depend on data are not included: see `read_counts`.
         """
         found: dict[Place, float] = {}
         for key, side, role in self._roles():
@@ -164,15 +164,15 @@ class FactorSums(Statistic):
             self.blocks[key].roles[side].add_count(name, number)
         for _, _, role in self._roles():
             # A replayed pass has changed the counters on the device, too.
-            role.settled = not role.counters
+            role.counts_are_read = not role.counters
 
-    def settle_counts(self) -> None:
+    def read_counts(self) -> None:
         """Add the counters on the device to those on the host, synchronizing once for all blocks."""
-        settle_counts(role for _, _, role in self._roles())
+        read_counts(role for _, _, role in self._roles())
 
     def agree(self, ranks: Ranks, device: torch.device) -> Mapping[Key, int]:
         """Take over the blocks and counts of all ranks. If blocks have owners, choose those of new blocks."""
-        self.settle_counts()
+        self.read_counts()
         conflicts = ranks.gather("conflicts", self.conflicts)
         where = self.settings.factor_device or device
         self.blocks, more = agreed_blocks(ranks, self.blocks, where, self.settings.products)
@@ -188,25 +188,25 @@ class FactorSums(Statistic):
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to `dtype` if given."""
-        self.settle_counts()
+        self.read_counts()
         for block in self.blocks.values():
             block.complete(dtype)
 
     def state(self) -> dict[str, Any]:
         """Return all sums for a file, between two batches. If blocks have owners, these are the blocks of this rank."""
-        self.settle_counts()
+        self.read_counts()
         blocks = [block.state() for block in self.blocks.values() if block.is_local]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
     def add(self, state: Any) -> None:
         """Add the result of `state`. Uses that contradict each other are recorded as conflicts."""
-        self.settle_counts()
+        self.read_counts()
         self.conflicts |= {(str(name), str(operation)) for name, operation in state["conflicts"]}
         for one in state["blocks"]:
             block = BlockSums.from_state(one, self.settings.products)
             mine = self.blocks.get(block.layout.key)
             block = block if mine is None else block.turned_to(mine.layout)
-            if not self.placement.admit(block.layout) or (mine is not None and not mine.fits(block)):
+            if not self.block_map.admit(block.layout) or (mine is not None and not mine.fits(block)):
                 self.conflicts |= {(block.layout.weight, operation) for operation in block.operations}
             else:
                 self.blocks[block.layout.key] = block if mine is None else mine.plus(block)
@@ -299,7 +299,7 @@ class _Reduce:
         self.key = (self.plan.layout.key, self.plan.side)
 
     def add(self, x: Tensor | None, row_map: RowMap | None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (a statistic that `needs_rows` gets row maps)
+        assert row_map is not None  # noqa: S101 (statistics with `needs_rows` always get a row map)
         if not row_map.complete:
             raise DataError(
                 f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and the "

@@ -207,7 +207,7 @@ class _Show:
         self.key = self.plan.layout.key
 
     def add(self, x: Any, row_map: RowMap | None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (a statistic that `needs_rows` gets row maps)
+        assert row_map is not None  # noqa: S101 (statistics with `needs_rows` always get a row map)
         use = Use(self.plan.inputs, x, row_map, self.plan.ones)
         self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
 
@@ -350,7 +350,7 @@ class _Keep:
     columns: list[dict[Key, list[Captured]]]
 
     def add(self, x: Any, row_map: RowMap | None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (a statistic that `needs_rows` gets row maps)
+        assert row_map is not None  # noqa: S101 (statistics with `needs_rows` always get a row map)
         # Detached, because the kept tensors must not keep the graph of the pass alive.
         use = Use(self.plan.inputs, mapped(x, Tensor.detach), row_map, self.plan.ones)
 

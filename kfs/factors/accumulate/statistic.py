@@ -1,8 +1,8 @@
-"""Statistics: what a pass accumulates over the uses of tracked parameters, with one additive state.
+"""Statistics accumulate the uses of tracked parameters in a pass. They have one additive state.
 
-The state of a `Statistic` is a sum over data: its `tensors()`, and its `counts()` on the host. All that can be done
-with any such sum is done here, once: `reset` sets it to zero, `add_up_over_ranks` adds it up over processes,
-`Statistic.state` and `Statistic.add` are for files, and `Statistic.add_counts` for replay.
+The state of a `Statistic` is a sum over data: its `tensors()`, and its `counts()` on the host. The operations on any
+such sum exist once: `reset` sets it to zero, `add_up_over_ranks` adds it up over processes, `Statistic.state` and
+`Statistic.add` are for files, and `Statistic.add_counts` for replay.
 
 Which blocks there are, and how they are stored, is not additive. A statistic whose blocks are found in the data, such
 as `FactorSums`, decides in `agree` and `add` which blocks of others it takes over.
@@ -87,7 +87,7 @@ def all_of(adders: Sequence[Adder]) -> Adder:
 
 
 class Statistic(ABC):
-    """What a pass accumulates over the uses of tracked parameters.
+    """A sum over data that passes accumulate from the uses of tracked parameters.
 
     Args:
         layouts: The blocks, if they are known before the first pass.
@@ -104,7 +104,7 @@ class Statistic(ABC):
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
         self.adders: dict[Any, Adder] = {}
-        self.placement = BlockMap(layouts)
+        self.block_map = BlockMap(layouts)
 
     @abstractmethod
     def adder_of(self, plan: PlannedUse) -> Adder:

@@ -339,8 +339,8 @@ class _Audit:
             f = self._forward(capture)
             exact = self._send_back(f, capture, params)
             # Repeat the pass if weights are used both ways, or if answers to questions were wrong.
-            if not self.session.both_ways >= sums.placement.both_ways:
-                self.session.learn(sums.placement.both_ways)
+            if not self.session.both_ways >= sums.block_map.both_ways:
+                self.session.learn(sums.block_map.both_ways)
                 continue
             changed = self._changed_answers(capture)
             if changed and rounds < _ROUNDS:

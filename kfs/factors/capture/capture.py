@@ -191,7 +191,7 @@ class Capture(TorchFunctionMode):
         self.statistics = statistics
         # The adder of each plan. That of a single statistic is kept across batches.
         self.adders: dict[Any, Adder] = statistics[0].adders if len(statistics) == 1 else {}
-        self.placement = statistics[0].placement if statistics else BlockMap()
+        self.block_map = statistics[0].block_map if statistics else BlockMap()
         self.needs_rows = not statistics or any([one.needs_rows for one in statistics])  # noqa: C419
         self.num_data = num_data
         self.batch_axis = batch_axis
@@ -339,7 +339,7 @@ class Capture(TorchFunctionMode):
         """Settle plans, and return the operation's output with a tap for each."""
         settled = self.session.plans.get(key)
         if type(settled) is not list or not self.fit(settled):
-            settled = [one for plan in planned for one in self.session.settle(plan, call, out, self.placement)]
+            settled = [one for plan in planned for one in self.session.settle(plan, call, out, self.block_map)]
             self.session.plans[key] = settled
         for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
@@ -406,8 +406,8 @@ class Capture(TorchFunctionMode):
 
     def fit(self, plans: Iterable[Plan]) -> bool:
         """Whether settled plans fit the existing blocks; in training, every pass starts without blocks."""
-        adders, placement = self.adders, self.placement
-        return all([plan in adders or not plan.fits or placement.admit(plan.layout) for plan in plans])  # noqa: C419
+        adders, block_map = self.adders, self.block_map
+        return all([plan in adders or not plan.fits or block_map.admit(plan.layout) for plan in plans])  # noqa: C419
 
     def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
         """Accumulate the inputs of a use, and return its gradient callback for `[columns, *shape of the output]`.

@@ -201,7 +201,7 @@ def settled(capture: "Capture", plan: Plan, call: Call, like: Tensor) -> tuple[P
     """Return the settled plans for a plan, which are cached across batches."""
     known = capture.session.settled
     if plan not in known or not capture.fit(known[plan]):
-        known[plan] = capture.session.settle(plan, call, like, capture.placement)
+        known[plan] = capture.session.settle(plan, call, like, capture.block_map)
     return known[plan]
 
 

@@ -98,7 +98,7 @@ class Counting:
     rule: RowRule = ALL
     positions: int = 1  # of each row
     row_map: RowMap | None = None  # the row map, if it is known by construction
-    by_datum: bool = True  # whether the row map is needed even if the rule does not use it
+    needs_rows: bool = True  # whether the row map is needed even if the rule does not use it
 
 
 EVERYTHING = Counting()
@@ -328,7 +328,7 @@ class RowQueries:
                 known = self._known.meetings if meeting else self._known.uses
                 row_map = self._look_up(what, leading, known, meeting)
             # If only the rows with gradients matter, no row map is needed.
-            if row_map is None and not counting.by_datum and counting.rule.kind in {"all", "measured"}:
+            if row_map is None and not counting.needs_rows and counting.rule.kind in {"all", "measured"}:
                 error = DataError("The row map of this input was not measured.", "Use sharing='expand'.")
                 row_map = UnknownRows(error, self.num_data)
         # Which rows count may have to be measured, or is known only with the targets.
@@ -384,7 +384,7 @@ class RowQueries:
         since = self.opened[opened:] if answer else self.observed[observed:]
         self.questions.append((question, answer, since))
 
-    def settle(self) -> None:
+    def answer_all(self) -> None:
         """Compute all row maps, and start all queries, after all probes were sent back."""
         probes = 1 + number_of_digits(self.num_data)
         kinds: dict[Any, list[RowQuery]] = {}

@@ -167,7 +167,7 @@ def measure_rows(
     assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
     found: Sequence[Tensor | None] = ()
     if not queries.need_probes:  # only targets were missing
-        queries.settle()
+        queries.answer_all()
         return [None] * len(also)
     capture.probing = True
     try:
@@ -184,7 +184,7 @@ def measure_rows(
             found = found or gradients
     finally:
         capture.probing = False
-    queries.settle()
+    queries.answer_all()
     return found
 
 

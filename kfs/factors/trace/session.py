@@ -82,14 +82,14 @@ class Session:
         self.settled.clear()
         self.hidden_uses.clear()
 
-    def settle(self, plan: Plan, call: Call, like: Tensor, placement: BlockMap) -> tuple[Plan, ...]:
+    def settle(self, plan: Plan, call: Call, like: Tensor, block_map: BlockMap) -> tuple[Plan, ...]:
         """Choose the block of a use: a joint block for weight and bias, or one for each.
 
         Args:
             plan: The plan that a rule returned.
             call: The call that it belongs to.
             like: The operation's output, for its dtype and device.
-            placement: The existing blocks.
+            block_map: The existing blocks.
 
         Returns:
             One plan, or two if there is a bias that does not join the weight's block.
@@ -103,8 +103,8 @@ class Session:
         bias = plan.bias
         name = bias.layout.weight if bias is not None and plan.joins else None
         may_join = self.joint_bias and plan.layout.weight not in self.both_ways
-        layout, side = placement.place(plan.layout, name if may_join else None)
-        fits = placement.admit(layout)
+        layout, side = block_map.place(plan.layout, name if may_join else None)
+        fits = block_map.admit(layout)
         joint = name is not None and layout.bias == name and side == "A"
         settled = replace(
             plan,
@@ -118,4 +118,4 @@ class Session:
         )
         if bias is None or joint:
             return (settled,)
-        return (settled, *self.settle(bias, call, like, placement))
+        return (settled, *self.settle(bias, call, like, block_map))
