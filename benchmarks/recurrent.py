@@ -72,7 +72,7 @@ def watched_pass(risk: EmpiricalRisk) -> None:
     (batch,) = risk.batches()
     sums = FactorSums(Settings(), dry=True)
     with torch.enable_grad():
-        f, _ = forward(risk, batch, new_trace(risk.params), sums)
+        f, _ = forward(risk, batch, new_trace(risk.params), [sums])
         loss = nn.functional.cross_entropy(f, batch.y)
         torch.autograd.grad(loss, list(risk.params.values()))
 

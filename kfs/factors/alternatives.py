@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from kfs.display.progress import show_progress
 from kfs.errors import ModelError
-from kfs.factors.accumulate import PerDatumSums, Squares, Statistic, Use
+from kfs.factors.accumulate import Moment, PerDatumSums, Squares, Use
 from kfs.factors.accumulate.inputs import Vectors
 from kfs.factors.block import Block
 from kfs.factors.blocks import (
@@ -43,7 +43,7 @@ from kfs.factors.settings import Settings
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.precision import at_least_float32
 
-S = TypeVar("S", bound=Statistic)
+S = TypeVar("S", bound=Moment)
 
 
 def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) -> BlockDiagonal:
@@ -77,8 +77,8 @@ def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) 
 def exact_matrices(K: KFAC, risk: EmpiricalRisk, names: Iterable[str]) -> dict[str, Tensor]:
     """Compute the exact matrices of some of KFAC's blocks, by name. Parameters are flattened by rows."""
     chosen = set(names)
-    found = _statistics(K, risk, lambda block: _OuterProducts(K, block) if block.name in chosen else None)
-    return {name: K.blocks[name].reduction_factor * statistic.total for name, statistic in found.items()}
+    found = _moments(K, risk, lambda block: _OuterProducts(K, block) if block.name in chosen else None)
+    return {name: K.blocks[name].reduction_factor * moment.total for name, moment in found.items()}
 
 
 def exact_diagonal(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
@@ -94,7 +94,7 @@ def exact_diagonal(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
         True
     """
     K = _kfac(risk, settings)
-    found = _statistics(K, risk, lambda block: Squares(_zeros(K, *block.layout.matrix_shape)))
+    found = _moments(K, risk, lambda block: Squares(_zeros(K, *block.layout.matrix_shape)))
     made = _operator(K, lambda block: Eigenbasis.of_diagonal(block.reduction_factor * found[block.name].total))
     return made.called("exact_diagonal")
 
@@ -112,7 +112,7 @@ def trace_scaled(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
         True
     """
     K = _kfac(risk, settings)
-    found = _statistics(K, risk, lambda block: _PartialTraces(K, block))
+    found = _moments(K, risk, lambda block: _PartialTraces(K, block))
 
     def structure(block: Block) -> Structure:
         A, B = (_factor(contraction.total) for contraction in found[block.name].contractions)
@@ -162,16 +162,16 @@ def optimal_kronecker(
 
 def _best_factors(K: KFAC, risk: EmpiricalRisk, side: Side, fixed: dict[str, Factor]) -> dict[str, Factor]:
     """Return the best factors on one side for fixed factors on the other side, by block."""
-    found = _statistics(K, risk, lambda block: _Contraction(K, block, side, fixed[block.name]))
+    found = _moments(K, risk, lambda block: _Contraction(K, block, side, fixed[block.name]))
     best = {}
-    for name, statistic in found.items():
-        total = K.blocks[name].reduction_factor * statistic.total
+    for name, moment in found.items():
+        total = K.blocks[name].reduction_factor * moment.total
         norm = fixed[name].squared_norm().clamp(min=torch.finfo(total.dtype).tiny)
         best[name] = _factor(total / norm.reshape(-1, *[1] * (total.ndim - 1)))
     return best
 
 
-class _Contraction(Statistic):
+class _Contraction(Moment):
     """Sums of `G^T B G` for side A, or of `G A G^T` for side B: dense matrices, or only their diagonals.
 
     Args:
@@ -217,7 +217,7 @@ class _Contraction(Statistic):
             self.total.baddbmm_(left.flatten(1, 2).transpose(1, 2), right.flatten(1, 2))
 
 
-class _PartialTraces(Statistic):
+class _PartialTraces(Moment):
     """Both contractions of a block with the identity."""
 
     def __init__(self, K: KFAC, block: Block) -> None:
@@ -236,7 +236,7 @@ class _PartialTraces(Statistic):
             contraction.add_use(use, g)
 
 
-class _OuterProducts(Statistic):
+class _OuterProducts(Moment):
     """Sums of outer products of flattened gradients."""
 
     def __init__(self, K: KFAC, block: Block) -> None:
@@ -260,18 +260,18 @@ def _kfac(risk: EmpiricalRisk, settings: dict[str, Any]) -> KFAC:
     return K
 
 
-def _statistics(
+def _moments(
     K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None], settings: Settings | None = None
 ) -> dict[str, S]:
-    """Create statistics of blocks (`None` to leave a block out), and accumulate all per-example gradients in them."""
+    """Create moments of blocks (`None` to leave a block out), and accumulate all per-example gradients in them."""
     settings = settings or K.settings
     layouts = {block.layout.key: block.layout for block in K.blocks.values()}
-    made = {name: statistic for name, block in K.blocks.items() if (statistic := make(block)) is not None}
+    made = {name: moment for name, block in K.blocks.items() if (moment := make(block)) is not None}
     sums = PerDatumSums(settings, layouts, {K.blocks[name].layout.key: made[name] for name in made})
     try:
         sweep(risk, sums, settings, "gradients")
     except WITHOUT_VMAP as error:
-        return _statistics(K, risk, make, one_by_one(settings, error))
+        return _moments(K, risk, make, one_by_one(settings, error))
     return made
 
 

@@ -3,10 +3,10 @@
 It is the only implementation of a pass. Its clients are `kfs.factors.compute`, audits, `kfs.inspect`, and the
 optimizer, which watches passes of the user and records its own.
 
-    with CapturedPass(trace, sums, num_data) as one:  # inputs are added to sums in this context
+    with CapturedPass(trace, statistics, num_data) as one:  # inputs are accumulated in this context
         f = model(*one.mark(arguments))
     one.finish_forward(f)
-    one.send_back(f, vectors)  # gradients are added to sums
+    one.send_back(f, vectors)  # gradients are accumulated
 
 `kfs.factors.trace.discovery` finds which operations use parameters; a pass inherits from it. A row source determines
 which example a row belongs to (see `kfs.factors.rows.source`).
@@ -34,8 +34,8 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from kfs.errors import ModelError
-from kfs.factors.accumulate.interface import Adder, Sums
 from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.accumulate.statistic import Adder, Statistic, all_of
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
 from kfs.factors.rows.measure import MeasureRows
 from kfs.factors.rows.row_map import RowMap, StridedRows
@@ -157,7 +157,7 @@ class CapturedPass(Discovery):
 
     Args:
         trace: Has tracked parameters, rules and plans.
-        sums: The sums in which inputs and gradients are accumulated.
+        statistics: Accumulate inputs and gradients. If there are none, the pass finds row maps only.
         num_data: Number of examples in the batch.
         batch_axis: Position of the batch axis in activations, if not the first.
         known: Result of an audit. `None` to guess row maps from lengths.
@@ -177,7 +177,7 @@ class CapturedPass(Discovery):
     def __init__(
         self,
         trace: Trace,
-        sums: Sums,
+        statistics: Sequence[Statistic],
         num_data: int,
         batch_axis: int | None = None,
         known: AuditResult | None = None,
@@ -190,7 +190,8 @@ class CapturedPass(Discovery):
         # Plans are dropped if parameters have moved to other storages, or if varying shapes have made too many of them.
         if trace.tracker.has_moved() or len(trace.plans) > MOST_PLANS:
             trace.forget_plans()
-            sums.adders.clear()
+            for statistic in statistics:
+                statistic.adders.clear()
         if known is not None and not trace.both_ways >= known.both_ways:
             trace.learn(known.both_ways)
         self.masks = masks or BatchMasks()
@@ -205,7 +206,10 @@ class CapturedPass(Discovery):
             )
         inputs = ((), ()) if known is None else (known.constants, known.inputs)
         super().__init__(trace, rows, batch_axis, *inputs)
-        self.sums = sums
+        self.statistics = statistics
+        # The adder of each plan. That of a single statistic is kept across batches.
+        self._adders: dict[Plan, Adder] = statistics[0].adders if len(statistics) == 1 else {}
+        self._needs_rows = not statistics or any([one.needs_rows for one in statistics])  # noqa: C419
         self.phase = Phase.IDLE
         self.columns = 1
         self.keeps_graph = True
@@ -215,11 +219,12 @@ class CapturedPass(Discovery):
         if known is not None:
             self.unexplained |= known.unexplained
         # Whether some rows do not count, as far as the host knows.
-        self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.row_rules)
-        self._distrusts = sums.counts_rows and known is not None and known.distrusted
+        counts_rows = known is not None and any([one.counts_rows for one in statistics])  # noqa: C419
+        self._counts_rows = counts_rows and self.masks.leave_out(known.row_rules)  # type: ignore[union-attr]
+        self._distrusts = counts_rows and known.distrusted  # type: ignore[union-attr]
         self._padding: PaddingCheck | None = None
         self._observers = [] if observer is None else [observer]
-        if sums.counts_rows and known is not None and known.checked is not None and padding is not None:
+        if counts_rows and known is not None and known.checked is not None and padding is not None:
             self._padding = PaddingCheck(known.checked, padding)
             self._observers.append(self._padding.observe)
         self._uses = 0  # number of uses so far
@@ -247,16 +252,22 @@ class CapturedPass(Discovery):
         self._uses += 1
         if not plan.fits:
             self.rows.takes_probes = True  # audits send nothing else back
-            return lambda _: self.sums.note_conflict(plan)
-        adder = self.sums.adders.get(plan)
+            return lambda _: self._note_conflict(plan)
+        adder = self._adders.get(plan)
         if adder is None:
-            adder = self.sums.adders[plan] = self.sums.adder_of(plan)
+            every = [s.adders.get(plan) or s.adders.setdefault(plan, s.adder_of(plan)) for s in self.statistics]
+            adder = self._adders[plan] = every[0] if len(every) == 1 else all_of(every)
         checked = self._padding is not None and number == self._padding.place
-        if self.sums.needs_rows or self._counts_rows or self._distrusts or checked:
+        if self._needs_rows or self._counts_rows or self._distrusts or checked:
             receive = self._add_rows(number, adder, plan, x, by_construction)
         else:
-            receive = adder.add(x)
+            receive = adder(x, None)
         return receive if plan.read is None else _reading(plan.read, x, receive)
+
+    def _note_conflict(self, plan: Plan) -> None:
+        """Record a use that contradicts other uses of its parameter."""
+        for statistic in self.statistics:
+            statistic.note_conflict(plan)
 
     def _add_rows(self, number: int, adder: Adder, plan: Plan, x: Any, by_construction: bool) -> Receiver:
         """Accumulate the inputs of a use as soon as its row map and the rows that count are known."""
@@ -268,12 +279,12 @@ class CapturedPass(Discovery):
         # Derived and broadcast parameters are not measured, and fixed positions need not be.
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
-        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self.sums.needs_rows)
+        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows)
         used = Used(number, query, by_construction, self.rows.next_use, plan.inputs.not_padding(x))
 
         def start(row_map: RowMap) -> Receiver:
             with full_precision(plan.device.type):
-                receive = adder.add(x, row_map)
+                receive = adder(x, row_map)
             for observe in self._observers:
                 receive = observe(used, row_map, receive)
             return receive
@@ -324,7 +335,7 @@ class CapturedPass(Discovery):
         keep_graph: bool = False,
         like: Tensor | None = None,
     ) -> None:
-        """Send vectors back to all taps, chunk by chunk, and accumulate the gradients in the sums.
+        """Send vectors back to all taps, chunk by chunk, and accumulate the gradients in the statistics.
 
         Args:
             f: Predictions.
@@ -333,13 +344,15 @@ class CapturedPass(Discovery):
             like: The predictions, if `f` is a `GradientEdge`.
         """
         self.measure_rows(f, like)
-        self.sums.finish_forward()
+        for statistic in self.statistics:
+            statistic.finish_forward()
         chunks = iter(vectors)
         columns = next(chunks, None)
         while columns is not None:
             following = next(chunks, None)
             self.backward(f, columns, keep_graph or following is not None)
-            self.sums.finish_backward()
+            for statistic in self.statistics:
+                statistic.finish_backward()
             columns = following
         self._finish_batch()
 
@@ -348,7 +361,8 @@ class CapturedPass(Discovery):
         self.keeps_graph = False
         self.measure_rows(f, like)
         self.phase = Phase.LISTENING
-        self.sums.finish_forward()
+        for statistic in self.statistics:
+            statistic.finish_forward()
 
     def stop_listening(self) -> None:
         """Complete the sums after the caller's backward pass; do nothing if there was none."""
@@ -356,7 +370,8 @@ class CapturedPass(Discovery):
             return
         with torch.no_grad():
             self.pass_derived()
-        self.sums.finish_backward()
+        for statistic in self.statistics:
+            statistic.finish_backward()
         self.phase = Phase.IDLE
         self._finish_batch()
 
@@ -408,7 +423,8 @@ class CapturedPass(Discovery):
 
     def _finish_batch(self) -> None:
         """Discard the state of this batch, after the last backward pass."""
-        self.sums.finish_batch()
+        for statistic in self.statistics:
+            statistic.finish_batch()
         if self._padding is not None:
             self._padding.finish()
         if self.rows.has_pending:
@@ -419,7 +435,7 @@ def forward(
     risk: EmpiricalRisk,
     batch: Batch,
     trace: Trace,
-    sums: Sums,
+    statistics: Sequence[Statistic],
     batch_axis: int | None = None,
     known: AuditResult | None = None,
     ignored: DeferredChecks | None = None,
@@ -431,7 +447,7 @@ def forward(
         risk: Model and parameters.
         batch: A batch of data.
         trace: Has tracked parameters, rules and plans.
-        sums: The sums in which inputs, and later gradients, are accumulated.
+        statistics: Accumulate inputs, and later gradients.
         batch_axis: Position of the batch axis in activations, if not the first.
         known: Result of an audit. `None` to guess row maps from lengths.
         ignored: If given, all targets are assumed to count, and examples with ignored targets are recorded there.
@@ -445,7 +461,7 @@ def forward(
     if ignored is not None and targets is not None:
         ignored.note(~targets.flatten(1).all(1), batch.start)
         masks.assume_all_count()
-    one = CapturedPass(trace, sums, len(batch.y), batch_axis, known, masks=masks, padding=padding)
+    one = CapturedPass(trace, statistics, len(batch.y), batch_axis, known, masks=masks, padding=padding)
     f = risk.predict(risk.params, batch._replace(x=one.mark(batch.x)), within=one)
     one.finish_forward(f)
     return f, one

@@ -37,7 +37,7 @@ from kfs import files
 from kfs.distributed import Ranks
 from kfs.distributed.collectives import joined, write_joined
 from kfs.errors import LostRankError, StorageError
-from kfs.factors.accumulate.interface import Sums
+from kfs.factors.accumulate.statistic import Statistic
 from kfs.factors.audit import Audit
 from kfs.factors.settings import Settings
 from kfs.losses import Loss
@@ -407,8 +407,8 @@ class Journal:
         self._digests: dict[int, int] = {}  # of parts of the current batch, by the index of their first example
         self._written_at = time.monotonic()
 
-    def resume(self, sums: Sums) -> Progress:
-        """Restore the sums in this rank's file, if there is one, and return the counts. All ranks call it."""
+    def resume(self, sums: Statistic) -> Progress:
+        """Add the sums in this rank's file to nothing, if there is one, and return the counts. All ranks call it."""
         self._start()
         every = self.ranks.gather("checkpoints", self._listed())
         # Take files with the most examples first: a united file replaces the files that it was made from.
@@ -422,7 +422,7 @@ class Journal:
             self._checked[file.name] = SeenData()
             rank = self._reader(file, every, index)
             if rank == self.ranks.rank and file.name == self.own_path.name:
-                progress = self._read(file, sums.restore)
+                progress = self._read(file, sums.add)
                 self._seen.add_all(file.seen)
                 self._in_file = self._seen.number
             elif rank == self.ranks.rank:
@@ -507,7 +507,7 @@ class Journal:
         late = minutes is not None and time.monotonic() - self._written_at >= 60 * minutes
         return late or (batches is not None and progress.batches % batches == 0)
 
-    def close(self, progress: Progress, sums: Sums) -> None:
+    def close(self, progress: Progress, sums: Statistic) -> None:
         """Write the final sums of this process, and add those of other files. All ranks call it.
 
         Raises:
@@ -525,7 +525,7 @@ class Journal:
         for file in self._others:
             progress.add(self._read(file, sums.add))
 
-    def write(self, progress: Progress, sums: Sums) -> None:
+    def write(self, progress: Progress, sums: Statistic) -> None:
         """Write the sums of this process."""
         files.write(self.own_path, *self._content(progress.state(), self._seen, sums.state()))
         self._in_file = self._seen.number
@@ -537,7 +537,7 @@ class Journal:
         ranges = [list(some) for some in seen.ranges]
         return about, {"progress": {**progress, "ranges": ranges, "digest": f"{seen.digest:032x}"}, "uses": uses}
 
-    def unite(self, progress: Progress, sums: Sums) -> None:
+    def unite(self, progress: Progress, sums: Statistic) -> None:
         """Replace all files by a single one, after the sums of all ranks were added up. All ranks call it.
 
         Args:
@@ -565,7 +565,7 @@ class Journal:
                     path.unlink()
         self.ranks.gather("deleted files", None)  # no rank continues before, because it may look for files
 
-    def _write_united(self, progress: Mapping[str, Any], seen: SeenData, sums: Sums) -> None:
+    def _write_united(self, progress: Mapping[str, Any], seen: SeenData, sums: Statistic) -> None:
         """Write the sums of all blocks on rank 0, including blocks that other ranks own."""
         # If all ranks have all sums, those of rank 0 are enough.
         is_copy = not self._owned and self.ranks.rank > 0

@@ -38,7 +38,7 @@ from kfs.errors import DataError, KfsWarning, ModelError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
 from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
-from kfs.factors.accumulate.interface import Sums
+from kfs.factors.accumulate.statistic import Statistic, add_up_over_ranks, reset
 from kfs.factors.audit import Audits, Counts
 from kfs.factors.block import Block
 from kfs.factors.capture import CapturedPass, forward
@@ -383,7 +383,7 @@ def recorder_for(risk: EmpiricalRisk, settings: Settings) -> Recorder | None:
 
 def sweep(
     risk: EmpiricalRisk,
-    sums: Sums,
+    sums: Statistic,
     settings: Settings,
     task: str,
     journal: Journal | None = None,
@@ -421,7 +421,7 @@ def sweep(
         if assumed and any(ranks.gather("rows that count", _wrong(ignored) or _wrong(padding))):
             # Some targets do not count, or there is padding that no row rule explains. Repeat the pass without
             # assumptions.
-            sums.restart()
+            reset(sums)
             progress = Progress()
             for _ in Passes(risk, sums, settings, progress).over(risk.batches(task)):
                 pass
@@ -430,7 +430,7 @@ def sweep(
         if ranks.are_several:
             risk.count()  # refuses data that are empty on all ranks
             progress.add_up(ranks)
-            sums.add_up(ranks, risk.device)
+            add_up_over_ranks(ranks, sums, risk.device)
         if journal is not None:
             journal.unite(progress, sums)
     return progress
@@ -455,7 +455,7 @@ class Passes:
     def __init__(
         self,
         risk: EmpiricalRisk,
-        sums: Sums,
+        sums: Statistic,
         settings: Settings,
         progress: Progress,
         vectors: Vectors | None = None,
@@ -491,7 +491,7 @@ class Passes:
                 known = audits.of_batch(risk, batch) if settings.audit else None
                 # Step 1: forward pass, in which all operations with parameters are found.
                 # Step 2: input-based factors; the pass adds inputs to their sums while the model runs.
-                f, one = forward(risk, batch, trace, sums, settings.batch_axis, known, self._ignored, self._padding)
+                f, one = forward(risk, batch, trace, [sums], settings.batch_axis, known, self._ignored, self._padding)
                 missed = self._check(f.detach(), batch, one, audits)
                 # Step 3: generate vectors, send each back to all outputs; gradient-based factors.
                 one.send_back(f, self._vectors_of(f.detach(), batch))

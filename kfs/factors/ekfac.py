@@ -93,7 +93,7 @@ def sum_squares(
         keys = {K.blocks[name].layout.key: name for name in chosen}
         others = {K.blocks[name].layout.key for name in names if name not in subset}
         owners = {key: K.owners[name] for key, name in keys.items()} if K.owners else None
-        sums = PerDatumSums(settings, layouts, {k: _statistic(bases[n]) for k, n in keys.items()}, others, owners)
+        sums = PerDatumSums(settings, layouts, {k: _squares(bases[n]) for k, n in keys.items()}, others, owners)
         made = None if journal is None else journal(stage, blocks=which)
         progress = sweep(risk, sums, settings, "EKFAC", made)
         sums.check_complete(resumed=journal is not None)
@@ -116,8 +116,8 @@ def _fetched(K: KFAC, own: Mapping[str, Eigenbasis]) -> dict[str, Eigenbasis]:
     return found
 
 
-def _statistic(basis: Eigenbasis) -> Squares:
-    """Return the statistic that accumulates the eigenvalues of a block."""
+def _squares(basis: Eigenbasis) -> Squares:
+    """Return the moment that accumulates the eigenvalues of a block."""
     Q_A, Q_B = (Q.values if Q.kind == "dense" else None for Q in (basis.Q_A, basis.Q_B))
     return Squares(basis.values, Q_A, Q_B)
 

@@ -235,7 +235,7 @@ def _uses(
     """Run a forward and a backward pass; return sums without values, and the uncovered parameters with reasons."""
     sums = FactorSums(settings, dry=True)
     trace = new_trace(risk.params, settings.joint_bias)
-    f, one = forward(risk, batch, trace, sums, settings.batch_axis, known)
+    f, one = forward(risk, batch, trace, [sums], settings.batch_axis, known)
     one.measure_rows(f)
     one.backward(f, torch.ones_like(f).unsqueeze(0))
     why_not = not_covered(risk.params, sums.blocks.values(), one.unexplained, sums.conflicts, one.reached)

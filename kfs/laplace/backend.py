@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import ModelError
-from kfs.factors.accumulate import FactorSums
+from kfs.factors.accumulate import FactorSums, reset
 from kfs.factors.block import Block
 from kfs.factors.checkpoint import Progress
 from kfs.factors.compute import Passes, backpropagated_vectors, coverage_error, not_covered
@@ -108,7 +108,7 @@ class FactorsByBatch(ByBatch):
 
     def _begin(self) -> Iterator[Any]:
         """Return a pass that accumulates sums."""
-        self._sums = ResetSums(self.settings)
+        self._sums = FactorSums(self.settings)
         self._progress = Progress()
         passes = Passes(self._risk, self._sums, self.settings, self._progress, seen=self._keep_predictions)
         return passes.over(self._risk.batches("factors"), pausing=True)
@@ -120,7 +120,7 @@ class FactorsByBatch(ByBatch):
             ModelError: If a parameter is not covered.
         """
         if self._pass is not None:
-            self._sums.reset()
+            reset(self._sums)
         self._next(x, y)
         found = list(self._sums.blocks.values())
         bad = not_covered(self.names, found, self._progress.unexplained, self._sums.conflicts)
@@ -154,21 +154,6 @@ class ColumnsByBatch(ByBatch):
     def scale(self, y: Tensor) -> float:
         """Return the factor in front of the sum of outer products."""
         return self._reduction_factor(y)
-
-
-class ResetSums(FactorSums):
-    """Sums for Kronecker factors that can be reset to zero in place."""
-
-    def reset(self) -> None:
-        """Set all sums and counts to zero, without new memory."""
-        for block in self.blocks.values():
-            for role in block.roles.values():
-                role.counted = role.positions = 0.0
-                for count in role.on_device:
-                    count.zero_()
-                for one in (role.input, role.gradient):
-                    one.total.zero_()
-                    one.ones = 0.0
 
 
 _WAY_OUT = "Use kfs.laplace.posterior(kfs.KFAC(risk), risk, prior_precision), which needs no laplace-torch."

@@ -51,7 +51,7 @@ from kfs.distributed import Group, Ranks, Same, add_up, add_up_at, all_true, che
 from kfs.distributed.assignment import Part, place
 from kfs.distributed.collectives import digest_of, fill_lower_triangle, refuse_different, upper_triangle
 from kfs.errors import DistributedError, KfsError, ModelError
-from kfs.factors.accumulate import BlockSums, add_up_totals, agreed_blocks
+from kfs.factors.accumulate import BlockSums, Total, add_up_totals, agreed_blocks
 from kfs.factors.blocks import BlockError, Eigenbasis, Factor, Kronecker
 from kfs.factors.compute import not_covered
 from kfs.factors.layout import Key
@@ -845,7 +845,7 @@ class Exchange:
         # Two roles of a weight are combined depending on their totals over all ranks. Only the last rank keeps these.
         tied = [block for block in result.values() if len(block.roles) > 1]
         if tied:
-            add_up_totals(self.ranks, tied)
+            add_up_totals(self.ranks, [Total(s.total, not s.diagonal) for block in tied for s in block.sums])
         for s in (s for block in tied for s in block.sums):
             if self.ranks.rank < self.ranks.size - 1:
                 s.total = torch.zeros_like(s.total)

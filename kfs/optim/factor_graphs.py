@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 
-from kfs.factors.accumulate import BlockSums, FactorSums, read_counts
+from kfs.factors.accumulate import BlockSums, FactorSums, read_counts, reset
 from kfs.factors.blocks import computable
 from kfs.factors.capture import CapturedPass
 from kfs.factors.compute import backpropagated_vectors, columns_at_once, not_covered
@@ -130,15 +130,11 @@ class FactorPass:
         Numbers of positions that depend on data stay on the device, because a graph cannot send them to the host.
         """
         # Reset sums in place: a graph writes to the same memory every time.
-        totals = [s.total for block in sums.blocks.values() for s in block.sums]
-        roles = [role for block in sums.blocks.values() for role in block.roles.values()]
-        totals += [t for role in roles for t in role.on_device]
-        if totals:
-            torch._foreach_zero_(totals)
+        reset(sums)
         # Run the model in a captured pass.
         device = self.trace.device_type
         masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, num_data), device=self.trace.device)
-        one = CapturedPass(self.trace, sums, num_data, self.settings.batch_axis, self.known, masks=masks)
+        one = CapturedPass(self.trace, [sums], num_data, self.settings.batch_axis, self.known, masks=masks)
         args, kwargs = one.mark(arguments)
         with torch.enable_grad(), torch.autocast(device, self.autocast[1], self.autocast[0]), evaluating():
             with one:

@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kfs.factors.accumulate import Adder, BlockSums, FactorSums, PerDatumSums, PlannedUse, Receiver, Squares
+from kfs.factors.accumulate import BlockSums, Squares
 from kfs.factors.layout import Key, Layout
-from kfs.factors.rows import RowMap
-from kfs.factors.settings import Settings
 
 # By block: its layout, and a sum of squared gradients in its eigenbasis that starts at zero.
 Bases = Mapping[Key, tuple[Layout, Squares]]
@@ -68,45 +66,3 @@ class StepSums:
     def covered(self) -> set[str]:
         """Names of the parameters that have blocks."""
         return {name for block in self.blocks.values() for name in block.layout.params}
-
-
-class FactorAndSquareSums(FactorSums):
-    """Sums for factors, and sums of squared per-example gradients, in one pass."""
-
-    def __init__(self, settings: Settings, bases: Bases) -> None:
-        super().__init__(settings)
-        layouts = {key: layout for key, (layout, _) in bases.items()}
-        squares = {key: squares for key, (_, squares) in bases.items()}
-        self._squares = PerDatumSums(settings, layouts, squares)
-        self.needs_rows = True
-
-    def adder_of(self, plan: PlannedUse) -> Adder:
-        """Return an adder for the uses of a plan that adds to both sums."""
-        return _Both(super().adder_of(plan), self._squares.adder_of(plan))
-
-    def finish_backward(self) -> None:
-        """Add terms that had to wait for the end of the backward pass."""
-        super().finish_backward()
-        self._squares.finish_backward()
-
-    def finish_batch(self) -> None:
-        """Discard the data of the batch."""
-        super().finish_batch()
-        self._squares.finish_batch()
-
-
-@dataclass
-class _Both(Adder):
-    """Adds a use to two sums."""
-
-    first: Adder
-    second: Adder
-
-    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
-        first, second = self.first.add(x, row_map), self.second.add(x, row_map)
-
-        def receive(g: Tensor) -> None:
-            first(g)
-            second(g)
-
-        return receive

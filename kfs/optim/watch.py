@@ -29,7 +29,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from kfs.display.describe import counted
 from kfs.distributed import Ranks
 from kfs.errors import DataError, KfsError, KfsWarning, ModelError
-from kfs.factors.accumulate import FactorSums
+from kfs.factors.accumulate import FactorSums, PerDatumSums, Statistic
 from kfs.factors.audit import Audit, Audits, Counts, NotRepeatableError, distrust
 from kfs.factors.blocks import computable
 from kfs.factors.capture import CapturedPass
@@ -44,7 +44,7 @@ from kfs.optim.costs import Costs
 from kfs.optim.factor_graphs import Autocast, Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
 from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, whole_in_backward
 from kfs.optim.loss_check import Targets, shows_targets
-from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
+from kfs.optim.step_sums import Bases, StepSums
 from kfs.problem.data import MaskSource
 from kfs.problem.isolation import evaluating, is_evaluating, restored
 from kfs.problem.risk import output_tensors, prediction_in
@@ -162,7 +162,12 @@ class Pass:
         labels = arguments[1].get("labels")
         self.targets = Targets(labels if isinstance(labels, Tensor) else None, compare=self.compare)
         self._result = StepSums(self.num_data, in_model=self.targets.y is not None)
-        self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
+        self._sums = FactorSums(self.settings)
+        self._statistics: list[Statistic] = [self._sums]
+        if self.bases:
+            layouts = {key: layout for key, (layout, _) in self.bases.items()}
+            squares = {key: squares for key, (_, squares) in self.bases.items()}
+            self._statistics.append(PerDatumSums(self.settings, layouts, squares))
         self._replayed: FactorResult | None = None
         self._captured: CapturedPass | None = None
         self._padding: DeferredChecks | None = None  # records padding that no rule about rows explains
@@ -177,7 +182,7 @@ class Pass:
             self._padding = None if self.settings.fisher == "forward-only" else DeferredChecks(trace.device)
             trace.restart_blocks()
             self._captured = CapturedPass(
-                trace, self._sums, self.num_data, batch_axis, known, masks=masks, padding=self._padding
+                trace, self._statistics, self.num_data, batch_axis, known, masks=masks, padding=self._padding
             )
 
     def start(self) -> Any:

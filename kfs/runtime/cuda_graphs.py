@@ -341,7 +341,7 @@ _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, 
 
 
 class Host(Protocol):
-    """Interface of the state on the host that a pass changes: `kfs.factors.accumulate.Sums`, or `Nothing`."""
+    """Interface of the state on the host that a pass changes: `kfs.factors.accumulate.Statistic`, or `Nothing`."""
 
     adders: dict[Any, Any]  # an adder that is created during a recording would use memory of the graph
 

@@ -10,9 +10,12 @@ import torch.distributed as dist
 import kfs
 from kfs.distributed import Ranks
 from kfs.errors import DataError, DistributedError, ModelError
+from kfs.factors.compute import sweep
 from kfs.factors.kfac import KFAC
+from kfs.factors.settings import Settings
 from tests.distributed.pool import Pool
 from tests.distributed.problems import CUTS, batches, bits, is_first, problem, risk_of_all, risk_of_own
+from tests.factors.test_statistic import GradientNorms
 
 FISHERS = ("type-2", "ggn", "mc", "empirical", "forward-only")
 CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}  # sums of 23 examples in another order
@@ -46,6 +49,20 @@ def test_factors_of_tokens(ranks: Pool, fisher: str, sharing: str) -> None:
 def test_factors_of_other_models(ranks: Pool, name: str, size: int) -> None:
     """Ranks without data, and without data for one of the experts, among them."""
     assert len(set(ranks(size, compare_factors, name, {"fisher": "mc"}))) == 1
+
+
+def compare_norms() -> None:
+    found, expected = GradientNorms(), GradientNorms()
+    sweep(risk_of_own("mlp"), found, Settings(), "norms")
+    if is_first():
+        sweep(risk_of_all("mlp"), expected, Settings(), "norms")
+        assert found.number == expected.number
+        torch.testing.assert_close(found.total, expected.total, **CLOSE)
+
+
+def test_a_new_statistic(ranks: Pool) -> None:
+    """Its tensors and counts are added up without code of its own."""
+    ranks(3, compare_norms)
 
 
 @pytest.mark.parametrize("settings", [{"factor_dtype": torch.float32}, {"max_dim": 4, "joint_bias": False}])

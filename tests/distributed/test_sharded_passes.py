@@ -61,7 +61,7 @@ def captured(model: nn.Module, x: Tensor, y: Tensor, passes: int) -> tuple[dict[
     params = {name: p for name, p in model.named_parameters() if name not in frozen}
     trace = new_trace(params, model=model).renewed()
     for _ in range(passes):
-        with CapturedPass(trace, sums, len(x)) as one:
+        with CapturedPass(trace, [sums], len(x)) as one:
             f = model(one.mark(x))
         one.finish_forward(f)
         one.send_back(f, backpropagated_vectors(loss, f.detach(), y, SETTINGS, 0, 1))
@@ -102,9 +102,10 @@ def compare_without_model() -> None:
     fully_shard(model)
     trace = new_trace(dict(model.named_parameters()))
     x = torch.rand(4, 3)
-    with CapturedPass(trace, FactorSums(SETTINGS), len(x)) as one:
+    sums = FactorSums(SETTINGS)
+    with CapturedPass(trace, [sums], len(x)) as one:
         model(one.mark(x))
-    assert not one.sums.blocks  # type: ignore[attr-defined]
+    assert not sums.blocks
 
 
 def test_traces_without_model(ranks: Pool) -> None:

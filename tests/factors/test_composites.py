@@ -31,7 +31,7 @@ def same_predictions(risk: EmpiricalRisk) -> None:
     """Taps and replacements do not change what a model computes."""
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, _ = forward(risk, batch, new_trace(risk.params), FactorSums(Settings()))
+        f, _ = forward(risk, batch, new_trace(risk.params), [FactorSums(Settings())])
     with torch.no_grad(), risk.untouched():
         close(f.detach(), risk.predict(risk.params, batch))
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk
 from kfs.factors import exact_blocks
-from kfs.factors.accumulate import FactorSums, PerDatumSums, Statistic
+from kfs.factors.accumulate import FactorSums, Moment, PerDatumSums
 from kfs.factors.capture import forward
 from kfs.factors.compute import sweep
 from kfs.factors.rules import new_trace
@@ -174,7 +174,7 @@ def test_predictions_of_groups(style: str) -> None:
     risk = EmpiricalRisk(model, nn.MSELoss(), (X, model(X).detach().nan_to_num()))
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, _ = forward(risk, batch, new_trace(risk.params), FactorSums(Settings()))
+        f, _ = forward(risk, batch, new_trace(risk.params), [FactorSums(Settings())])
     rows = slice(0, 5 if style == "grouped_mm" else 6)
     torch.testing.assert_close(f[rows], model(X)[rows])
     assert f.shape == model(X).shape
@@ -233,7 +233,7 @@ def test_corrected_eigenvalues(style: str) -> None:
     close(exact_blocks(risk).diagonal(), exact.diagonal())
 
 
-class Gradients(Statistic):
+class Gradients(Moment):
     """The sum of all gradients."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs import KFAC, EmpiricalRisk, inspect
 from kfs.errors import ModelError
-from kfs.factors.accumulate import FactorSums, PerDatumSums, Statistic
+from kfs.factors.accumulate import FactorSums, Moment, PerDatumSums
 from kfs.factors.capture import forward
 from kfs.factors.compute import sweep
 from kfs.factors.rules import RULES, new_trace
@@ -27,7 +27,7 @@ from tests.factors.models import Function
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, about bilinear
 
 
-class Total(Statistic):
+class Total(Moment):
     """The sum of all data's gradients."""
 
     def __init__(self, total: Tensor) -> None:
@@ -73,7 +73,7 @@ def test_keyword_arguments_in_any_order(case: Case) -> None:
         risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
         with risk.untouched(first_order=True):
             trace = new_trace(risk.params)
-            f, _ = forward(risk, Batch(X, y, 0), trace, FactorSums(Settings()))
+            f, _ = forward(risk, Batch(X, y, 0), trace, [FactorSums(Settings())])
         case.close(f, plain)
         assert torch.equal(model(X), plain)
         found = factors(KFAC(risk, audit=False))

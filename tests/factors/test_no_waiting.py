@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfs.factors import EKFAC, KFAC
-from kfs.factors.accumulate import BlockSums, FactorSums, PerDatumSums, Squares, Sums, Use
+from kfs.factors.accumulate import BlockSums, FactorSums, PerDatumSums, Squares, Statistic, Use
 from kfs.factors.accumulate.block_sums import RoleSums
 from kfs.factors.accumulate.inputs import OneHot
 from kfs.factors.accumulate.outer_products import OuterProductSum
@@ -92,18 +92,18 @@ def problem() -> tuple[EmpiricalRisk, list[Batch]]:
 
 def squares_of(K: KFAC) -> PerDatumSums:
     """Sums of squared gradients in the eigenbases of some factors."""
-    statistics = {}
+    squares = {}
     for block in K.blocks.values():
         A, B = (computed if computed.ndim == 3 else computed.unsqueeze(0) for computed in (block.A, block.B))
         Q_A = None if block.is_diagonal("A") else torch.linalg.eigh(A)[1]
-        statistics[block.layout.key] = Squares(
+        squares[block.layout.key] = Squares(
             torch.zeros(*block.layout.matrix_shape).double(), Q_A, torch.linalg.eigh(B)[1]
         )
     layouts = {block.layout.key: block.layout for block in K.blocks.values()}
-    return PerDatumSums(K.settings, layouts, statistics)
+    return PerDatumSums(K.settings, layouts, squares)
 
 
-def sums_of(kind: str, risk: EmpiricalRisk) -> Sums:
+def sums_of(kind: str, risk: EmpiricalRisk) -> Statistic:
     if kind == "squares":
         return squares_of(KFAC(risk))
     fisher, sharing = kind.split(", ")
@@ -116,12 +116,12 @@ KINDS = [*map(", ".join, product(("type-2", "forward-only"), ("expand", "reduce"
 class Passes:
     """Passes of batches through a model and back, with two columns of vectors."""
 
-    def __init__(self, risk: EmpiricalRisk, sums: Sums) -> None:
+    def __init__(self, risk: EmpiricalRisk, sums: Statistic) -> None:
         self.risk, self.sums = risk, sums
         self.trace = new_trace(risk.params)
 
     def add(self, batch: Batch) -> None:
-        f, one = forward(self.risk, batch, self.trace, self.sums)
+        f, one = forward(self.risk, batch, self.trace, [self.sums])
         generator = torch.Generator().manual_seed(batch.first)
         vectors = torch.randn(2, 1, *f.shape, generator=generator, dtype=f.dtype)
         one.send_back(f, iter(vectors))
@@ -207,8 +207,6 @@ def test_counts_of_a_replayed_pass(sharing: Any, monkeypatch: pytest.MonkeyPatch
         expected.add(batch)
     behind(monkeypatch)
     sums = FactorSums(Settings(sharing=sharing))
-    assert Sums.counts(sums) == {}
-    Sums.add_counts(sums, {})
     found = Passes(risk, sums)
     found.add(batches[0])
     before = sums.counts()

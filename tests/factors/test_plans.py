@@ -62,7 +62,7 @@ def run(trace: Trace, sums: FactorSums, model: nn.Module, X: Tensor) -> None:
     risk = EmpiricalRisk(model, nn.MSELoss(), (X, normal(len(X), 2)))
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, one = forward(risk, batch, trace, sums)
+        f, one = forward(risk, batch, trace, [sums])
         one.send_back(f, [torch.ones_like(f).unsqueeze(0)])
 
 

@@ -134,7 +134,7 @@ def watched(model: nn.Module, x: Tensor) -> Tensor:
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (x, torch.zeros(len(x), dtype=torch.int64)))
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, _ = forward(risk, batch._replace(x=x), new_trace(risk.params), FactorSums(Settings(), dry=True))
+        f, _ = forward(risk, batch._replace(x=x), new_trace(risk.params), [FactorSums(Settings(), dry=True)])
     return f
 
 

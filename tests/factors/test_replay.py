@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.factors import EKFAC, KFAC, compute, exact_blocks
-from kfs.factors.accumulate.factor_sums import FactorSums
-from kfs.factors.accumulate.interface import Sums
+from kfs.factors.accumulate.statistic import Statistic
 from kfs.factors.compute import recorder_for
 from kfs.losses import TokenCrossEntropy
 from kfs.problem.risk import EmpiricalRisk
@@ -27,20 +26,15 @@ from tests.operators.contract import close
 FISHERS: tuple[Any, ...] = ("type-2", "ggn", "mc", "empirical", "forward-only")
 
 
-def tensors_of(sums: Sums) -> list[Tensor]:
+def tensors_of(sums: Statistic) -> list[Tensor]:
     """Return all tensors that passes change."""
-    if isinstance(sums, FactorSums):
-        roles = [role for block in sums.blocks.values() for role in block.roles.values()]
-        found = [t for role in roles for t in (role.input.total, role.gradient.total)]
-        others = [t for role in roles for t in (*role.on_device, role.inverse_squares)]
-        return found + [t for t in others if isinstance(t, Tensor)]
-    return [total for _, total in sums.state()["totals"]]
+    return [total.tensor for total in sums.tensors().values()]
 
 
 class StandIn:
     """Stands in for a CUDA graph, and for what records it."""
 
-    def __init__(self, sums: Sums, waits: str = "", error: Exception | None = None) -> None:
+    def __init__(self, sums: Statistic, waits: str = "", error: Exception | None = None) -> None:
         self.sums = sums
         self.waits = waits
         self.error = error
@@ -79,7 +73,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Record all passes by stand-ins; the last ones made are at the end."""
     made: list[StandIn] = []
 
-    def replays(run: Any, sums: Sums, _: Any, expected: int | None, model: object, log: Any) -> Replays:
+    def replays(run: Any, sums: Statistic, _: Any, expected: int | None, model: object, log: Any) -> Replays:
         made.append(StandIn(sums))
         return Replays(run, sums, made[-1], expected, model, log)
 

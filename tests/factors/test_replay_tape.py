@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from kfs.factors import KFAC, compute
-from kfs.factors.accumulate.interface import Sums
+from kfs.factors.accumulate.statistic import Statistic
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import Replays, shape_of
@@ -24,7 +24,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
     """Record all passes on tapes."""
     made: list[Tapes] = []
 
-    def replays(run: Any, sums: Sums, _: Any, expected: int | None, model: object, log: Any) -> Replays:
+    def replays(run: Any, sums: Statistic, _: Any, expected: int | None, model: object, log: Any) -> Replays:
         made.append(Tapes())
         return Replays(run, sums, made[-1], expected, model, log)
 

@@ -69,7 +69,7 @@ class Sweep:
         X = torch.randn(num_data, features, dtype=torch.float64)
         risk = EmpiricalRisk(self.model, nn.CrossEntropyLoss(), (X, torch.zeros(num_data, dtype=torch.long)))
         (batch,) = risk.batches()
-        f, one = forward(risk, batch, self.trace, self.sums)
+        f, one = forward(risk, batch, self.trace, [self.sums])
         one.send_back(f, iter([torch.ones_like(f).unsqueeze(0)]))
         return X, one
 
@@ -233,7 +233,7 @@ def test_a_batch_leaves_nothing_behind() -> None:
 def test_backward_passes_without_taps() -> None:
     """Gradients of what was asked for are there, also if no use was seen."""
     W = torch.randn(4, 3, requires_grad=True)
-    one = CapturedPass(new_trace({"W": W}), GradientSums(), 2)
+    one = CapturedPass(new_trace({"W": W}), [GradientSums()], 2)
     f = torch.randn(2, 3) @ W.T @ W
     v = torch.ones_like(f).unsqueeze(0)
     (g,) = one.backward(f, v, keep_graph=True, also=[W])
@@ -245,7 +245,7 @@ def test_backward_passes_without_taps() -> None:
 def test_a_pass_is_entered_once() -> None:
     """Rules enter `intercepting()`: the end of the pass would remove marks."""
     with (
-        CapturedPass(new_trace({"W": torch.ones(2, requires_grad=True)}), GradientSums(), 2) as one,
+        CapturedPass(new_trace({"W": torch.ones(2, requires_grad=True)}), [GradientSums()], 2) as one,
         pytest.raises(ModelError, match="intercepting"),
         one,
     ):

@@ -1,13 +1,12 @@
-"""Running sums over data: outer products, and statistics of the gradients of every example."""
+"""Running sums over data: outer products of inputs and of gradients, and moments of the gradients of every example."""
 
-from kfs.factors.accumulate.across_ranks import add_up_totals, agreed_blocks
+from kfs.factors.accumulate.across_ranks import agreed_blocks
 from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, read_counts
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.gram import add_gram, mirror
 from kfs.factors.accumulate.inputs import Use
-from kfs.factors.accumulate.interface import Adder, PlannedUse, Receiver, Sums
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.accumulate.per_example import Captured, KeptGradients, PerDatumSums, Squares, Statistic
+from kfs.factors.accumulate.per_example import Captured, KeptGradients, Moment, PerDatumSums, Squares
 from kfs.factors.accumulate.row_products import (
     PlainVectors,
     RowProducts,
@@ -20,6 +19,16 @@ from kfs.factors.accumulate.row_products import (
     matrix_inner,
     matrix_inner_by_row,
 )
+from kfs.factors.accumulate.statistic import (
+    Adder,
+    PlannedUse,
+    Statistic,
+    Total,
+    add_up_totals,
+    in_block,
+    reset,
+)
+from kfs.factors.rows.source import Receiver
 
 __all__ = [
     "Adder",
@@ -28,6 +37,7 @@ __all__ = [
     "Captured",
     "FactorSums",
     "KeptGradients",
+    "Moment",
     "PerDatumSums",
     "PlainVectors",
     "PlannedUse",
@@ -36,7 +46,7 @@ __all__ = [
     "RowVectors",
     "Squares",
     "Statistic",
-    "Sums",
+    "Total",
     "UnitVectors",
     "Use",
     "add_gram",
@@ -46,9 +56,11 @@ __all__ = [
     "cheaper",
     "cheaper_within",
     "full_precision",
+    "in_block",
     "joined_products",
     "matrix_inner",
     "matrix_inner_by_row",
     "mirror",
     "read_counts",
+    "reset",
 ]

@@ -1,26 +1,26 @@
-"""Sums for Kronecker factors, added up over ranks: on all ranks, or on the owner rank of each block.
+"""The blocks of all ranks: which ones there are, how they are stored, their counts, and who owns them.
 
-The collective operations live in `kfs.distributed.collectives`.
+The sums themselves are added up by `kfs.factors.accumulate.statistic`.
 
 Ranks may have seen different blocks. First, they exchange which blocks they have, how these are stored, and their
 counts on the host. A rank without data, or a rank whose data do not use an expert, starts the missing sums with zeros.
-Then all sums are sent together. Of dense sums, only the upper triangle is sent.
+Then all sums can be sent together.
 
 With owners, the sums of a block that another rank owns are on the meta device: sizes and counts are known, numbers are
 not.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfs.distributed import Ranks, add_up, add_up_at
+from kfs.distributed import Ranks
 from kfs.distributed.assignment import parts_of, place
-from kfs.distributed.collectives import fill_lower_triangle, upper_triangle
-from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, roles_for
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleCounts, RoleSums, read_counts, roles_for
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.layout import Key, Layout, Side
 from kfs.factors.settings import Products
@@ -45,20 +45,6 @@ def choose_owners(blocks: Iterable[BlockSums], ranks: int, known: Mapping[str, i
     parts = [part for block in new for part in parts_of(block, eigen=True)]
     placed = place(parts, ranks, divide=False).owners
     return dict(known) | {block.layout.name: placed[block.layout.name, "A"] for block in new}
-
-
-def add_up_at_owners(ranks: Ranks, blocks: Iterable[BlockSums], owners: Mapping[str, int]) -> None:
-    """Add up the totals of blocks that all ranks have. Only the owner of a block keeps the sums."""
-    of_rank: dict[int, list[BlockSums]] = {}
-    for block in blocks:
-        of_rank.setdefault(owners[block.layout.name], []).append(block)
-    for owner in sorted(of_rank):
-        add_up_at(ranks, owner, (t for block in of_rank[owner] for t in summed_tensors(block)))
-        keep_own(of_rank[owner], owners, ranks.rank)
-        for s in (s for block in of_rank[owner] if block.is_local for s in block.sums):
-            if not s.diagonal:
-                fill_lower_triangle(s.total)
-                s.computed = None
 
 
 def keep_own(blocks: Iterable[BlockSums], owners: Mapping[str, int], rank: int) -> None:
@@ -92,10 +78,7 @@ class _Role:
 
     input: _Stored
     gradient: _Stored
-    counted: float
-    ones: tuple[float, float]
-    inverse_squares: float
-    positions: float
+    counts: RoleCounts
 
 
 @dataclass(frozen=True)
@@ -109,32 +92,20 @@ class _Block:
     roles: dict[Side, _Role]
 
 
-def add_up_blocks(
+def agreed_blocks(
     ranks: Ranks, blocks: dict[Key, BlockSums], device: torch.device | str, products: Products
 ) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
-    """Add up the sums of all blocks, in place.
+    """Make the set of blocks equal on all ranks, with counts summed over ranks. Totals are not summed yet.
 
     Args:
         ranks: The participating ranks.
-        blocks: The blocks of this rank, before they are completed, with counts on the host.
+        blocks: The blocks of this rank.
         device: Device for sums that only other ranks have.
         products: Precision in which further vectors are multiplied.
 
     Returns:
         The blocks of all ranks, in the same order on each rank, and `(parameter, operation)` of the uses that
         contradict those on other ranks.
-    """
-    result, conflicts = agreed_blocks(ranks, blocks, device, products)
-    add_up_totals(ranks, result.values())
-    return result, conflicts
-
-
-def agreed_blocks(
-    ranks: Ranks, blocks: dict[Key, BlockSums], device: torch.device | str, products: Products
-) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
-    """Make the set of blocks equal on all ranks, with counts summed over ranks. Totals are not summed yet.
-
-    Arguments and results are the same as for `add_up_blocks`.
     """
     found = [block for some in ranks.gather("blocks", _described(blocks)) for block in some]
     # A rank whose first use of a parameter was on the other side has the transposed layout.
@@ -147,45 +118,21 @@ def agreed_blocks(
     result = {key: _with_roles(blocks.get(key), block, device, products) for key, block in agreed.items()}
     for block in result.values():
         for side, role in block.roles.items():
-            _set_counts(role, [one.roles[side] for one in found if _belongs(one, block.layout) and side in one.roles])
+            every = [one.roles[side].counts for one in found if one.layout == block.layout and side in one.roles]
+            role.counts = reduce(RoleCounts.plus, every)
     return result, conflicts
 
 
-def add_up_totals(ranks: Ranks, blocks: Iterable[BlockSums]) -> None:
-    """Add up the totals of blocks that all ranks have, in place."""
-    found = list(blocks)
-    add_up(ranks, "factors", (part for block in found for part in summed_tensors(block)))
-    for block in found:
-        for s in block.sums:
-            if not s.diagonal:
-                fill_lower_triangle(s.total)
-                s.computed = None
-
-
-def summed_tensors(block: BlockSums) -> Iterator[Tensor]:
-    """Yield all tensors of a block that are summed over ranks; for symmetric matrices, the upper triangle."""
-    for _, role in sorted(block.roles.items()):
-        for s in (role.input, role.gradient):
-            yield from [s.total] if s.diagonal else upper_triangle(s.total)
-
-
 def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
-    """Return the metadata of this rank's blocks, reading counters on the device once for all of them."""
-    squares = [r.inverse_squares for block in blocks.values() for r in block.roles.values()]
-    on_host = iter(numbers([one for one in squares if isinstance(one, Tensor)]))
+    """Return the metadata of this rank's blocks. Counts are moved to the host, for all blocks at once."""
+    every = [role for block in blocks.values() for role in block.roles.values()]
+    read_counts(every)
+    on_device = [role for role in every if isinstance(role.inverse_squares, Tensor)]
+    for role, number in zip(on_device, numbers([role.inverse_squares for role in on_device]), strict=True):  # type: ignore[misc]
+        role.inverse_squares = number
     described = []
     for block in blocks.values():
-        roles = {}
-        for side, role in block.roles.items():
-            more = role.inverse_squares
-            roles[side] = _Role(
-                _Stored.of(role.input),
-                _Stored.of(role.gradient),
-                role.terms,
-                (role.input.ones, role.gradient.ones),
-                next(on_host) if isinstance(more, Tensor) else more,
-                role.positions,
-            )
+        roles = {s: _Role(_Stored.of(r.input), _Stored.of(r.gradient), r.counts) for s, r in block.roles.items()}
         operations = tuple(sorted(block.operations))
         described.append(_Block(block.layout, block.sharing, block.forward_only, operations, roles))
     return described
@@ -219,25 +166,16 @@ def _storage(role: _Role) -> Any:
     return role.input, role.gradient
 
 
-def _belongs(block: _Block, layout: Layout) -> bool:
-    return block.layout == layout
-
-
 def _with_roles(mine: BlockSums | None, block: _Block, device: torch.device | str, products: Products) -> BlockSums:
     """Return the sums of this rank for a block, with zeros for roles that only other ranks have."""
     result = BlockSums(block.layout, block.sharing, block.forward_only, operations=set(block.operations))
     for side, role in sorted(block.roles.items()):
         own = None if mine is None or mine.layout != block.layout else mine.roles.get(side)
         if own is None or (_Stored.of(own.input), _Stored.of(own.gradient)) != _storage(role):
-            own = RoleSums(role.input.zeros(device, products), role.gradient.zeros(device, products))
-        result.roles[side] = own
+            both = role.input.zeros(device, products), role.gradient.zeros(device, products)
+        else:
+            both = own.input, own.gradient
+        for s in both:
+            s.computed = None  # other ranks may have computed other strips
+        result.roles[side] = RoleSums(*both)
     return result
-
-
-def _set_counts(role: RoleSums, found: list[_Role]) -> None:
-    """Set the counters of a role to their sums over all ranks."""
-    role.counted = sum(one.counted for one in found)
-    role.positions = sum(one.positions for one in found)
-    role.input.ones = sum(one.ones[0] for one in found)
-    role.gradient.ones = sum(one.ones[1] for one in found)
-    role.inverse_squares = sum(one.inverse_squares for one in found)

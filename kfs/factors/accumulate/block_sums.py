@@ -9,7 +9,9 @@ device.
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from math import prod
+from operator import add
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +26,19 @@ from kfs.runtime.precision import at_least_float32
 Role = TypeVar("Role")
 
 
+class RoleCounts(NamedTuple):
+    """All numbers on the host that are sums over the data of a role: attributes of `RoleSums`."""
+
+    counted: float = 0.0
+    positions: float = 0.0
+    inverse_squares: Tensor | float = 0.0
+    ones: float = 0.0
+
+    def plus(self, other: "RoleCounts") -> "RoleCounts":
+        """Return the counts over the data of both."""
+        return RoleCounts(*map(add, self, other))
+
+
 @dataclass
 class RoleSums:
     """Sums of one role of a parameter: inputs, gradients, and the number of positions (or examples) in them.
@@ -35,28 +50,44 @@ class RoleSums:
         input: Outer products of inputs.
         gradient: Outer products of gradients.
         counted: Number of positions (or examples) counted on the host.
-        inverse_squares: Sum over examples of `1 / S^2`, where `S` is the number of positions of an example. Used only
-            if the identity replaces gradients (forward-only) and sharing is `reduce`.
         positions: Number of positions that were summed over, if `counted` counts examples (`reduce`).
-        terms_on_device: Amount to be added to `counted`, in float64, changed in place; `None` if nothing was counted on
-            a device.
-        positions_on_device: Amount to be added to `positions`, likewise.
+        inverse_squares: Sum over examples of `1 / S^2`, where `S` is the number of positions of an example. Used only
+            if the identity replaces gradients (forward-only) and sharing is `reduce`. A tensor if it was counted.
+        counters: Amounts on the device to be added to counts, by name, in float64. Changed in place.
         counts_are_read: Whether nothing remains to be added from the device.
     """
 
     input: OuterProductSum
     gradient: OuterProductSum
     counted: float = 0.0
-    inverse_squares: Tensor | float = 0.0
     positions: float = 0.0
-    terms_on_device: Tensor | None = None
-    positions_on_device: Tensor | None = None
+    inverse_squares: Tensor | float = 0.0
+    counters: dict[str, Tensor] = field(default_factory=dict)
     counts_are_read: bool = True
 
     @property
+    def ones(self) -> float:
+        """Number of inputs with a bias coordinate of one that their sum does not include yet."""
+        return self.input.ones
+
+    @ones.setter
+    def ones(self, ones: float) -> None:
+        self.input.ones = ones
+
+    @property
+    def counts(self) -> RoleCounts:
+        """All counts, without those on the device that are not read yet."""
+        return RoleCounts(*[getattr(self, name) for name in RoleCounts._fields])
+
+    @counts.setter
+    def counts(self, counts: RoleCounts) -> None:
+        for name, value in zip(RoleCounts._fields, counts, strict=True):
+            setattr(self, name, value)
+
+    @property
     def on_device(self) -> list[Tensor]:
-        """The counters on the device."""
-        return [t for t in (self.terms_on_device, self.positions_on_device) if t is not None]
+        """All counts on the device."""
+        return [t for t in (*self.counters.values(), self.inverse_squares) if isinstance(t, Tensor)]
 
     @property
     def terms(self) -> float:
@@ -65,26 +96,19 @@ class RoleSums:
             read_counts([self])
         return self.counted
 
-    def add_terms(self, count: float | Tensor) -> None:
-        """Add a number of positions (or examples); a tensor is added on its device."""
-        if isinstance(count, Tensor):
-            self.terms_on_device = self._added(self.terms_on_device, count)
-        else:
-            self.counted += count
+    def count(self, g: Tensor) -> None:
+        """Count the rows of gradients `[columns, ..., features]`: a receiver that computes no sums."""
+        self.counted += prod(g.shape[1:-1])
 
-    def add_summed(self, count: float | Tensor) -> None:
-        """Add a number of positions that were summed over (`reduce`); a tensor is added on its device."""
-        if isinstance(count, Tensor):
-            self.positions_on_device = self._added(self.positions_on_device, count)
-        else:
-            self.positions += count
-
-    def _added(self, before: Tensor | None, count: Tensor) -> Tensor:
-        """Add a number to a counter on the device, which is created if it is `None`."""
+    def add_count(self, name: str, count: float | Tensor) -> None:
+        """Add to a count; a tensor is added on its device."""
+        if not isinstance(count, Tensor):
+            setattr(self, name, getattr(self, name) + count)
+            return
         self.counts_are_read = False
-        if before is None:
-            before = torch.zeros((), dtype=torch.float64, device=count.device)
-        return before.add_(count)
+        if name not in self.counters:
+            self.counters[name] = torch.zeros((), dtype=torch.float64, device=count.device)
+        self.counters[name].add_(count)
 
     def add_positions(self, counts: Tensor) -> None:
         """Add the numbers of positions of some examples, `[batch]`, without synchronizing with the device."""
@@ -97,39 +121,38 @@ class RoleSums:
 
     def plus(self, other: "RoleSums") -> "RoleSums":
         """Return the sums over the data of both."""
-        input_sum, gradient_sum = self.input.plus(other.input), self.gradient.plus(other.gradient)
-        squares = self.inverse_squares + other.inverse_squares
-        positions = self.positions + other.positions
-        return RoleSums(input_sum, gradient_sum, self.terms + other.terms, squares, positions)
+        read_counts([self, other])
+        result = RoleSums(self.input.plus(other.input), self.gradient.plus(other.gradient))
+        result.counts = self.counts.plus(other.counts)
+        return result
 
     def fits(self, other: "RoleSums") -> bool:
         """Whether both sums are stored in the same way."""
         pairs = (self.input, other.input), (self.gradient, other.gradient)
         return all(a.total.shape == b.total.shape and a.bias == b.bias for a, b in pairs)
 
-    def merge_in(self, other: "RoleSums") -> None:
-        """Add sums over other data, in place, before both are completed."""
-        self.input.merge_in(other.input)
-        self.gradient.merge_in(other.gradient)
-        self.counted = self.terms + other.terms
-        self.positions += other.positions
-        self.inverse_squares = self.inverse_squares + other.inverse_squares
-
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and move their counts to the host. The counters on the device are discarded."""
         self.input.complete(dtype)
         self.gradient.complete(dtype)
-        self.counted = self.terms
-        self.terms_on_device = self.positions_on_device = None
+        read_counts([self])
+        self.counters = {}
 
     def state(self) -> dict[str, Any]:
         """Return all sums and counts, as the content of a file."""
-        sums = {"input": self.input.state(), "gradient": self.gradient.state()}
-        return sums | {
-            "terms": self.terms,
-            "inverse_squares": self.inverse_squares,
-            "positions": self.positions,
-        }
+        read_counts([self])
+        return {"input": self.input.state(), "gradient": self.gradient.state(), **self.counts._asdict()}
+
+    @classmethod
+    def from_state(cls, state: Any, sizes: tuple[int, int], groups: int, products: Products) -> "RoleSums":
+        """Load the result of `state`, for inputs and gradients of given sizes (without the bias)."""
+        inputs, gradients = (
+            OuterProductSum.from_state(state[name], size, groups, products)
+            for name, size in zip(("input", "gradient"), sizes, strict=True)
+        )
+        role = cls(inputs, gradients)
+        role.counts = RoleCounts(*[float(state[name]) for name in RoleCounts._fields])
+        return role
 
 
 def read_counts(roles: Iterable[RoleSums]) -> None:
@@ -138,14 +161,14 @@ def read_counts(roles: Iterable[RoleSums]) -> None:
     The counters on devices are set to zero in place, because a replayed pass continues to add to them.
     """
     unknown = [role for role in roles if not role.counts_are_read]
-    pending = [t for role in unknown for t in role.on_device]
-    values = dict(zip(map(id, pending), sync.numbers(pending), strict=True))
+    if not unknown:
+        return
+    values = iter(sync.numbers([t for role in unknown for t in role.counters.values()]))
     for role in unknown:
-        role.counted += values.get(id(role.terms_on_device), 0.0)
-        role.positions += values.get(id(role.positions_on_device), 0.0)
+        for name, t in role.counters.items():
+            role.add_count(name, next(values))
+            t.zero_()
         role.counts_are_read = True
-    for tensor in pending:
-        tensor.zero_()
 
 
 @dataclass
@@ -254,15 +277,6 @@ class BlockSums:
         """Whether the roles that both blocks have are stored in the same way."""
         return all(role.fits(other.roles[side]) for side, role in self.roles.items() if side in other.roles)
 
-    def merge_in(self, other: "BlockSums") -> None:
-        """Add the sums of a block that `fits`, over other data, in place, before both are completed."""
-        self.operations |= other.operations
-        for side, role in other.roles.items():
-            if side in self.roles:
-                self.roles[side].merge_in(role)
-            else:
-                self.roles[side] = role
-
     def plus(self, other: "BlockSums") -> "BlockSums":
         """Return the sums over the data of both. The blocks need not have the same roles."""
         both = {side: role.plus(other.roles[side]) for side, role in self.roles.items() if side in other.roles}
@@ -305,16 +319,9 @@ class BlockSums:
         block = cls(layout, str(state["sharing"]), bool(state["forward_only"]), operations=set(state["operations"]))
         rows, columns = layout.row_size, layout.column_size
         sizes: dict[Side, tuple[int, int]] = {"A": (columns, rows), "B": (rows, columns)}
-        for side, (input_size, gradient_size) in sizes.items():
+        for side, of_side in sizes.items():
             if side in state["pairs"]:
-                pair = state["pairs"][side]
-                block.roles[side] = RoleSums(
-                    OuterProductSum.from_state(pair["input"], input_size, layout.groups, products),
-                    OuterProductSum.from_state(pair["gradient"], gradient_size, layout.groups, products),
-                    float(pair["terms"]),
-                    float(pair["inverse_squares"]),
-                    float(pair["positions"]),
-                )
+                block.roles[side] = RoleSums.from_state(state["pairs"][side], of_side, layout.groups, products)
         if not block.roles or set(state["pairs"]) - set(sizes):
             raise UnfitError(f"the block {layout.name!r} has no factors")
         return block

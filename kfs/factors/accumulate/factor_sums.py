@@ -14,20 +14,29 @@ from torch import Tensor
 
 from kfs.distributed import Ranks
 from kfs.errors import DataError
-from kfs.factors.accumulate.across_ranks import add_up_at_owners, add_up_blocks, agreed_blocks, choose_owners
-from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, read_counts
+from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
+from kfs.factors.accumulate.block_sums import BlockSums, RoleCounts, RoleSums, read_counts
 from kfs.factors.accumulate.gram import check_products
 from kfs.factors.accumulate.inputs import Vectors
-from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
 from kfs.factors.accumulate.outer_products import OuterProductSum, full_precision
+from kfs.factors.accumulate.statistic import (
+    Adder,
+    Place,
+    PlannedUse,
+    Statistic,
+    Total,
+    ignore,
+    without_inputs,
+)
 from kfs.factors.layout import Key, Side
 from kfs.factors.rows.row_map import RowMap, StridedRows
+from kfs.factors.rows.source import Receiver
 from kfs.factors.settings import Settings
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
 
 
-class FactorSums(Sums):
+class FactorSums(Statistic):
     """Sums of outer products of inputs and gradients, for all blocks.
 
     Args:
@@ -83,21 +92,12 @@ class FactorSums(Sums):
             # The first use had unit vectors, so the factor was created diagonal. It cannot store dense inputs.
             self.conflicts.add((layout.weight, plan.operation))
         if not is_chosen:
-            return Ignore()
+            return without_inputs(ignore)
         if self.dry:
-            return _Count(role)
+            return without_inputs(role.count)
         if block.sharing == "expand":
-            return _Expand(plan, role, block.forward_only)
-        return _Reduce(plan, role, block.forward_only, self._collected)
-
-    def restart(self) -> None:
-        """Discard all data and all blocks."""
-        self.adders.clear()
-        self.block_map = BlockMap()
-        self.blocks.clear()
-        self.left_out.clear()
-        self.conflicts.clear()
-        self._collected.clear()
+            return _Expand(plan, role, block.forward_only).add
+        return _Reduce(plan, role, block.forward_only, self._collected).add
 
     def note_conflict(self, plan: PlannedUse) -> None:
         """Record a use that contradicts other uses of its parameter."""
@@ -112,10 +112,10 @@ class FactorSums(Sums):
                 collected.role.input.merge_in(total)
             # Examples that do not use the parameter do not count.
             if collected.all_used:
-                collected.role.add_terms(len(collected.inputs))
+                collected.role.add_count("counted", len(collected.inputs))
             else:
                 using = (collected.counts > 0).sum()
-                collected.role.add_terms(using if sync.is_asynchronous(using.device) else float(using))
+                collected.role.add_count("counted", using if sync.is_asynchronous(using.device) else float(using))
             if self.settings.fisher == "forward-only":
                 collected.role.add_positions(collected.counts)
 
@@ -135,45 +135,56 @@ class FactorSums(Sums):
         """Discard the sums of the current batch."""
         self._collected.clear()
 
-    def counts(self) -> dict[Any, float]:
-        """Return the numbers of positions, and of vectors with a bias coordinate, by block, side and kind of count.
+    def tensors(self) -> dict[Place, Total]:
+        """Return the sums of all blocks that this process stores, and their counts on the device."""
+        found: dict[Place, Total] = {}
+        for key, block in self.blocks.items():
+            for side, role in sorted(block.roles.items()) if block.is_local else ():
+                found[key, side, "input"] = Total(role.input.total, not role.input.diagonal)
+                found[key, side, "gradient"] = Total(role.gradient.total, not role.gradient.diagonal)
+                found |= {(key, side, place): Total(t) for place, t in enumerate(role.on_device)}
+        return found
+
+    def counts(self) -> dict[Place, float]:
+        """Return the counts of all roles.
 
         On an accelerator, counts that depend on data are not included: see `read_counts`.
         """
-        counts = {}
+        found: dict[Place, float] = {}
         for key, side, role in self._roles():
-            counts[key, side, "terms"] = role.counted
-            counts[key, side, "positions"] = role.positions
-            counts[key, side, "input.ones"] = role.input.ones
-            counts[key, side, "gradient.ones"] = role.gradient.ones
-        return counts
+            for name in RoleCounts._fields:
+                value = getattr(role, name)
+                if not isinstance(value, Tensor):
+                    found[key, side, name] = value
+        return found
 
-    def add_counts(self, more: Mapping[Any, float]) -> None:
+    def add_counts(self, more: Mapping[Place, float]) -> None:
         """Add differences of `counts`."""
-        for key, side, role in self._roles():
-            role.counted += more.get((key, side, "terms"), 0.0)
-            role.positions += more.get((key, side, "positions"), 0.0)
-            role.input.ones += more.get((key, side, "input.ones"), 0.0)
-            role.gradient.ones += more.get((key, side, "gradient.ones"), 0.0)
+        for (key, side, name), number in more.items():
+            self.blocks[key].roles[side].add_count(name, number)
+        for _, _, role in self._roles():
             # A replayed pass has changed the counters on the device, too.
-            role.counts_are_read = not role.on_device
+            role.counts_are_read = not role.counters
 
     def read_counts(self) -> None:
         """Add the counters on the device to those on the host, synchronizing once for all blocks."""
         read_counts(role for _, _, role in self._roles())
 
-    def add_up(self, ranks: Ranks, device: torch.device) -> None:
-        """Sum all blocks over the ranks, including blocks that only other ranks have."""
+    def agree(self, ranks: Ranks, device: torch.device) -> Mapping[Key, int]:
+        """Take over the blocks and counts of all ranks. If blocks have owners, choose those of new blocks."""
         self.read_counts()
         conflicts = ranks.gather("conflicts", self.conflicts)
         where = self.settings.factor_device or device
-        if self.settings.placement == "replicated":
-            self.blocks, more = add_up_blocks(ranks, self.blocks, where, self.settings.products)
-        else:
-            self.blocks, more = agreed_blocks(ranks, self.blocks, where, self.settings.products)
-            self.owners = choose_owners(self.blocks.values(), ranks.size, self.owners)
-            add_up_at_owners(ranks, self.blocks.values(), self.owners)
+        self.blocks, more = agreed_blocks(ranks, self.blocks, where, self.settings.products)
         self.conflicts = more.union(*conflicts)
+        if self.settings.placement != "owner":
+            return {}
+        self.owners = choose_owners(self.blocks.values(), ranks.size, self.owners)
+        return {key: self.owners[block.layout.name] for key, block in self.blocks.items()}
+
+    def keep_own(self, rank: int) -> None:
+        """Free the sums of blocks that another rank owns."""
+        keep_own(self.blocks.values(), self.owners, rank)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to `dtype` if given."""
@@ -187,28 +198,18 @@ class FactorSums(Sums):
         blocks = [block.state() for block in self.blocks.values() if block.is_local]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
-    def restore(self, state: Any) -> None:
-        """Load the result of `state`."""
-        self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
-        blocks = [BlockSums.from_state(block, self.settings.products) for block in state["blocks"]]
-        self.blocks = {block.layout.key: block for block in blocks}
-        self.block_map = BlockMap(block.layout for block in self.blocks.values())
-
     def add(self, state: Any) -> None:
-        """Add sums over other data. Uses that contradict each other are recorded as conflicts."""
-        other = FactorSums(self.settings)
-        other.restore(state)
+        """Add the result of `state`. Uses that contradict each other are recorded as conflicts."""
         self.read_counts()
-        self.conflicts |= other.conflicts
-        for key, found in other.blocks.items():
-            mine = self.blocks.get(key)
-            block = found if mine is None else found.turned_to(mine.layout)
+        self.conflicts |= {(str(name), str(operation)) for name, operation in state["conflicts"]}
+        for one in state["blocks"]:
+            block = BlockSums.from_state(one, self.settings.products)
+            mine = self.blocks.get(block.layout.key)
+            block = block if mine is None else block.turned_to(mine.layout)
             if not self.block_map.admit(block.layout) or (mine is not None and not mine.fits(block)):
                 self.conflicts |= {(block.layout.weight, operation) for operation in block.operations}
-            elif mine is None:
-                self.blocks[key] = block
             else:
-                mine.merge_in(block)
+                self.blocks[block.layout.key] = block if mine is None else mine.plus(block)
 
     def take(self, other: "FactorSums") -> None:
         """Take over the blocks that another pass over the same data has computed."""
@@ -239,22 +240,8 @@ class FactorSums(Sums):
         )
 
 
-class _Count(Adder):
-    """Counts positions, without computing sums."""
-
-    def __init__(self, role: RoleSums) -> None:
-        self.role = role
-
-    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
-        return self.count
-
-    def count(self, g: Tensor) -> None:
-        """Count the rows of gradients `[columns, ..., features]`."""
-        self.role.counted += prod(g.shape[1:-1])
-
-
-class _Expand(Adder):
-    """Treats shared positions as separate examples (`expand`)."""
+class _Expand:
+    """Adds uses of one plan; treats shared positions as separate examples (`expand`)."""
 
     def __init__(self, plan: PlannedUse, role: RoleSums, forward_only: bool) -> None:
         self.inputs = plan.inputs
@@ -266,15 +253,15 @@ class _Expand(Adder):
         self.is_local = role.input.device == plan.device  # sums may be on another device than the model
         self.receive = ignore if forward_only else self.add_gradients
 
-    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
+    def add(self, x: Tensor | None, row_map: RowMap | None) -> Receiver:
         total = self.role.input if self.is_local else self.role.input.on(self.device)
         counted = None if row_map is None else row_map.counted
         if counted is not None:
-            self.role.add_terms(self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
+            self.role.add_count("counted", self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
         elif self.are_vectors:  # shortcut for the most common case
             self.role.counted += total.add(x, self.ones)  # type: ignore[arg-type]
         else:
-            self.role.add_terms(self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
+            self.role.add_count("counted", self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
         if not self.is_local:  # pragma: no cover (tested on a GPU)
             self.role.input.merge_in(total)
         return self.receive
@@ -300,8 +287,8 @@ class _Collected:
 
 
 @dataclass
-class _Reduce(Adder):
-    """Sums over the shared positions of each example first (`reduce`)."""
+class _Reduce:
+    """Adds uses of one plan; sums over the shared positions of each example first (`reduce`)."""
 
     plan: PlannedUse
     role: RoleSums
@@ -311,8 +298,8 @@ class _Reduce(Adder):
     def __post_init__(self) -> None:
         self.key = (self.plan.layout.key, self.plan.side)
 
-    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (sums with `needs_rows` always get a row map)
+    def add(self, x: Tensor | None, row_map: RowMap | None) -> Receiver:
+        assert row_map is not None  # noqa: S101 (statistics with `needs_rows` always get a row map)
         if not row_map.complete:
             raise DataError(
                 f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and the "
@@ -321,7 +308,7 @@ class _Reduce(Adder):
             )
         # Sum inputs over positions; the bias coordinate of the sum is the number of positions.
         inputs, counts = self.plan.inputs.sums(x, row_map)  # type: ignore[arg-type]
-        self.role.add_summed(self._number(x, row_map.counted))
+        self.role.add_count("positions", self._number(x, row_map.counted))
         if self.role.input.bias:
             last = counts if self.plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)

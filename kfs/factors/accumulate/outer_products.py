@@ -207,7 +207,7 @@ class OuterProductSum:
             self.computed = None
 
     def plus(self, other: "OuterProductSum") -> "OuterProductSum":
-        """Return the sum of two complete sums of the same vectors, added in float32 or better."""
+        """Return the sum of two sums of the same vectors, added in float32 or better, without `ones`."""
         dtype = at_least_float32(self.total.dtype)
         total = self.total.to(dtype) + other.total.to(self.total.device, dtype)
         result = OuterProductSum(total.to(self.total.dtype), self.diagonal, self.bias)
@@ -221,9 +221,8 @@ class OuterProductSum:
         return OuterProductSum(torch.diag_embed(self.total), False, self.bias)
 
     def state(self) -> dict[str, Any]:
-        """Return the sum as the content of a file. It need not be complete."""
-        about = {"diagonal": self.diagonal, "bias": self.bias, "ones": self.ones, "eps": self.eps}
-        return {"total": self.total, **about}
+        """Return the sum as the content of a file, without `ones`. It need not be complete."""
+        return {"total": self.total, "diagonal": self.diagonal, "bias": self.bias, "eps": self.eps}
 
     @classmethod
     def from_state(cls, state: Any, size: int, groups: int, products: Products = "auto") -> "OuterProductSum":
@@ -244,7 +243,6 @@ class OuterProductSum:
             result.total.copy_(total)
         else:
             result.total = total
-        result.ones = float(state["ones"])
         result.eps = max(float(state["eps"]), torch.finfo(total.dtype).eps)
         return result
 

@@ -1,4 +1,4 @@
-r"""Statistics of per-example gradients: sums accumulated right away, and gradients kept for one batch.
+r"""Statistics of per-example gradients: moments accumulated right away, and gradients kept for one batch.
 
 Algebra on rows lives in `kfs.factors.accumulate.row_products`.
 
@@ -7,7 +7,7 @@ $C = R \sum_{n,c} \mathrm{vec}(G_{n,c})\, \mathrm{vec}(G_{n,c})^\top$. Here $G_{
 is the gradient of the parameter for one backpropagated vector of one example, summed over shared positions and over all
 uses of the parameter.
 
-- `PerDatumSums` passes these gradients to a `Statistic` of each block, which accumulates a sum.
+- `PerDatumSums` passes these gradients to a `Moment` of each block, which accumulates a sum.
 - `KeptGradients` keeps them as rows until they are taken after a batch. Several columns that are sent back together
   have different gradients. The inputs of a use are the same for all of them.
 """
@@ -22,22 +22,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.distributed import Ranks, add_up, add_up_at
+from kfs.distributed import Ranks
 from kfs.errors import ModelError
 from kfs.factors.accumulate.gram import HALF
 from kfs.factors.accumulate.inputs import Rows, Use, add_rotated_squares
-from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts
+from kfs.factors.accumulate.statistic import (
+    Adder,
+    Place,
+    PlannedUse,
+    Statistic,
+    Total,
+    ignore,
+    in_block,
+    without_inputs,
+)
 from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.row_map import RowMap, StridedRows
+from kfs.factors.rows.source import Receiver
 from kfs.factors.settings import Settings
 from kfs.runtime.nested import mapped
 from kfs.runtime.precision import at_least_float32, tf32
 
 
-class Statistic(ABC):
-    """A sum over the gradients of one block.
+class Moment(ABC):
+    """A sum over functions of the per-example gradients of one block, such as their squares.
 
     Attributes:
         total: The sum, changed in place.
@@ -61,7 +71,7 @@ class Statistic(ABC):
 
 
 @dataclass
-class Squares(Statistic):
+class Squares(Moment):
     """Sums of squared gradients, expressed in other bases (their vectors are columns; `None`: the standard basis)."""
 
     total: Tensor  # [groups, d_B, d_A], changed in place
@@ -93,15 +103,15 @@ class Squares(Statistic):
         self.total += total.to(self.total.device)  # pragma: no cover
 
 
-class PerDatumSums(Sums):
-    """Passes per-example gradients to the statistic of their block, in a second pass over the data.
+class PerDatumSums(Statistic):
+    """Passes per-example gradients to the moment of their block, for blocks that are known.
 
     Args:
         settings: Settings of the computation.
         layouts: The blocks of the first pass.
-        statistics: The statistic of each block.
+        moments: The moment of each block.
         left_out: Blocks that another pass computes.
-        owners: The owner rank of each block, which keeps its statistic. By default, all ranks keep all statistics.
+        owners: The owner rank of each block, which keeps its moment. By default, all ranks keep all moments.
     """
 
     needs_rows = True
@@ -110,32 +120,32 @@ class PerDatumSums(Sums):
         self,
         settings: Settings,
         layouts: Mapping[Key, Layout],
-        statistics: Mapping[Key, Statistic],
+        moments: Mapping[Key, Moment],
         left_out: Collection[Key] = (),
         owners: Mapping[Key, int] | None = None,
     ) -> None:
         super().__init__(layouts.values())
         self._left_out = left_out
-        self._owners = owners
-        self._here: Collection[Key] = statistics.keys()
+        self._owners = owners or {}
+        self._kept: Collection[Key] = moments.keys()
         self.settings = settings
         self._layouts = layouts
-        self._statistics = statistics
+        self._moments = moments
         self._times_used: dict[Key, int] = {}
         self._several_uses: dict[Key, Tensor] = {}
         self._seen: set[Key] = set()
         self._unknown: set[str] = set()
 
     def adder_of(self, plan: PlannedUse) -> Adder:
-        """Return the adder that passes the gradients of a plan's uses to the block's statistic."""
+        """Return the adder that passes the gradients of a plan's uses to the block's moment."""
         key = plan.layout.key
         self._seen.add(key)
         if key in self._left_out and self._layouts[key] == plan.layout:
-            return Ignore()
-        if key not in self._statistics or self._layouts[key] != plan.layout:
+            return without_inputs(ignore)
+        if key not in self._moments or self._layouts[key] != plan.layout:
             self._unknown.add(plan.layout.name)
-            return Ignore()
-        return _Show(plan, self._statistics[key], self._times_used, self._several_uses)
+            return without_inputs(ignore)
+        return _Show(plan, self._moments[key], self._times_used, self._several_uses).add
 
     def note_conflict(self, plan: PlannedUse) -> None:
         """Take note of a use that does not fit together with other uses of its parameter."""
@@ -145,7 +155,7 @@ class PerDatumSums(Sums):
         """Add the gradients of parameters with several uses, which are summed by now."""
         for key, gradients in self._several_uses.items():
             with full_precision(gradients.device.type):
-                self._statistics[key].add(gradients)
+                self._moments[key].add(gradients)
         self._several_uses.clear()
 
     def finish_batch(self) -> None:
@@ -158,7 +168,7 @@ class PerDatumSums(Sums):
         Raises:
             ModelError: If a block is new, or was not used.
         """
-        unused = [self._layouts[key].name for key in self._statistics if key not in self._seen]
+        unused = [self._layouts[key].name for key in self._moments if key not in self._seen]
         missing = [] if resumed else unused
         new = sorted(self._unknown) if self.settings.uncovered == "error" else []
         if missing or new:
@@ -167,59 +177,44 @@ class PerDatumSums(Sums):
                 "Use the same model and parameters, and data that use all of them.",
             )
 
-    def add_up(self, ranks: Ranks, device: torch.device) -> None:
-        """Sum the statistics of all blocks over the ranks, which need not have seen the same blocks."""
+    def tensors(self) -> dict[Place, Total]:
+        """Return the sums of all moments that this process keeps."""
+        kept = {key: moment for key, moment in self._moments.items() if key in self._kept}
+        return {(key, n): Total(t) for key, moment in kept.items() for n, t in enumerate(moment.totals)}
+
+    def agree(self, ranks: Ranks, device: torch.device) -> Mapping[Key, int]:
+        """Exchange which blocks were seen. Ranks need not have seen the same ones."""
         seen = ranks.gather("blocks of per-example gradients", (self._seen, self._unknown))
         self._seen = set().union(*(keys for keys, _ in seen))
         self._unknown = set().union(*(names for _, names in seen))
-        if self._owners is None:
-            totals = [total for statistic in self._statistics.values() for total in statistic.totals]
-            add_up(ranks, "per-example gradients", totals)
-            return
-        for owner in sorted(set(self._owners.values())):
-            of_owner = [s for key, s in self._statistics.items() if self._owners[key] == owner]
-            add_up_at(ranks, owner, [total for statistic in of_owner for total in statistic.totals])
-        self._here = {key for key, owner in self._owners.items() if owner == ranks.rank}
+        return self._owners
 
-    def state(self) -> dict[str, Any]:
-        """Return all sums for a file, between two batches. After `add_up`, these are the sums that this rank owns."""
-        here = {key: s for key, s in self._statistics.items() if key in self._here}
-        return {"totals": [[self._layouts[key].name, s.total] for key, s in here.items()]}
-
-    def restore(self, state: Any) -> None:
-        """Undo `state`."""
-        for statistic in self._statistics.values():
-            statistic.total.zero_()
-        self.add(state)
-
-    def add(self, state: Any) -> None:
-        """Add sums over other data."""
-        by_name = {self._layouts[key].name: statistic for key, statistic in self._statistics.items()}
-        for name, total in state["totals"]:
-            by_name[name].total.add_(total.to(by_name[name].total.device))
+    def keep_own(self, rank: int) -> None:
+        """Leave out the moments of blocks that another rank owns."""
+        self._kept = {key for key, owner in self._owners.items() if owner == rank}
 
 
 @dataclass
-class _Show(Adder):
+class _Show:
     """Passes gradients on if their parameter is used once in a batch; otherwise sums them over all its uses first."""
 
     plan: PlannedUse
-    statistic: Statistic
+    moment: Moment
     times_used: dict[Key, int]
     several_uses: dict[Key, Tensor]
 
     def __post_init__(self) -> None:
         self.key = self.plan.layout.key
 
-    def add(self, x: Tensor | None, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (sums with `needs_rows` always get a row map)
-        use = Use(self.plan.inputs, x, row_map, self.plan.ones)  # type: ignore[arg-type]
+    def add(self, x: Any, row_map: RowMap | None) -> Receiver:
+        assert row_map is not None  # noqa: S101 (statistics with `needs_rows` always get a row map)
+        use = Use(self.plan.inputs, x, row_map, self.plan.ones)
         self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
 
         def receive(g: Tensor) -> None:
             if self.times_used[self.key] == 1 and self.plan.side == "A":
                 for column in g:
-                    self.statistic.add_use(use, column)
+                    self.moment.add_use(use, column)
             else:
                 self._collect(use, g)
 
@@ -227,16 +222,12 @@ class _Show(Adder):
 
     def _collect(self, use: Use, g: Tensor) -> None:
         """Add one use's gradients, `[columns * batch, groups, d_B, d_A]`."""
-        gradients = torch.cat([part for column in g for part in use.gradients(column)])
-        if self.plan.side == "B":
-            gradients = gradients.transpose(2, 3)
-        if gradients.shape[3] < self.plan.layout.matrix_shape[2]:  # a bias that was not used
-            gradients = torch.nn.functional.pad(gradients, (0, 1))
+        gradients = in_block(self.plan, torch.cat([part for column in g for part in use.gradients(column)]))
         before = self.several_uses.get(self.key)
         self.several_uses[self.key] = gradients if before is None else before + gradients
 
 
-class KeptGradients(Sums):
+class KeptGradients(Statistic):
     """Keeps the per-example gradients of a batch, by block.
 
     Args:
@@ -263,9 +254,9 @@ class KeptGradients(Sums):
         key = plan.layout.key
         if self._fixed and self.layouts.get(key) != plan.layout:
             self.note_conflict(plan)
-            return Ignore()
+            return without_inputs(ignore)
         self.layouts.setdefault(key, plan.layout)
-        return _Keep(plan, self._columns)
+        return _Keep(plan, self._columns).add
 
     def note_conflict(self, plan: PlannedUse) -> None:
         """Take note of a use that does not fit together with other uses of its parameter."""
@@ -279,13 +270,6 @@ class KeptGradients(Sums):
         columns = list(self._columns)
         self._columns.clear()
         return columns
-
-    def state(self) -> dict[str, Any]:
-        """Return an empty dictionary, because these are not sums over data."""
-        return {}
-
-    def restore(self, state: Any) -> None:
-        """Do nothing, because `state` is empty."""
 
 
 @dataclass(frozen=True)
@@ -347,9 +331,7 @@ class Captured:
         wide = at_least_float32(self.gradient.dtype)
         x = mapped(self.use.x, lambda t: t.to(wide) if t.is_floating_point() else t)
         for part in replace(self.use, x=x, cache={}).gradients(self.gradient.to(wide)):
-            part = part.transpose(2, 3) if self.plan.side == "B" else part  # noqa: PLW2901
-            unused = self.plan.layout.matrix_shape[2] - part.shape[3]
-            yield torch.nn.functional.pad(part, (0, unused)) if unused else part
+            yield in_block(self.plan, part)
 
     def _as_in_block(self, rows: RowProducts) -> RowProducts:
         """Exchange sides if inputs belong to the side `"B"`, and add zeros for a bias that was not used."""
@@ -361,14 +343,14 @@ class Captured:
 
 
 @dataclass
-class _Keep(Adder):
+class _Keep:
     """Keeps the uses of one plan."""
 
     plan: PlannedUse
     columns: list[dict[Key, list[Captured]]]
 
-    def add(self, x: Any, row_map: RowMap | None = None) -> Receiver:
-        assert row_map is not None  # noqa: S101 (sums with `needs_rows` always get a row map)
+    def add(self, x: Any, row_map: RowMap | None) -> Receiver:
+        assert row_map is not None  # noqa: S101 (statistics with `needs_rows` always get a row map)
         # Detached, because the kept tensors must not keep the graph of the pass alive.
         use = Use(self.plan.inputs, mapped(x, Tensor.detach), row_map, self.plan.ones)
 

@@ -362,7 +362,7 @@ class _Audit:
         self.rows = MeasureRows(
             self.num_data, self.batch_axis, answers=self.known.answers, mixing=mixing, keeps_first=True
         )
-        return CapturedPass(self.trace, sums, self.num_data, self.batch_axis, self.known, self.rows)
+        return CapturedPass(self.trace, [sums], self.num_data, self.batch_axis, self.known, self.rows)
 
     def _send_back(self, f: Tensor, one: CapturedPass, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Measure row maps, sum gradients times inputs, and return gradients by autograd for the same vectors."""

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kfs.factors.accumulate.inputs import Use
-from kfs.factors.accumulate.interface import Adder, PlannedUse, Receiver, Sums
+from kfs.factors.accumulate.statistic import Adder, PlannedUse, Statistic, in_block
 from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.row_map import RowMap, StridedRows
+from kfs.factors.rows.source import Receiver
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import numbers
 
 _HALF = {torch.float16, torch.bfloat16}
 
 
-class GradientSums(Sums):
+class GradientSums(Statistic):
     """Sums gradients times inputs over all uses, for one column.
 
     Attributes:
@@ -44,7 +44,7 @@ class GradientSums(Sums):
             self.operations.setdefault(name, set()).add(plan.operation)
             if plan.narrow is not None or plan.dtype in _HALF:
                 self.narrow.add(name)
-        return _Add(self, plan)
+        return _Add(self, plan).add
 
     def note_conflict(self, plan: PlannedUse) -> None:
         """Record a use that is inconsistent with other uses of its parameter."""
@@ -92,22 +92,15 @@ class GradientSums(Sums):
                     g.zero_()
         return rest[name]
 
-    def state(self) -> dict[str, Any]:
-        """Return an empty state: these sums are not saved."""
-        return {}
-
-    def restore(self, state: Any) -> None:
-        """Do nothing: these sums are not saved."""
-
 
 @dataclass
-class _Add(Adder):
+class _Add:
     """Accumulates the uses of one plan."""
 
     sums: GradientSums
     plan: PlannedUse
 
-    def add(self, x: Any, row_map: RowMap | None = None) -> Receiver:
+    def add(self, x: Any, row_map: RowMap | None) -> Receiver:
         one_datum = StridedRows.batch_first(1, prod(self.plan.inputs.leading(x)))
         key = self.plan.layout.key
 
@@ -115,7 +108,8 @@ class _Add(Adder):
             g = g[0].to(at_least_float32(g.dtype))
             has_numbers = isinstance(x, Tensor) and x.is_floating_point()
             inputs = x.to(g.dtype) if has_numbers else x
-            total = self._gradient(inputs, g, one_datum)
+            use = Use(self.plan.inputs, inputs, one_datum, self.plan.ones)
+            (total,) = in_block(self.plan, torch.cat(list(use.gradients(g))))
             layout, before = self.sums.totals.get(key, (self.plan.layout, None))
             self.sums.totals[key] = (layout, total if before is None else before.add_(total))
             # Terms may cancel, but rounding errors are proportional to the size of the terms.
@@ -123,14 +117,6 @@ class _Add(Adder):
             self.sums.sizes[key] = length * g.norm() + self.sums.sizes.get(key, 0.0)
 
         return receive
-
-    def _gradient(self, x: Any, g: Tensor, row_map: RowMap) -> Tensor:
-        """Return the gradient of the parameter, `[groups, d_B, d_A]`."""
-        (gradient,) = torch.cat(list(Use(self.plan.inputs, x, row_map, self.plan.ones).gradients(g)))
-        if self.plan.side == "B":
-            gradient = gradient.transpose(1, 2)
-        unused = self.plan.layout.matrix_shape[2] - gradient.shape[2]  # a bias that was not used
-        return pad(gradient, (0, unused)) if unused else gradient
 
 
 def _parts(layout: Layout, exact: Mapping[str, Tensor], total: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:

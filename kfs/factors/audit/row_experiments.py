@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.factors.capture import CapturedPass, Used
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule, matching_rule
 from kfs.factors.rows.measure import MULTIPLE, has_gradient, probes
 from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.rows.source import AuditResult, What
+from kfs.factors.rows.source import AuditResult, Receiver, What
 from kfs.factors.trace.trace import Trace
 from kfs.problem.data import MaskSource
 from kfs.runtime.nested import mapped, tensors_in
@@ -115,21 +114,6 @@ class _Seen:
         hidden = [(one.hidden(rows.shape[1], outer), rows) for one, rows in pairs if one.beyond]
         tried = [(those.cpu(), rows) for those, rows in hidden if those is not None and bool(those.any())]
         return not tried or any(bool((those & rows).any()) for those, rows in tried)
-
-
-class _NoSums(Sums):
-    """Sums that accumulate nothing."""
-
-    needs_rows = True
-
-    def adder_of(self, plan: PlannedUse) -> Adder:
-        return Ignore()
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Any) -> None:
-        pass
 
 
 @dataclass
@@ -279,9 +263,7 @@ class RowExperiments:
             seen[used.number] = _Seen(used, row_map)
             return seen[used.number].receive
 
-        one = CapturedPass(
-            self.trace, _NoSums(), self.num_data, self.batch_axis, self.known, observer=observe, noise=noise
-        )
+        one = CapturedPass(self.trace, [], self.num_data, self.batch_axis, self.known, observer=observe, noise=noise)
         f = self.run(one.mark(x), self.num_data, one)
         one.measure_rows(f)
         v = next(probes(f, self.num_data))
