@@ -27,7 +27,7 @@ from math import isfinite
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.distributed import Ranks, added_up
@@ -39,7 +39,7 @@ from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.interface import Sums
 from kfs.factors.audit import Audits, Counts
 from kfs.factors.block import Block
-from kfs.factors.capture import forward, recorder_for, send_back
+from kfs.factors.capture import forward, send_back
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, details, naming
 from kfs.factors.layout import Key, Side
 from kfs.factors.rules import new_session
@@ -52,7 +52,7 @@ from kfs.problem.data import Batch
 from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.torch_fixes import RightGradients, explained, has_instance_norms
 from kfs.runtime import sync
-from kfs.runtime.cuda_graphs import Replays
+from kfs.runtime.cuda_graphs import NO_GUARD, Guard, Replayer, has_hooks
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, numbers
 
@@ -484,7 +484,9 @@ def passes(
             audits = Audits(
                 risk.model, session, settings.batch_axis, counts=Counts(risk.mask_source, risk.loss.class_axis)
             )
-        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model, log) as replays:
+        limits: dict[str, Any] = {"expected": risk.num_batches, "memory": settings.memory}
+        with closing(Replayer("Passes over batches", log, risk.device, settings.replay, **limits)) as replayer:
+            guard = Guard(risk.model, why=_why_not_replayed(risk, settings)) if replayer.is_enabled else NO_GUARD
             for place, batch in enumerate(risk.batches(task)):
                 if place == 0:
                     assumed = _assumed(ignored, risk, batch)
@@ -492,7 +494,7 @@ def passes(
                     continue
                 for part in [batch] if journal is None else journal.rest_of(batch):
                     with _surroundings(risk, at_once, entered=pausing) as check_this:
-                        replays.run(part)
+                        replayer.run_batch(part, run, guard, host=sums)
                         check_this()
                     # Step 4: accumulate the divisor of the loss's reduction.
                     progress.batches += 1
@@ -505,6 +507,16 @@ def passes(
         check_values()
     progress.settle()
     progress.audit = audits.close(distrust=_wrong(padding))
+
+
+def _why_not_replayed(risk: EmpiricalRisk, settings: Settings) -> str:
+    """Return the reason why passes on a GPU cannot be replayed, or an empty string."""
+    if has_hooks(risk.model):
+        return "the model has hooks"
+    model = risk.model.parameters() if isinstance(risk.model, nn.Module) else ()
+    devices = {t.device for t in (*risk.params.values(), *model)}
+    is_elsewhere = settings.factor_device is not None and torch.device(settings.factor_device).type != risk.device.type
+    return "model and sums are on several devices" if len(devices) > 1 or is_elsewhere else ""
 
 
 def _wrong(assumption: DeferredChecks | None) -> bool:

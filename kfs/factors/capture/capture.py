@@ -15,7 +15,6 @@ PyTorch does not show modes which parameters enter a custom `autograd.Function`.
 the graph of the predictions. It also returns all parameters that predictions depend on; other parameters are not used.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -26,7 +25,6 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import BackwardCFunction
-from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from kfs.factors.accumulate.interface import Adder, Receiver, Sums
@@ -36,7 +34,6 @@ from kfs.factors.capture.row_queries import EVERYTHING, AuditResult, Counting, R
 from kfs.factors.capture.tap import Tap, apply_tap
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule
 from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.settings import Settings
 from kfs.factors.trace.plan import (
     Broadcast,
     Call,
@@ -54,24 +51,8 @@ from kfs.problem.data import Batch
 from kfs.problem.isolation import uncompiled
 from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.torch_fixes import refuse_reentrant_checkpoint
-from kfs.runtime.cuda_graphs import CudaRecorder, Recorder
 from kfs.runtime.nested import mapped, without_tensors
 from kfs.runtime.sync import DeferredChecks
-
-log = logging.getLogger("kfs.factors")
-
-
-def recorder_for(risk: EmpiricalRisk, settings: Settings) -> Recorder | None:
-    """Return the recorder of CUDA graphs; `None` if passes are not recorded."""
-    if not settings.replay or risk.device.type != "cuda":
-        return None
-    model = risk.model.parameters() if isinstance(risk.model, Module) else ()  # pragma: no cover (tested on a GPU)
-    devices = {t.device for t in (*risk.params.values(), *model)}  # pragma: no cover
-    sums = risk.device if settings.factor_device is None else torch.device(settings.factor_device)  # pragma: no cover
-    if len(devices) > 1 or sums.type != "cuda":  # pragma: no cover
-        log.info("Passes over batches are not replayed as CUDA graphs: model and sums are on several devices.")
-        return None
-    return CudaRecorder(risk.device, settings.memory)  # pragma: no cover
 
 
 def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
