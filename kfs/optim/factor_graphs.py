@@ -87,6 +87,7 @@ Data = tuple[Any, int, Tensor, int]
 class PassKey(NamedTuple):
     """Identifies passes that can share a recording."""
 
+    replayer: Replayer  # has the recording
     run: RunKey  # The kind is precision, and which modules are in training mode; the shape is that of the arguments.
     guard: Guard
 
@@ -156,7 +157,6 @@ class FactorGraph:
     """A pass for inputs of one shape that is recorded, or will be.
 
     Attributes:
-        replayer: Has the recording.
         key: Key of the pass.
         one: How to run the pass.
         num_data: Number of examples.
@@ -166,7 +166,6 @@ class FactorGraph:
         user: The result that currently refers to the sums.
     """
 
-    replayer: Replayer
     key: PassKey
     one: FactorPass
     num_data: int
@@ -189,7 +188,8 @@ class FactorGraph:
         def body(inputs: tuple[Any, Tensor], numbers: Sequence[float | Tensor]) -> None:
             self.uncovered |= self._run(*inputs, numbers[0], self.sums)
 
-        self.replayer.run(self.key.run, body, (arguments, y), self.key.guard, [first_datum], host=self.sums)
+        replayer, run, guard = self.key
+        replayer.run(run, body, (arguments, y), guard, [first_datum], host=self.sums)
         result = FactorResult(self.sums, self.uncovered)
         self.user = weakref.ref(result)
         return result
@@ -246,23 +246,20 @@ class FactorGraphs:
         place = id(session), tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
         guard = Guard(model, place=place, why="the model has hooks" if has_hooks(model, Hook) else "")
         mode = autocast, uses_tf32(), tuple(module.training for module in model.modules())
-        return PassKey(RunKey(mode, shape), guard)
+        return PassKey(self._replayer, RunKey(mode, shape), guard)
 
     def find(self, key: PassKey) -> FactorGraph | None:
         """Return the recording for a pass, if there is one and the model has not changed."""
-        if self._replayer is None or not self._replayer.is_recorded(*key):
+        if not key.replayer.is_recorded(key.run, key.guard):
             return None
-        found: FactorGraph | None = self._replayer.kept(key.run)
-        if found is not None:
-            found.key = key
+        found: FactorGraph = key.replayer.kept(key.run)
+        found.key = key
         return found
 
     def wants(self, key: PassKey) -> bool:
         """Count a watched pass, and return whether to rehearse or record it."""
-        if self._replayer is None:
-            return False
-        repeated = self._replayer.is_repeated(*key) and self._replayer.has_room(key.run.kind)
-        self._replayer.note(key.run)
+        repeated = key.replayer.is_repeated(key.run, key.guard) and key.replayer.has_room(key.run.kind)
+        key.replayer.note(key.run)
         return repeated
 
     def forget(self) -> None:
@@ -285,27 +282,24 @@ class FactorGraphs:
             data: Data of the watched pass (see `Data`).
             watched: Sums of the watched pass.
         """
-        replayer = self._replayer
         # The model may have changed after the watched pass.
-        if replayer is None or not replayer.is_repeated(*key) or key.guard.difference(Guard(one.model)):
+        if not key.replayer.is_repeated(key.run, key.guard) or key.guard.difference(Guard(one.model)):
             return
         with allow_sync(), unchanged_attributes(one.model):
             try:
-                why = self._compared(replayer, key, one, data, watched)
+                why = self._compared(key, one, data, watched)
             except Exception as error:  # noqa: BLE001 (whatever it is, passes can be watched)
                 why = why_not(error)
         if why:
-            replayer.refuse(key.run.kind, why)
+            key.replayer.refuse(key.run.kind, why)
 
-    def _compared(
-        self, replayer: Replayer, key: PassKey, one: FactorPass, data: Data, watched: dict[Key, BlockSums]
-    ) -> str:
+    def _compared(self, key: PassKey, one: FactorPass, data: Data, watched: dict[Key, BlockSums]) -> str:
         """Run a pass, and compare its sums with the watched ones. Return the reason why it cannot be recorded."""
         arguments, num_data, y, first_datum = data
-        graph: FactorGraph | None = replayer.kept(key.run)
+        graph: FactorGraph | None = key.replayer.kept(key.run)
         if graph is None:
             sums = FactorSums(self._settings)
-            graph = replayer.keep(key.run, FactorGraph(replayer, key, one, num_data, (y.shape, y.dtype), sums))
+            graph = key.replayer.keep(key.run, FactorGraph(key, one, num_data, (y.shape, y.dtype), sums))
         graph.key = key
         random, other_random = random_state(y.device), other_random_state()
         versions = [b._version for b in one.model.buffers()]

@@ -447,9 +447,8 @@ class Recorded:
         with torch.no_grad():  # inputs may require gradients
             for ours, others in groups.values():
                 torch._foreach_copy_(ours, others)  # one launch for all tensors of a dtype
-            if numbers:
-                # This copy from the host is asynchronous.
-                self.numbers.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
+            # The copy from the host is asynchronous.
+            self.numbers.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
         self.graph.replay()
         host.add_counts(self.counts)
 
@@ -639,11 +638,11 @@ class Replayer:
 
     def refuse(self, kind: Hashable, why: str) -> None:
         """Do not record runs of a kind any more, unless the guard changes, and free their recordings."""
-        self.explain(why)
+        self._explain(why)
         self._kinds[kind].is_refused = True
         self._free(self._kinds[kind])
 
-    def explain(self, why: str) -> None:
+    def _explain(self, why: str) -> None:
         """Log a reason why runs are eager, once."""
         if why not in self._reasons:
             self._reasons.add(why)
@@ -681,7 +680,7 @@ class Replayer:
                 # If the guard changes often, wait longer each time, because recordings would not be used often enough.
                 patience = patience + 1 if kind.replays < _WORTH else 1
                 if patience > _MOST_CHANGES:
-                    self.explain(why)
+                    self._explain(why)
             kind = self._kinds[name] = _Kind(guard, patience)
         kind.guard = guard  # the same, but compared faster next time
         return kind
@@ -691,7 +690,7 @@ class Replayer:
         if self._new_recorder is None:
             return True
         if guard.why:
-            self.explain(guard.why)
+            self._explain(guard.why)
         return bool(guard.why)
 
     def _is_due(self, key: RunKey) -> bool:

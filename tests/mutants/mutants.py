@@ -797,6 +797,26 @@ _MUTANTS = [
         "recorded batch counted twice",
         ("tests/factors/test_replay.py",),
     ),
+    recording(
+        "runtime/cuda_graphs.py",
+        "if why or guard.place != kind.guard.place:",
+        "if why:",
+        "other memory of parameters ignored",
+    ),
+    recording(
+        "runtime/cuda_graphs.py",
+        "patience = patience + 1 if kind.replays < _WORTH else 1",
+        "patience = 1",
+        "models that change often recorded again and again",
+        ("tests/factors/test_replayer.py",),
+    ),
+    recording(
+        "runtime/cuda_graphs.py",
+        "self._recorder = None  # PyTorch cannot record",
+        "pass  # PyTorch cannot record",
+        "memory pool of freed graphs used again",
+        ("tests/factors/test_replayer.py",),
+    ),
     # The optimizer.
     optim("optim/update_rule.py", "1 - share.momentum**2)", "1 - share.momentum)", "missing look-ahead"),
     optim(

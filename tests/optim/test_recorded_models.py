@@ -5,7 +5,7 @@ Tapes stand in for CUDA graphs (see `tests.factors.tape`).
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -118,6 +118,54 @@ def test_models_that_change_all_the_time_are_watched(caplog: pytest.LogCaptureFi
             LOSS(model(X), y).backward()
             optimizer.step()
     assert caplog.text.count("attributes of the model change between its passes") == 1
+
+
+def test_a_model_that_is_changed_for_the_step() -> None:
+    """A pass is recorded only if the model is as it was when it was watched."""
+    X, y = data(6)
+    results = []
+    for replay in (True, False):
+        torch.manual_seed(0)
+        model = Tempered().double()
+        optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, replay=replay)
+        for _ in range(6):
+            optimizer.zero_grad()
+            LOSS(model(X), y).backward()
+            model.temperature = 3.0
+            optimizer.step()
+            model.temperature = 1.0
+        assert not recorded_passes(optimizer)
+        results.append(weights(model))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+class Breaks(nn.Linear):
+    """Fails when it is called for the third time; the number of calls is no attribute of the model."""
+
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count, outside of the model."""
+        self.calls.append(1)
+        if len(self.calls) == 3:
+            raise RuntimeError("it broke")
+        return super().forward(x)
+
+
+def test_a_rehearsal_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The error is the reason why passes are not replayed. The user's passes go on."""
+    X, y = data(6)
+    Breaks.calls.clear()
+    model = nn.Sequential(Breaks(4, 6), nn.Linear(6, 3)).double()
+    optimizer = KFAC(model, LOSS, factors_every=1, audit=False)
+    with caplog.at_level("INFO", "kfs.optim"):
+        for _ in range(6):
+            optimizer.zero_grad()
+            LOSS(model(X), y).backward()
+            optimizer.step()
+    assert caplog.text.count("Passes for factors are not replayed as CUDA graphs: it broke.") == 1
+    assert not recorded_passes(optimizer)
+    assert len(Breaks.calls) == 7
 
 
 class Padded(nn.Module):
