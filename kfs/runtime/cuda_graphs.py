@@ -489,6 +489,10 @@ class Replayer:
 
     The first run with a key is eager, the second one is rehearsed, and the third one is recorded and replayed.
 
+    Runs of a kind stay eager if a rehearsal shows that the model keeps something, if a recording fails, or if memory
+    runs out. A recording that fails after its rehearsal has synchronized is tried once more. If the attributes of a
+    guard change often, recordings wait longer.
+
     Args:
         what: What is run, in the plural, for messages such as "Products are not replayed as CUDA graphs: ...".
         log: Logger for these messages. Each reason is logged once.
@@ -542,7 +546,8 @@ class Replayer:
 
         The body reads its inputs and persistent tensors, writes into persistent tensors in place, and changes the host
         only through the counts of `host`. A replay copies the inputs to those of the recording, starts the graph, and
-        adds the counts that the recorded run has added.
+        adds the counts that the recorded run has added. The body must not keep tensors that it makes: their memory
+        belongs to the graph.
 
         Args:
             key: Runs with equal keys perform the same operations. If `None`, the body runs eagerly.
