@@ -28,8 +28,7 @@ from math import isfinite
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.nn import Module
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.distributed import Ranks, added_up
@@ -54,7 +53,7 @@ from kfs.problem.data import Batch
 from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.torch_fixes import RightGradients, explained, has_instance_norms
 from kfs.runtime import sync
-from kfs.runtime.cuda_graphs import CudaRecorder, Recorder, Replays
+from kfs.runtime.cuda_graphs import NO_GUARD, Guard, Replayer, has_hooks
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, numbers
 
@@ -368,19 +367,6 @@ def explain_vectors(risk: EmpiricalRisk, settings: Settings) -> None:
                 pass
 
 
-def recorder_for(risk: EmpiricalRisk, settings: Settings) -> Recorder | None:
-    """Return the recorder of CUDA graphs; `None` if passes are not recorded."""
-    if not settings.replay or risk.device.type != "cuda":
-        return None
-    model = risk.model.parameters() if isinstance(risk.model, Module) else ()  # pragma: no cover (tested on a GPU)
-    devices = {t.device for t in (*risk.params.values(), *model)}  # pragma: no cover
-    sums = risk.device if settings.factor_device is None else torch.device(settings.factor_device)  # pragma: no cover
-    if len(devices) > 1 or sums.type != "cuda":  # pragma: no cover
-        log.info("Passes over batches are not replayed as CUDA graphs: model and sums are on several devices.")
-        return None
-    return CudaRecorder(risk.device, settings.memory)  # pragma: no cover
-
-
 def sweep(
     risk: EmpiricalRisk,
     sums: Statistic,
@@ -505,13 +491,15 @@ class Passes:
             audits = Audits(risk.model, trace, settings.batch_axis, counts=counts)
             if pausing:
                 around.leave()
-            with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model, log) as replays:
+            limits: dict[str, Any] = {"expected": risk.num_batches, "memory": settings.memory}
+            with closing(Replayer("Passes over batches", log, risk.device, settings.replay, **limits)) as replayer:
+                guard = Guard(risk.model, why=_why_not_replayed(risk, settings)) if replayer.is_enabled else NO_GUARD
                 for place, batch in enumerate(batches):
                     if place == 0 and self._ignored is not None and not _all_count(risk, batch):
                         self._ignored = None
                     if pausing:
                         around.enter()
-                    replays.run(batch)
+                    replayer.run_batch(batch, run, guard, host=sums)
                     # Step 4: the loss's reduction.
                     progress.batches += 1
                     progress.num_data += len(batch.y)
@@ -590,6 +578,16 @@ class Surroundings:
     def check_values(self) -> None:
         """Check the values that were not checked yet."""
         self._check_values()
+
+
+def _why_not_replayed(risk: EmpiricalRisk, settings: Settings) -> str:
+    """Return the reason why passes on a GPU cannot be replayed, or an empty string."""
+    if has_hooks(risk.model):
+        return "the model has hooks"
+    model = risk.model.parameters() if isinstance(risk.model, nn.Module) else ()
+    devices = {t.device for t in (*risk.params.values(), *model)}
+    is_elsewhere = settings.factor_device is not None and torch.device(settings.factor_device).type != risk.device.type
+    return "model and sums are on several devices" if len(devices) > 1 or is_elsewhere else ""
 
 
 def _wrong(assumption: DeferredChecks | None) -> bool:

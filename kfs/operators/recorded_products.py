@@ -1,7 +1,7 @@
 """CUDA graphs of operator products: on a GPU, repeated products with columns of the same shapes are replayed.
 
 For a small model, a GPU finishes the operations of a product faster than Python can launch them. Therefore
-`kfs.runtime.cuda_graphs.Replays` records the operations as one CUDA graph per batch, which adds the product of the
+`kfs.runtime.cuda_graphs.Replayer` records the operations as one CUDA graph per batch, which adds the product of the
 batch with the columns to totals. Columns and totals are static tensors: a product copies its columns into them, and
 returns copies of the totals.
 
@@ -11,11 +11,9 @@ modes, and settings of PyTorch. Models and losses that cannot be inspected, such
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,25 +24,13 @@ from kfs.operators.space import Columns
 from kfs.problem.data import Batch
 from kfs.problem.isolation import same_random_state
 from kfs.problem.risk import EmpiricalRisk
-from kfs.runtime.cuda_graphs import (
-    CudaRecorder,
-    ModelState,
-    Nothing,
-    Recorder,
-    Replays,
-    has_hooks,
-    is_watched,
-    surroundings,
-)
+from kfs.runtime.cuda_graphs import Guard, Replayer, RunKey, has_hooks, is_watched, surroundings
 from kfs.runtime.sync import DeferredChecks
 
 log = logging.getLogger("kfs.operators")
-# Number of kinds of products that are recorded at the same time. Many columns are split into chunks of two sizes, and
-# products with a single column may occur between them.
-_MOST_KINDS = 4
-_MOST_SEEN = 64  # Number of kinds of products that are remembered.
-# Log a message if attributes have changed this often without a recording in between.
-_FRUITLESS = 3
+# Maximum number of recordings. Batches have a few shapes, many columns are split into chunks of two sizes, and products
+# with a single column may occur between them.
+_MOST = 8
 
 
 class Multiplies(Protocol):
@@ -59,82 +45,27 @@ class Multiplies(Protocol):
         """Return a context in which products are computed."""
 
 
-def recorder_for(device: torch.device) -> Callable[[], Recorder] | None:
-    """Return a factory of recorders for a device; `None` if the device is not a GPU."""
-    return partial(CudaRecorder, device) if device.type == "cuda" else None
+class _Memory(NamedTuple):
+    """Static tensors that the graphs of one kind of products read and write."""
 
+    columns: Columns
+    totals: Columns
+    flags: DeferredChecks
 
-class RecordedKind:
-    """Recorded products of one kind, with columns and rows of fixed shapes.
-
-    Args:
-        operator: The operator. It is not kept alive.
-        columns: Tensors with the shapes and dtypes of the columns to multiply.
-        rows: Names of the rows to compute.
-        recorder: Records the operations.
-    """
-
-    def __init__(self, operator: Multiplies, columns: Columns, rows: list[str], recorder: Recorder) -> None:
-        # Allocate the static tensors that graphs read and write.
-        risk = operator.risk
+    @classmethod
+    def like(cls, risk: EmpiricalRisk, columns: Columns, rows: list[str]) -> "_Memory":
+        """Allocate it for columns with certain shapes and dtypes."""
         some = next(iter(columns.values()))
-        self._columns = {name: torch.empty_like(t) for name, t in columns.items()}
         shapes = {name: (len(some), *risk.params[name].shape) for name in rows}
-        self._totals = {name: some.new_empty(shape, dtype=risk.sum_dtype) for name, shape in shapes.items()}
-        self._flags = DeferredChecks(risk.device)
-        reference = weakref.ref(operator)
-        add = _adder(reference, self._columns, self._totals)
-        self._replays = Replays(
-            add, Nothing(), recorder, model=risk.model, log=log, around=lambda: _alive(reference).running()
+        return cls(
+            {name: torch.empty_like(t) for name, t in columns.items()},
+            {name: some.new_empty(shape, dtype=risk.sum_dtype) for name, shape in shapes.items()},
+            DeferredChecks(risk.device),
         )
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether products of this kind cannot be recorded."""
-        return self._replays.is_disabled
-
-    def multiply(self, operator: Multiplies, columns: Columns, task: str) -> Columns:
-        """Multiply columns, and return sums over all batches, one for each row."""
-        risk = operator.risk
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._columns.values()), list(columns.values()))
-            torch._foreach_zero_(list(self._totals.values()))
-            self._flags.clear()
-        with risk.checking_later(self._flags) as explain, same_random_state(risk.device):
-            for batch in risk.batches(task):
-                self._replays.run(batch)
-            results = {name: t.clone() for name, t in self._totals.items()}
-            # Reading the flags synchronizes. Hence no GPU work is pending when the product is returned, and it can be
-            # used on any stream.
-            if self._flags.first_failure() is not None:
-                with operator.running():
-                    explain()
-        return results
-
-    def close(self) -> None:
-        """Free all CUDA graphs."""
-        self._replays.close()
-
-
-def _adder(reference: "weakref.ref[Multiplies]", columns: Columns, totals: Columns) -> Callable[[Batch], None]:
-    """Return a function that adds the products of a batch to the totals."""
-
-    def add(batch: Batch) -> None:
-        for name, t in _alive(reference).products(batch, columns, list(totals)):
-            totals[name].add_(t)
-
-    return add
-
-
-def _alive(reference: "weakref.ref[Multiplies]") -> Multiplies:
-    """Return the referenced operator. The reference is weak, because the operator owns the recordings."""
-    operator = reference()
-    assert operator is not None  # noqa: S101 (the caller is a method of the operator)
-    return operator
 
 
 class RecordedProducts:
-    """Decides which products of an operator are recorded, and keeps the recordings. Copies have no recordings.
+    """Computes products of an operator with recordings, and keeps the recordings. Copies have none.
 
     Args:
         replay: Whether products may be recorded.
@@ -142,14 +73,7 @@ class RecordedProducts:
 
     def __init__(self, replay: bool) -> None:
         self._replay = replay
-        self._recorder: Recorder | None = None
-        self._kinds: dict[Hashable, RecordedKind] = {}
-        self._seen: set[Hashable] = set()  # kinds of products that have been computed
-        self._refused: set[Hashable] = set()  # kinds that cannot be recorded
-        self._reasons: set[str] = set()  # each is logged once
-        self._fruitless = 0  # number of changes of attributes since the last recording
-        self._place: Hashable = None
-        self._state: ModelState | None = None
+        self._replayer: Replayer | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without recordings."""
@@ -170,94 +94,62 @@ class RecordedProducts:
         Returns:
             Sums over all batches; `None` if the product must run eagerly. Call `note` after an eager product.
         """
-        make = recorder_for(operator.risk.device) if self._replay else None
-        if make is None:
+        risk = operator.risk
+        replayer = self._replayer = self._replayer or Replayer("Products", log, risk.device, self._replay, most=_MOST)
+        if not replayer.is_enabled:
             return None
-        tensors = _tensors_of(operator.risk)
-        why = _why_not(operator.risk, tensors)
-        if why:
-            self._say(why)
-            return None
-        self._forget_if_changed(operator, tensors)
-        kind = _kind_of(columns, rows)
-        if kind not in self._seen or kind in self._refused:
+        key, guard = _key_of(columns, rows), self._guard_of(operator)
+        if not replayer.is_repeated(key, guard):
             return None
         try:
-            recorded = self._kinds.get(kind) or self._new(make, kind, operator, columns, rows)
-            results = recorded.multiply(operator, columns, task)
+            memory = replayer.kept(key) or replayer.keep(key, _Memory.like(risk, columns, rows))
+            with torch.no_grad():
+                torch._foreach_copy_(list(memory.columns.values()), list(columns.values()))
+                torch._foreach_zero_(list(memory.totals.values()))
+                memory.flags.clear()
+
+            def add(batch: Batch) -> None:
+                for name, t in operator.products(batch, memory.columns, rows):
+                    memory.totals[name].add_(t)
+
+            with risk.checking_later(memory.flags) as explain, same_random_state(risk.device):
+                for batch in risk.batches(task):
+                    replayer.run_batch(batch, add, guard, key.kind, around=operator.running)
+                results = {name: t.clone() for name, t in memory.totals.items()}
+                # Reading the flags synchronizes. Hence no GPU work is pending when the product is returned, and it can
+                # be used on any stream.
+                if memory.flags.first_failure() is not None:
+                    with operator.running():
+                        explain()
         except torch.OutOfMemoryError:
             # Free the recordings, and run eagerly, which needs less memory.
-            self._refuse(kind)
-            self._say("there is not enough memory")
+            replayer.refuse_for_memory(key.kind)
             return None
         except BaseException:
-            self._forget()
+            replayer.close()
             raise
-        if recorded.is_disabled:
-            self._refuse(kind)
         return results
-
-    def _new(
-        self, make: Callable[[], Recorder], kind: Hashable, operator: Multiplies, columns: Columns, rows: list[str]
-    ) -> RecordedKind:
-        """Create a recording for a kind of product, and free all recordings if there are too many."""
-        if len(self._kinds) == _MOST_KINDS:
-            self._free()
-        self._recorder = self._recorder or make()
-        self._kinds[kind] = RecordedKind(operator, columns, rows, self._recorder)
-        self._fruitless = 0
-        return self._kinds[kind]
 
     def note(self, columns: Columns, rows: list[str]) -> None:
         """Remember the kind of an eager product, so that the next product of this kind is recorded."""
-        if self._state is not None and len(self._seen) < _MOST_SEEN:
-            self._seen.add(_kind_of(columns, rows))
+        if self._replayer is not None and self._replayer.is_enabled:
+            self._replayer.note(_key_of(columns, rows))
 
-    def _forget_if_changed(self, operator: Multiplies, tensors: list[Tensor]) -> None:
-        """Free all recordings if the model, the loss, the operator or the environment has changed."""
-        model = cast("Module", operator.risk.model)
+    def _guard_of(self, operator: Multiplies) -> Guard:
+        """Return a snapshot of everything that recordings depend on, except batches, columns and rows."""
+        risk = operator.risk
         # Leave `self` out: recordings must not keep alive the operator that owns them.
         own = {name: value for name, value in vars(operator).items() if value is not self}
-        settings = {"operator": own, "losses": [vars(loss) for loss in _losses_in(operator.risk.loss)]}
-        place = weakref.ref(operator), _place(operator.risk, tensors)
-        difference = "" if self._state is None else self._state.difference(model, settings)
-        if place == self._place and not difference:
-            return
-        self._fruitless += bool(difference)
-        if self._fruitless == _FRUITLESS:
-            self._say(difference)
-        self._forget()
-        self._place = place
-        self._state = ModelState(model, settings)
-
-    def _forget(self) -> None:
-        """Free all recordings, and forget all kinds of products."""
-        self._free()
-        self._seen.clear()
-        self._refused.clear()
-
-    def _refuse(self, kind: Hashable) -> None:
-        """Never record a kind of product again, and free all recordings."""
-        self._refused.add(kind)
-        self._free()
-
-    def _free(self) -> None:
-        """Free all recordings together, because PyTorch cannot share a memory pool with graphs that were freed."""
-        for recorded in self._kinds.values():
-            recorded.close()
-        self._kinds.clear()
-        self._recorder = None
-
-    def _say(self, why: str) -> None:
-        """Log why products run eagerly, once per reason."""
-        if why not in self._reasons:
-            self._reasons.add(why)
-            log.info("Products are not replayed as CUDA graphs: %s.", why)
+        losses = list(_losses_in(risk.loss))
+        tensors = list(_tensors_of(risk))
+        why = _why_not(risk, tensors)
+        place = None if why else _place(risk, tensors, losses)
+        return Guard(risk.model, {**own, "losses": [vars(loss) for loss in losses]}, place, why)
 
 
-def _kind_of(columns: Columns, rows: list[str]) -> Hashable:
-    """Return the key of a recording: names, shapes and dtypes of columns, and names of rows."""
-    return tuple((name, t.shape, t.dtype) for name, t in columns.items()), tuple(rows)
+def _key_of(columns: Columns, rows: list[str]) -> RunKey:
+    """Return the key of a product: names, shapes and dtypes of columns, and names of rows."""
+    return RunKey((tuple((name, t.shape, t.dtype) for name, t in columns.items()), tuple(rows)))
 
 
 def _why_not(risk: EmpiricalRisk, tensors: list[Tensor]) -> str:
@@ -276,10 +168,11 @@ def _why_not(risk: EmpiricalRisk, tensors: list[Tensor]) -> str:
     return ""
 
 
-def _tensors_of(risk: EmpiricalRisk) -> list[Tensor]:
-    """Return all parameters and buffers."""
-    model = risk.model
-    return [*risk.params.values(), *((*model.parameters(), *model.buffers()) if isinstance(model, Module) else ())]
+def _tensors_of(risk: EmpiricalRisk) -> Iterator[Tensor]:
+    """Yield all parameters and buffers."""
+    yield from risk.params.values()
+    if isinstance(risk.model, Module):
+        yield from (*risk.model.parameters(), *risk.model.buffers())
 
 
 def _losses_in(loss: Loss) -> Iterator[Loss]:
@@ -290,11 +183,11 @@ def _losses_in(loss: Loss) -> Iterator[Loss]:
             yield from _losses_in(part)
 
 
-def _place(risk: EmpiricalRisk, tensors: list[Tensor]) -> Hashable:
+def _place(risk: EmpiricalRisk, tensors: list[Tensor], losses: list[Loss]) -> Hashable:
     """Return the remaining state that recordings depend on: memory of parameters, modes, and settings of PyTorch."""
     memory = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-    modes = tuple(module.training for module in cast("Module", risk.model).modules())
-    settings = (t for loss in _losses_in(risk.loss) for t in vars(loss).values() if isinstance(t, Tensor))
+    modes = tuple(module.training for module in risk.model.modules()) if isinstance(risk.model, Module) else ()
+    settings = (t for loss in losses for t in vars(loss).values() if isinstance(t, Tensor))
     # Settings of a loss may be tensors on the CPU, which must be copied to the GPU again after a change.
     versions = tuple(0 if t.is_inference() else t._version for t in settings)
     return memory, modes, versions, risk.reduction_factor, surroundings(risk.device)

@@ -1,6 +1,6 @@
 """In-place updates of parameters and optimizer state, and pending checks of steps that the device decides.
 
-The update rule lives in `kfs.optim.update_rule`, its recording as CUDA graphs in `kfs.optim.recorded_update`.
+The update rule lives in `kfs.optim.update_rule`, the recording of CUDA graphs in `kfs.runtime.cuda_graphs`.
 
 On an accelerator, flags say whether gradients are finite and of a usual size, and whether a step is taken. The host
 does not wait for these flags. The device applies them: if a flag is false, averages and parameters do not change. The
@@ -9,6 +9,7 @@ counts failures and corrects its own numbers. Flags are read at the start of the
 whenever states, reports or events are requested, because these depend on them.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,15 +25,16 @@ from kfs.optim.fsdp import local_part
 from kfs.optim.last_good_step import GoodStep, LastGoodStep
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic_model import Trial, try_step
-from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers
 from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, correction, natural_step, total_size
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 from kfs.runtime import sync
+from kfs.runtime.cuda_graphs import NO_GUARD, Guard, Replayer, RunKey
 from kfs.runtime.nested import mapped
 from kfs.runtime.precision import at_least_float32, tf32, uses_tf32
 from kfs.runtime.sync import Message
 
+log = logging.getLogger("kfs.optim")
 # After this many steps without new factors, flags of the oldest are read. The latest may not have arrived yet.
 _MOST = 64
 _LEFT = 16
@@ -291,7 +293,8 @@ class Updates:
         self._kl_clip = kl_clip
         self._replay = replay
         self._scale = scale
-        self._recorded: RecordedUpdate | None = None
+        self._replayer: Replayer | None = None
+        self._taken: Tensor | None = None  # flag of the last step, in memory that recordings write
         self._at_owners: OwnedInverses | None = None
 
     def take(
@@ -330,7 +333,16 @@ class Updates:
         on_device = sync.is_asynchronous(finite.device)
         communication = self._communication()
 
-        def update(given: list[Tensor], taken: Tensor, numbers: list[Scalar]) -> None:
+        if self._replayer is None or self._taken is None or self._taken.device != finite.device:
+            self._replayer = Replayer("Updates", log, finite.device, self._replay)
+            self._taken = torch.empty_like(finite)
+        taken = self._taken
+
+        # An accelerator sets `taken` to false if the step is not finite. Parameters and state do not change then.
+        def update(inputs: tuple[list[Tensor], Tensor], numbers: Sequence[Scalar]) -> None:
+            given, are_finite = inputs
+            taken.copy_(are_finite)
+
             def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
                 flag = taken if on_device else None
                 return curvature.precondition(u, params.tensors, params.groups, limit=True, taken=flag, half=half)
@@ -346,20 +358,19 @@ class Updates:
                 )
             adamw_updates(params, state, others, values, mine, taken)
 
-        if self._recorded is None:
-            self._recorded = RecordedUpdate(recorder_for(finite.device) if self._replay else None)
-        key = self._key(state, parts, others, grads, unit, half) if self._recorded.is_used else None
+        is_enabled = self._replayer.is_enabled
+        guard = Guard(place=self._place(state, parts, others, grads, unit, half)) if is_enabled else NO_GUARD
         numbers = [1 / unit, *([] if scale is None or not parts else [allowed]), *all_numbers(parts)]
         numbers += all_numbers(others)
         try:
-            flag = self._recorded.run(key, update, list(grads.values()), finite, numbers)
+            self._replayer.run(RunKey(), update, (list(grads.values()), finite), guard, numbers)
         except StepNotFiniteError:
             curvature.note_overflow()
             return None
         # Autograd does not notice that a CUDA graph changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
         increment_age(params, state, grads)
-        return StepOutcome(tuple(grads), flag) if on_device else None
+        return StepOutcome(tuple(grads), taken) if on_device else None
 
     def _communication(self) -> ReplicatedInverses:
         """Return how gradients are exchanged between processes to multiply them with inverses."""
@@ -370,7 +381,7 @@ class Updates:
         self._at_owners.owners = self._curvature.owners
         return self._at_owners
 
-    def _key(
+    def _place(
         self,
         state: State,
         parts: list[UpdateBatch],
@@ -379,7 +390,7 @@ class Updates:
         unit: float,
         half: bool,
     ) -> Hashable:
-        """Return the key of the recording: updates with equal keys can share it."""
+        """Return everything that a recording depends on: updates at the same place perform the same operations."""
         params = self._params
         stacks = self._curvature.inverses.stacks(self._curvature.averages.values())
         tensors = [t for n in grads for t in (params.tensors[n], *_tensors_in(state[params.tensors[n]]))]

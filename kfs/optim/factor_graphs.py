@@ -3,9 +3,9 @@
 The recording of CUDA graphs in general lives in `kfs.runtime.cuda_graphs`.
 
 Watching a forward pass runs Python code for each operation, while a GPU waits. So when inputs of the same shape have
-come twice, a separate pass is recorded for them: forward, vectors, backward and sums. From then on, the user's passes
-with such inputs are not watched. When the gradient of their loss arrives, the recorded pass runs with their inputs and
-targets. It costs one more forward pass, and hardly any time on the host.
+come three times, a separate pass is recorded for them: forward, vectors, backward and sums. From then on, the user's
+passes with such inputs are not watched. When the gradient of their loss arrives, the recorded pass runs with their
+inputs and targets. It costs one more forward pass, and hardly any time on the host.
 
 A model is recorded only if that changes nothing:
 
@@ -14,14 +14,15 @@ A model is recorded only if that changes nothing:
 - It must not synchronize with the GPU.
 - It must have no hooks except those of this library.
 
-Before the recording, a rehearsal of the separate pass must give the same sums as the watched pass.
+When they come for the second time, the separate pass is rehearsed. Rehearsal and recording must give the same sums as
+the watched passes.
 """
 
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,13 +38,20 @@ from kfs.factors.rows import AuditResult, BatchMasks
 from kfs.factors.settings import Settings
 from kfs.factors.trace import Trace
 from kfs.losses import Loss
-from kfs.optim.recorded_update import SHARE, memory_of, recorder_for
-from kfs.problem.data import Batch, MaskSource
+from kfs.problem.data import MaskSource
 from kfs.problem.isolation import evaluating, is_same, other_random_state, random_state, restored
 from kfs.problem.risk import prediction_in
-from kfs.runtime import cuda_graphs
-from kfs.runtime.cuda_graphs import Graph, Reads, Recorder, shape_of, unchanged_attributes, why_not
-from kfs.runtime.nested import mapped, tensors_in
+from kfs.runtime.cuda_graphs import (
+    SHARE,
+    Guard,
+    Replayer,
+    RunKey,
+    has_hooks,
+    shape_of,
+    unchanged_attributes,
+    why_not,
+)
+from kfs.runtime.nested import tensors_in
 from kfs.runtime.precision import uses_tf32
 from kfs.runtime.sync import allow_sync
 
@@ -67,27 +75,8 @@ class Hook:
         return Hook, ()
 
 
-def has_other_hooks(model: nn.Module) -> bool:
-    """Whether a model has hooks that this library has not registered."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks = (hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values())
-    return not all(isinstance(hook, Hook) for hook in hooks)
-
-
-class HookedModelState(cuda_graphs.ModelState):
-    """The attributes of a model's modules. Hooks that this library has not registered count as a difference, too."""
-
-    def difference(self, model: nn.Module, settings: Mapping[str, Any] | None = None) -> str:
-        """Return what is different now; empty if nothing is."""
-        return "the model has hooks" if has_other_hooks(model) else super().difference(model, settings)
-
-
 log = logging.getLogger("kfs.optim")
-_TIMES = 2  # Passes are recorded when their input shape has occurred this many times.
 _MOST_GRAPHS = 2
-_MOST_KEYS = 64  # number of shapes that are counted
-_MOST_CHANGES = 3  # If the model has changed this many times, such passes are no longer recorded.
-_MOST_REFUSALS = 3  # If this many shapes could not be recorded in one mode of the model, others are not tried.
 # Sums of watched and recorded passes, possibly in half precision, may have this relative difference.
 _TOLERANCE = 1e-2
 Autocast = tuple[bool, torch.dtype]
@@ -96,10 +85,11 @@ Data = tuple[Any, int, Tensor, int]
 
 
 class PassKey(NamedTuple):
-    """Key of a recording: passes with equal keys can share it."""
+    """Identifies passes that can share a recording."""
 
-    shape: Hashable  # of the model's arguments
-    mode: Hashable  # precision, and which modules are in training mode
+    replayer: Replayer  # has the recording
+    run: RunKey  # The kind is precision, and which modules are in training mode; the shape is that of the arguments.
+    guard: Guard
 
 
 @dataclass(eq=False)
@@ -153,52 +143,50 @@ class FactorPass:
 
 @dataclass(eq=False)
 class FactorGraph:
-    """A recorded pass for inputs of one shape.
+    """A pass for inputs of one shape that is recorded, or will be.
 
     Attributes:
-        graph: The recording.
-        arguments: Arguments of the model that the recording reads.
-        y: Targets that the recording reads.
-        first: Index of the first example that the recording reads.
-        sums: Sums that the recording writes.
-        counts: Numbers of positions that are the same for all data, which the host knows.
+        key: Key of the pass.
+        one: How to run the pass.
+        num_data: Number of examples.
+        targets: Shape and dtype of the targets.
+        sums: Sums that the pass overwrites.
         uncovered: Parameters without sums, with reasons.
-        reads: Keeps other tensors that the recording reads alive.
-        state: State of the model when it was recorded.
-        run: Computes the same eagerly.
         user: The result that currently refers to the sums.
     """
 
-    graph: Graph
-    arguments: Any
-    y: Tensor
-    first: Tensor
+    key: PassKey
+    one: FactorPass
+    num_data: int
+    targets: tuple[torch.Size, torch.dtype]
     sums: FactorSums
-    counts: dict[Any, float]
-    uncovered: dict[str, str]
-    reads: Reads
-    state: HookedModelState
-    run: Callable[[Any, Tensor, Tensor, FactorSums], dict[str, str]]
+    uncovered: dict[str, str] = field(default_factory=dict)
     user: "weakref.ref[FactorResult] | None" = None
 
     def replay(self, arguments: Any, y: Tensor, first_datum: int) -> "FactorResult":
         """Return the sums for new data."""
-        if y.shape != self.y.shape or y.dtype != self.y.dtype:
+        if (y.shape, y.dtype) != self.targets:
             sums = FactorSums(self.sums.settings)
-            first = torch.full_like(self.first, first_datum)
-            return FactorResult(sums, self.run(arguments, y, first, sums))
+            return FactorResult(sums, self._run(arguments, y, first_datum, sums))
         before = None if self.user is None else self.user()
         if before is not None:
             before.copy()  # Gradients are accumulated, and the sums of the last pass were not used yet.
-        with torch.no_grad():
-            torch._foreach_copy_(list(tensors_in(self.arguments)), list(tensors_in(arguments)))
-            self.y.copy_(y)
-            self.first.fill_(first_datum)
-        self.graph.replay()
-        _set_counts(self.sums, self.counts)
+        # The pass overwrites sums on the device. It adds to numbers of positions that the host knows.
+        self.sums.add_counts({name: -value for name, value in self.sums.counts().items()})
+
+        def body(inputs: tuple[Any, Tensor], numbers: Sequence[float | Tensor]) -> None:
+            self.uncovered |= self._run(*inputs, numbers[0], self.sums)
+
+        replayer, run, guard = self.key
+        replayer.run(run, body, (arguments, y), guard, [first_datum], host=self.sums)
         result = FactorResult(self.sums, self.uncovered)
         self.user = weakref.ref(result)
         return result
+
+    def _run(self, arguments: Any, y: Tensor, first: float | Tensor, sums: FactorSums) -> dict[str, str]:
+        """Run the pass. A recording has the index of the first example on the device."""
+        first = first if isinstance(first, Tensor) else torch.full((), first, device=y.device)
+        return self.one.run(arguments, self.num_data, y, first.long(), sums)
 
 
 @dataclass(eq=False)
@@ -222,79 +210,51 @@ class FactorResult:
 
 
 class FactorGraphs:
-    """Decides which passes are recorded, and stores recordings."""
+    """Decides which passes can be recorded, and compares their sums with those of watched passes."""
 
-    def __init__(self, loss: Loss, settings: Settings, replay: bool) -> None:
-        self._loss = loss
+    def __init__(self, settings: Settings, replay: bool) -> None:
         self._settings = settings
         # These Fisher types send no vectors back: the user's passes are enough.
         self._enabled = replay and settings.fisher not in {"empirical", "forward-only"}
-        self._times: dict[Hashable, int] = {}
-        self._graphs: dict[PassKey, FactorGraph] = {}
-        self._place: Hashable = None  # trace and memory addresses of the model in the last pass
-        self._changes: dict[Hashable, int] = {}  # how often the model differed from its recorded state
-        self._refused: set[Hashable] = set()  # passes that cannot be recorded, by key
-        self._refusals: dict[Hashable, int] = {}  # by mode of the model, which is the key without the shape
-        self._reasons: set[str] = set()  # Each is logged once.
+        self._replayer: Replayer | None = None
 
     def key(self, model: nn.Module, trace: Trace, arguments: Any, autocast: Autocast) -> PassKey | None:
         """Return the key of the recording for a pass; `None` if the pass cannot be recorded."""
-        tensors = list(tensors_in(arguments))
-        if not self._enabled or not tensors or recorder_for(tensors[0].device) is None:
+        tensors = tensors_in(arguments)
+        if not self._enabled or not tensors:
             return None
-        shape = shape_of(Batch(arguments, tensors[0], 0))
+        device = tensors[0].device
+        if self._replayer is None or self._replayer.device != device:
+            self.forget()
+            self._replayer = Replayer("Passes for factors", log, device, share=SHARE, most=_MOST_GRAPHS)
+        shape = shape_of(arguments) if self._replayer.is_enabled else None
         if shape is None:
             return None
-        own = (*model.parameters(), *model.buffers())
-        place = id(trace), tuple(t.data_ptr() for t in own)
-        if place != self._place:
-            # Recordings for another trace or other memory would never be used again.
-            self.forget()
-            self._place = place
+        # Recordings for another trace or other memory would never be used again. A recording contains Python numbers
+        # of its time, such as a temperature.
+        place = id(trace), tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
+        guard = Guard(model, place=place, why="the model has hooks" if has_hooks(model, Hook) else "")
         mode = autocast, uses_tf32(), tuple(module.training for module in model.modules())
-        return PassKey(shape, mode)
+        return PassKey(self._replayer, RunKey(mode, shape), guard)
 
-    def find(self, key: PassKey, model: nn.Module) -> FactorGraph | None:
+    def find(self, key: PassKey) -> FactorGraph | None:
         """Return the recording for a pass, if there is one and the model has not changed."""
-        found = self._graphs.get(key)
-        why = "" if found is None else found.state.difference(model)
-        if not why:
-            return found
-        # A recording contains Python numbers of that time, such as a temperature.
-        self._free(key)
-        self._changes[key] = self._changes.get(key, 0) + 1
-        if self._changes[key] == _MOST_CHANGES:
-            self._refuse(key, why)
-        return None
+        if not key.replayer.is_recorded(key.run, key.guard):
+            return None
+        found: FactorGraph = key.replayer.kept(key.run)
+        found.key = key
+        return found
 
     def wants(self, key: PassKey) -> bool:
-        """Count a watched pass, and return whether to record it."""
-        if key in self._refused or self._refusals.get(key.mode, 0) >= _MOST_REFUSALS:
-            return False
-        times = self._times.pop(key, 0) + 1
-        self._times[key] = times
-        if len(self._times) > _MOST_KEYS:
-            del self._times[next(iter(self._times))]  # the least recent one
-        return times == _TIMES
+        """Count a watched pass, and return whether to rehearse or record it."""
+        repeated = key.replayer.is_repeated(key.run, key.guard) and key.replayer.has_room(key.run.kind)
+        key.replayer.note(key.run)
+        return repeated
 
     def forget(self) -> None:
         """Free all recordings."""
-        for recorded in self._graphs.values():
-            recorded.graph.reset()
-        self._graphs.clear()
-        self._times.clear()
-
-    def _free(self, key: PassKey) -> None:
-        self._graphs.pop(key).graph.reset()
-        self._times.pop(key, None)
-
-    def _refuse(self, key: PassKey, why: str) -> None:
-        """Stop recording passes with this key. Others, such as passes in evaluation mode, may still be recorded."""
-        if why not in self._reasons:
-            log.info("kfs.optim: passes for factors are not recorded as CUDA graphs: %s.", why)
-            self._reasons.add(why)
-        self._refused.add(key)
-        self._refusals[key.mode] = self._refusals.get(key.mode, 0) + 1
+        if self._replayer is not None:
+            self._replayer.close()
 
     def record(
         self,
@@ -303,7 +263,7 @@ class FactorGraphs:
         data: Data,
         watched: dict[Key, BlockSums],
     ) -> None:
-        """Record passes like one that was watched.
+        """Rehearse, or record, a pass like one that was watched.
 
         Args:
             key: Key of such passes.
@@ -311,89 +271,33 @@ class FactorGraphs:
             data: Data of the watched pass (see `Data`).
             watched: Sums of the watched pass.
         """
-        make = recorder_for(data[2].device)
-        if make is None or len(self._graphs) == _MOST_GRAPHS:
+        # The model may have changed after the watched pass.
+        if not key.replayer.is_repeated(key.run, key.guard) or key.guard.difference(Guard(one.model)):
             return
         with allow_sync(), unchanged_attributes(one.model):
             try:
-                self._graphs[key] = self._recorded(make(), one, data, watched)
+                why = self._compared(key, one, data, watched)
             except Exception as error:  # noqa: BLE001 (whatever it is, passes can be watched)
-                self._refuse(key, why_not(error))
+                why = why_not(error)
+        if why:
+            key.replayer.refuse(key.run.kind, why)
 
-    def _recorded(self, recorder: Recorder, one: FactorPass, data: Data, watched: dict[Key, BlockSums]) -> FactorGraph:
-        """Rehearse a pass, compare its sums with the watched ones, and record it."""
+    def _compared(self, key: PassKey, one: FactorPass, data: Data, watched: dict[Key, BlockSums]) -> str:
+        """Run a pass, and compare its sums with the watched ones. Return the reason why it cannot be recorded."""
         arguments, num_data, y, first_datum = data
-        static = mapped(arguments, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
-        targets = y.clone()
-        first = torch.full((), first_datum, dtype=torch.int64, device=y.device)
-        sums = FactorSums(self._settings)
-        state = HookedModelState(one.model)
-        random = random_state(y.device)
-        other_random = other_random_state()
+        graph: FactorGraph | None = key.replayer.kept(key.run)
+        if graph is None:
+            sums = FactorSums(self._settings)
+            graph = key.replayer.keep(key.run, FactorGraph(key, one, num_data, (y.shape, y.dtype), sums))
+        graph.key = key
+        random, other_random = random_state(y.device), other_random_state()
         versions = [b._version for b in one.model.buffers()]
-        if has_other_hooks(one.model):
-            raise _NotRecordableError("the model has hooks")
-
-        # Rehearse without recording. The pass must be repeatable, and give the watched sums.
-        def rehearse() -> None:
-            one.run(static, num_data, targets, first, sums)
-
         with restored(one.model, y.device, refuse=False):
-            waits = recorder.notices_waits(rehearse)
+            result = graph.replay(arguments, y, first_datum)
             same_state = is_same(random, random_state(y.device)) and other_random == other_random_state()
-        counts = sums.counts()
-        kept = state.difference(one.model)
-        if not same_state or versions != [b._version for b in one.model.buffers()] or kept:
-            raise _NotRecordableError("the model depends on chance, or keeps something from one pass to the next")
-        if not _are_equal(sums.blocks, watched):
-            raise _NotRecordableError("the model is not a function of its inputs")
-        # Record the pass, unless it needs too much memory.
-        free, taken = memory_of(y.device)
-        reads = Reads()
-        uncovered: dict[str, str] = {}
-        plans = len(sums.adders)
-
-        def run() -> None:
-            with unchanged_attributes(one.model), reads:
-                uncovered.update(one.run(static, num_data, targets, first, sums))
-
-        graph = _record(recorder, run, waits, sums)
-        _set_counts(sums, counts)  # recording has changed them
-        taken = memory_of(y.device)[1] - taken
-        if len(sums.adders) != plans or taken > SHARE * free:
-            graph.reset()
-            why = f"it would take {taken / 2**30:.1f} of {free / 2**30:.1f} GiB that are free"
-            raise _NotRecordableError(why if len(sums.adders) == plans else "parameters were used in another way")
-
-        def run_as_it_is(arguments: Any, y: Tensor, first: Tensor, sums: FactorSums) -> dict[str, str]:
-            return one.run(arguments, num_data, y, first, sums)
-
-        return FactorGraph(graph, static, targets, first, sums, counts, uncovered, reads, state, run_as_it_is)
-
-
-class _NotRecordableError(Exception):
-    """Passes cannot be recorded; the message says why."""
-
-
-def _record(recorder: Recorder, run: Callable[[], None], waits: str, sums: FactorSums) -> Graph:
-    """Record a pass. `waits` describes what synchronizes with the GPU when the pass is not recorded."""
-    try:
-        return recorder.record(run)
-    except Exception as error:
-        if not waits:
-            raise
-        log.debug("kfs.optim: a pass for factors could not be recorded: %s.", why_not(error))
-    # A model may take another branch while it is recorded, and fill a cache that the next attempt finds.
-    sums.finish_batch()
-    try:
-        return recorder.record(run)
-    except Exception as error:
-        raise _NotRecordableError(why_not(error, waits)) from error
-
-
-def _set_counts(sums: FactorSums, counts: Mapping[Any, float]) -> None:
-    """Set the numbers of positions that the host knows; others are on the device."""
-    sums.add_counts({key: counts[key] - value for key, value in sums.counts().items()})
+        if not same_state or versions != [b._version for b in one.model.buffers()]:
+            return "the model depends on chance, or keeps something from one pass to the next"
+        return "" if _are_equal(result.sums.blocks, watched) else "the model is not a function of its inputs"
 
 
 def _are_equal(sums: dict[Key, BlockSums], others: dict[Key, BlockSums]) -> bool:

@@ -2,13 +2,14 @@
 
 On an accelerator, blocks of one size are inverted and multiplied together, without synchronization: an inverse that
 could not be computed does not replace the previous one, and is reported later. Inverses keep their memory addresses, so
-that recorded updates (see `recorded_update`) find them there.
+that recordings of updates find them there.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +17,18 @@ from torch import Tensor
 from kfs.factors.blocks import Factor, Kronecker, Method, Stack, Structure, checking_later, stacked
 from kfs.factors.layout import Layout
 from kfs.optim.averages import Average, Inverted, Unit, inverted, numbers_of
-from kfs.optim.recorded_update import SHARE, RecordedUpdate, recorder_for
 from kfs.optim.update_rule import Scalar, limited, total_size
 from kfs.runtime import sync
-from kfs.runtime.cuda_graphs import Recorder
+from kfs.runtime.cuda_graphs import SHARE, Guard, Replayer, RunKey
 from kfs.runtime.sync import allow_sync
 
+log = logging.getLogger("kfs.optim")
 # The optimizer's parameter groups, by parameter name.
 Groups = Mapping[str, Mapping[str, Any]]
 # At most this many blocks are inverted together. More would not be faster, but one step could take long.
 _TOGETHER = 16
+# At most this many groups of blocks have a recording of their inverses.
+_MOST_RECORDED = 256
 # Tensor cores need rows that start at multiples of 8 numbers. Multiples of 32 fit their tiles better.
 _ALIGNED = 32
 # On a CPU, products of matrices that are larger than this are faster with aligned rows.
@@ -41,18 +44,11 @@ class Stacked:
     by_column: bool  # whether `A` is diagonal, so that each column is limited on its own
 
 
-class _Group:
-    """Blocks that are inverted together repeatedly.
+class _Group(NamedTuple):
+    """Results for blocks that are inverted together repeatedly, in memory that recordings write, `[stack]`."""
 
-    Args:
-        recorded: Runs the inversion.
-        like: A tensor with one number per block.
-    """
-
-    def __init__(self, recorded: RecordedUpdate, like: Tensor) -> None:
-        self.recorded = recorded
-        self.good = torch.ones_like(like, dtype=torch.bool)
-        self.damping = torch.zeros_like(like)
+    good: Tensor  # which inverses could be computed
+    damping: Tensor
 
 
 @dataclass(eq=False)
@@ -71,13 +67,13 @@ class Inverses:
     # Limits of trust regions that are not the same for all blocks of a stack, `[stack, 1, 1, 1]`.
     _limits: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
     _groups: dict[int, _Group] = field(default_factory=dict)  # by memory address of their inverses
-    _recorder: Recorder | None = None  # shared by all inverses
+    _replayer: Replayer | None = None
 
     def forget(self) -> None:
         """Discard stacks and recordings, after blocks were added or removed."""
         self._stacks = None
-        for group in self._groups.values():
-            group.recorded.forget()
+        if self._replayer is not None:
+            self._replayer.close()
         self._groups.clear()
         self._limits.clear()
 
@@ -119,17 +115,14 @@ class Inverses:
         first = inverse.like.data_ptr()
         group = self._groups.get(first)
         if group is None or len(group.good) != len(input_size):
-            if group is not None:
-                group.recorded.forget()
-            recorded = RecordedUpdate(self._new_recorder(input_size.device), "inverses")
-            group = self._groups[first] = _Group(recorded, input_size)
-        good, added = group.good, group.damping
+            good = torch.ones_like(input_size, dtype=torch.bool)
+            group = self._groups[first] = _Group(good, torch.zeros_like(input_size))
+        good, added = group
 
-        def update(_: list[Tensor], were_added: Tensor, numbers: list[Scalar]) -> None:
+        def update(were_added: Tensor, numbers: Sequence[Scalar]) -> None:
             with checking_later() as checks:
-                result = inverted(
-                    averages, _on_device(numbers, good.device), were_added, self.unit, self.method, self.eigen
-                )
+                on_device = _on_device(numbers, good.device)
+                result = inverted(averages, on_device, were_added, self.unit, self.method, self.eigen)
             good.copy_(torch.stack(checks).all(0))
             inverse.overwrite(result.inverse, good)
             _overwrite(input_size, result.input_size, good)
@@ -139,24 +132,13 @@ class Inverses:
         if flag is None:
             flag = torch.ones((), dtype=torch.bool, device=good.device)
         stored = [t for a in averages for f in (a.factors.A, a.factors.B) for t in (f.values, f.scale)]
-        key = tuple(t.data_ptr() for t in (*stored, inverse.like, input_size))
-        group.recorded.run(key, update, (), flag, numbers_of(averages, damping))
+        if self._replayer is None:
+            self._replayer = Replayer("Inverses", log, good.device, self.replay, share=SHARE, most=_MOST_RECORDED)
+        place = tuple(t.data_ptr() for t in (*stored, inverse.like, input_size, good))
+        self._replayer.run(RunKey(first), update, flag, Guard(place=place), numbers_of(averages, damping))
         for a, part in _parts(averages):
             a.damping = added[part]
         return good
-
-    def _new_recorder(self, device: torch.device) -> Callable[[], Recorder] | None:
-        """Return a function that returns the recorder, which all inverses share; `None` if nothing is recorded."""
-        make = recorder_for(device, SHARE) if self.replay else None
-        if make is None:
-            return None
-
-        def shared() -> Recorder:
-            if self._recorder is None:
-                self._recorder = make()
-            return self._recorder
-
-        return shared
 
     def _inverted(self, averages: Sequence[Average], damping: Sequence[float]) -> Inverted:
         """Return inverses, computed eagerly."""
@@ -302,7 +284,7 @@ def _parts(averages: Sequence[Average]) -> Iterator[tuple[Average, slice]]:
     yield from zip(averages, (slice(start, stop) for start, stop in pairwise(starts)), strict=True)
 
 
-def _on_device(numbers: list[float] | list[Scalar], device: torch.device) -> Tensor:
+def _on_device(numbers: Sequence[Scalar], device: torch.device) -> Tensor:
     """Return numbers as a tensor: from the host, or from tensors that a recording reads on the device."""
     found = [number for number in numbers if isinstance(number, Tensor)]
     # The copy from the host is asynchronous.

@@ -379,7 +379,7 @@ class Watch:
     ) -> None:
         """Register hooks on the model and the loss."""
         self._sharded = is_fully_sharded(model)
-        self._graphs = FactorGraphs(self.loss, self.settings, replay)
+        self._graphs = FactorGraphs(self.settings, replay)
         self._model = weakref.ref(model)
         self._wanted = weakref.WeakMethod(wanted)
         before, after = Hook(self, "_before_forward"), Hook(self, "_after_forward")
@@ -473,7 +473,7 @@ class Watch:
         # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
         autocast = _autocast("cuda" if trace is None else trace.device_type)
         key = None if trace is None or bases else self._graphs.key(module, trace, arguments, autocast)
-        graph = None if key is None else self._graphs.find(key, module)
+        graph = None if key is None else self._graphs.find(key)
         # Otherwise, the first pass with such arguments is audited before the user's own call.
         known = None
         if graph is None and problem is None:

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kfs.distributed import checksum
-from kfs.optim import KFAC, apply, factor_graphs, inverses, recorded_update
+from kfs.optim import KFAC
 from kfs.optim.fsdp import local_part
 from kfs.problem.whole_parameters import model_to_run, whole
-from kfs.runtime import sync
+from kfs.runtime import cuda_graphs, sync
 from tests.distributed.problems import Experts
 from tests.factors.tape import Tapes
 
@@ -129,8 +129,7 @@ class Run(NamedTuple):
 def accelerators() -> Iterator[None]:
     """Let the CPU of this process count as an accelerator whose graphs are tapes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (factor_graphs, apply, recorded_update, inverses):
-            patch.setattr(module, "recorder_for", lambda *_: Tapes)
+        patch.setattr(cuda_graphs, "recorder_for", lambda *_: Tapes)
         patch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
         sync._constants.clear()
         yield

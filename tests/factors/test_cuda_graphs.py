@@ -260,14 +260,14 @@ def test_what_the_backward_pass_reads_is_held(monkeypatch: pytest.MonkeyPatch) -
     seen: list[Any] = []
     replay = Recorded.replay
 
-    def note(recorded: Recorded, batch: Any, sums: Any) -> None:
+    def note(recorded: Recorded, inputs: Any, numbers: Any, sums: Any) -> None:
         held = recorded.reads._held
         seen.extend(
             role.gradient.total.untyped_storage()._cdata in held
             for block in sums.blocks.values()
             for role in block.roles.values()
         )
-        replay(recorded, batch, sums)
+        replay(recorded, inputs, numbers, sums)
 
     monkeypatch.setattr(Recorded, "replay", note)
     KFAC(make_risk(device="cuda"), "empirical")

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.factors import EKFAC, KFAC, compute, exact_blocks
+from kfs.factors import EKFAC, KFAC, exact_blocks
 from kfs.factors.accumulate.statistic import Statistic
-from kfs.factors.compute import recorder_for
 from kfs.losses import TokenCrossEntropy
+from kfs.problem.data import Batch
 from kfs.problem.risk import EmpiricalRisk
-from kfs.runtime.cuda_graphs import Replays, shape_of
+from kfs.runtime import cuda_graphs
+from kfs.runtime.cuda_graphs import Replayer, shape_of
 from tests.factors.test_no_waiting import NoWaiting
 from tests.factors.test_padded_rows import Transformer, padded, sequences
 from tests.operators.contract import close
@@ -34,8 +35,9 @@ def tensors_of(sums: Statistic) -> list[Tensor]:
 class StandIn:
     """Stands in for a CUDA graph, and for what records it."""
 
-    def __init__(self, sums: Statistic, waits: str = "", error: Exception | None = None) -> None:
-        self.sums = sums
+    sums: Statistic  # the sums that the passes change
+
+    def __init__(self, waits: str = "", error: Exception | None = None) -> None:
         self.waits = waits
         self.error = error
         self.recorded = 0
@@ -73,11 +75,19 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Record all passes by stand-ins; the last ones made are at the end."""
     made: list[StandIn] = []
 
-    def replays(run: Any, sums: Statistic, _: Any, expected: int | None, model: object, log: Any) -> Replays:
-        made.append(StandIn(sums))
-        return Replays(run, sums, made[-1], expected, model, log)
+    def recorder_for(*_: Any) -> Callable[[], StandIn]:
+        made.append(StandIn())
+        return lambda one=made[-1]: one  # type: ignore[misc]
 
-    monkeypatch.setattr(compute, "Replays", replays)
+    run_batch = Replayer.run_batch
+
+    def run_with_sums(one: Replayer, batch: Batch, run: Any, guard: Any, *, host: Any) -> None:
+        if one.is_enabled:
+            made[-1].sums = host
+        run_batch(one, batch, run, guard, host=host)
+
+    monkeypatch.setattr(cuda_graphs, "recorder_for", recorder_for)
+    monkeypatch.setattr(Replayer, "run_batch", run_with_sums)
     monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)  # the host does not know all counts
     return made
 
@@ -216,9 +226,13 @@ class TestWhatIsRecorded:
         assert stand_ins[0].recorded == 4
         assert stand_ins[0].freed == 4
 
-    @pytest.mark.parametrize("replay", [True, False])
-    def test_on_a_cpu(self, replay: bool) -> None:
-        assert replay_recorder(replay) is None
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_on_a_cpu(self, enabled: bool) -> None:
+        assert not Replayer("Passes", logging.getLogger(), torch.device("cpu"), enabled).is_enabled
+
+    def test_switched_off(self, stand_ins: list[StandIn]) -> None:
+        KFAC(make_risk(), replay=False)
+        assert not stand_ins
 
     def test_inputs_that_cannot_be_copied(self, stand_ins: list[StandIn]) -> None:
         class Tokens(nn.Module):
@@ -236,16 +250,14 @@ class TestWhatIsRecorded:
 
     @pytest.mark.parametrize("nested", [{"x": torch.ones(2), "n": 3}, [torch.ones(2), (None, "a")]])
     def test_shapes(self, nested: Any) -> None:
-        batch = next(iter(make_risk(1).batches()))._replace(x=nested)
-        assert shape_of(batch) == shape_of(batch)
-        assert shape_of(batch._replace(x=torch.ones(2).to_sparse())) is None
+        y = next(iter(make_risk(1).batches())).y
+        assert shape_of((nested, y)) == shape_of((nested, y))
+        assert shape_of((torch.ones(2).to_sparse(), y)) is None
 
     def test_waits_unless_recorded(self, stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
         """Models may look whether they are recorded, and not wait then."""
         made = StandIn.__init__
-        monkeypatch.setattr(
-            StandIn, "__init__", lambda self, sums: made(self, sums, "called a synchronizing operation")
-        )
+        monkeypatch.setattr(StandIn, "__init__", lambda self: made(self, "called a synchronizing operation"))
         KFAC(make_risk(), "mc")
         assert stand_ins[0].replayed > 0
 
@@ -259,9 +271,7 @@ class TestWhatIsRecorded:
                 raise RuntimeError
             return graph
 
-        monkeypatch.setattr(
-            StandIn, "__init__", lambda self, sums: made(self, sums, "called a synchronizing operation")
-        )
+        monkeypatch.setattr(StandIn, "__init__", lambda self: made(self, "called a synchronizing operation"))
         monkeypatch.setattr(StandIn, "record", fails_once)
         K = KFAC(make_risk(), "mc")
         assert stand_ins[0].recorded == 2
@@ -287,7 +297,7 @@ class TestWhatIsRecorded:
         sharing: Any,
     ) -> None:
         made = StandIn.__init__
-        monkeypatch.setattr(StandIn, "__init__", lambda self, sums: made(self, sums, **problem))
+        monkeypatch.setattr(StandIn, "__init__", lambda self: made(self, **problem))
         risk = make_risk()
         with caplog.at_level(logging.INFO, "kfs.factors"):
             K = KFAC(risk, "mc", sharing)
@@ -318,11 +328,6 @@ class TestWhatIsRecorded:
         assert stand_ins[0].freed == 1
 
 
-def replay_recorder(on: bool) -> Any:
-    """Return the recorder that would record passes on a CPU."""
-    return recorder_for(make_risk(1), KFAC(make_risk(1), replay=on).settings)
-
-
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", FISHERS)
 @pytest.mark.parametrize("ekfac", [False, True])
@@ -335,10 +340,10 @@ def test_no_waiting(monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any, 
     monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
     mode = NoWaiting()
 
-    def run(one: Replays, batch: Any) -> None:
+    def run_batch(_: Replayer, batch: Any, run: Callable[[Any], None], *__: Any, **___: Any) -> None:
         with mode if batch.first else nullcontext():  # plans for the first batch take notes on the host
-            one._run(batch)
+            run(batch)
 
-    monkeypatch.setattr(Replays, "run", run)
+    monkeypatch.setattr(Replayer, "run_batch", run_batch)
     found = (EKFAC if ekfac else KFAC)(risk, fisher, sharing)
     torch.testing.assert_close(found.trace(), expected.trace())

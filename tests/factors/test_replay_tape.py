@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from kfs.factors import KFAC, compute
-from kfs.factors.accumulate.statistic import Statistic
+from kfs.factors import KFAC
 from kfs.problem.risk import EmpiricalRisk
-from kfs.runtime import sync
-from kfs.runtime.cuda_graphs import Replays, shape_of
+from kfs.runtime import cuda_graphs, sync
+from kfs.runtime.cuda_graphs import shape_of
 from tests.factors.tape import Tapes
 from tests.factors.test_replay import FISHERS, make_risk, same_factors
 
@@ -21,14 +20,14 @@ N = 4
 
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
-    """Record all passes on tapes."""
+    """Record all passes on tapes: one recorder for each computation."""
     made: list[Tapes] = []
 
-    def replays(run: Any, sums: Statistic, _: Any, expected: int | None, model: object, log: Any) -> Replays:
+    def recorder_for(*_: Any) -> Callable[[], Tapes]:
         made.append(Tapes())
-        return Replays(run, sums, made[-1], expected, model, log)
+        return lambda one=made[-1]: one  # type: ignore[misc]
 
-    monkeypatch.setattr(compute, "Replays", replays)
+    monkeypatch.setattr(cuda_graphs, "recorder_for", recorder_for)
     monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
     sync._constants.clear()
     yield made
@@ -141,14 +140,14 @@ class TestWhatBelongsToOthers:
         """They are on the CPU, where a graph does not look again."""
         risk = make_risk(1)
         packed = pack_sequence([inputs(3), inputs(2)])._replace(batch_sizes=torch.ones(2, device="meta"))
-        assert shape_of(next(iter(risk.batches()))._replace(x=packed)) is None
+        assert shape_of((packed, next(iter(risk.batches())).y)) is None
 
     def test_tensors_of_other_types(self) -> None:
         class Marked(Tensor):
             pass
 
         marked = inputs().as_subclass(Marked)
-        assert shape_of(next(iter(make_risk(1).batches()))._replace(x=marked)) is None
+        assert shape_of((marked, next(iter(make_risk(1).batches())).y)) is None
 
     def test_attributes(self, tapes: list[Tapes], monkeypatch: pytest.MonkeyPatch) -> None:
         """A model that keeps the last activation: it has one, and not memory of a graph."""

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kfs.operators import recorded_products
-from kfs.runtime import sync
+from kfs.runtime import cuda_graphs, sync
 from tests.factors.tape import Tapes
 
 
@@ -18,7 +17,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
         made.append(Tapes())
         return made[-1]
 
-    monkeypatch.setattr(recorded_products, "recorder_for", lambda _: make)
+    monkeypatch.setattr(cuda_graphs, "recorder_for", lambda *_: make)
     monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
     sync._constants.clear()
     yield made

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import kfs
+from kfs.errors import ModelError
 from kfs.factors import compute
-from kfs.factors.accumulate import FactorSums
 from kfs.factors.settings import Settings
 from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC, apply, factor_graphs
+from kfs.runtime import cuda_graphs
 from tests.factors.tape import Tape, Tapes
-from tests.optim.training import data, mlp, train, weights
+from tests.optim.training import data, mlp, recorded_passes, recordings, train, weights
 
 LOSS = nn.CrossEntropyLoss()
 pytestmark = pytest.mark.usefixtures("tapes")
@@ -101,11 +102,8 @@ def test_recordings_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
     """Steps with recordings equal those without, on an accelerator and on a CPU."""
     options: dict[str, Any] = {"fisher": "type-2", "factors_every": 3} | CASES[case]
     recorded, optimizer = trained(**options)
-    passes = len(optimizer._watch._graphs._graphs)
-    assert passes == (0 if case in NO_PASSES else 1)
-    update = optimizer._updates._recorded
-    assert update is not None
-    assert update._recorded is not None
+    assert recorded_passes(optimizer) == (0 if case in NO_PASSES else 1)
+    assert recordings(optimizer._updates._replayer) == 1
     plain, _ = trained(**options, replay=False)
     torch.testing.assert_close(recorded, plain, rtol=1e-9, atol=1e-10)
     if case != "mc":  # Draws on an accelerator are others.
@@ -158,7 +156,7 @@ class Asks(nn.Linear):
         (nn.Dropout(0.5), "depends on chance"),
         (Random(6, 6), "depends on chance"),
         (nn.BatchNorm1d(6), "keeps something"),
-        (Counts(6, 6), "keeps something"),
+        (Counts(6, 6), "attributes of the model change between its passes (1.calls)"),
         (Asks(6, 6), "waits for the GPU"),
     ],
 )
@@ -172,12 +170,12 @@ def test_what_cannot_be_recorded_is_watched(middle: nn.Module, why: str, caplog:
         torch.manual_seed(1)
         optimizer = KFAC(model, LOSS, factors_every=1, replay=replay)
         train(model, optimizer, [(X, y)] * 6, LOSS)
-        assert not optimizer._watch._graphs._graphs
+        assert not recorded_passes(optimizer)
         return model, torch.rand(1)
 
     with caplog.at_level("INFO", "kfs.optim"):
         model, after = run(replay=True)
-    assert caplog.text.count("passes for factors are not recorded") == 1
+    assert caplog.text.count("Passes for factors are not replayed") == 1
     assert why in caplog.text
     other, its = run(replay=False)
     assert torch.equal(after, its)  # the random state
@@ -223,18 +221,25 @@ def test_what_waits_unless_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> No
         train(model, optimizer, [(X, y)] * 6, LOSS)
         found.append(weights(model))
     assert Looks.ready
-    assert optimizer._watch._graphs._graphs
+    assert recorded_passes(optimizer)
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_recordings_that_fail_without_waiting() -> None:
+def test_recordings_that_fail_without_waiting(caplog: pytest.LogCaptureFixture) -> None:
     """The error is the reason, and nothing is tried again."""
+    tried: list[int] = []
 
-    def fails() -> None:
-        raise ZeroDivisionError
+    def fails(*_: Any) -> None:
+        tried.append(1)
+        raise ZeroDivisionError("no number")
 
-    with pytest.raises(ZeroDivisionError):
-        factor_graphs._record(Tapes(), fails, "", FactorSums(Settings("mc")))
+    X, y = data(6)
+    model = mlp()
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO", "kfs.optim"):
+        patch.setattr(Tapes, "record", fails)
+        train(model, KFAC(model, LOSS, factors_every=1, inverses_every=100), [(X, y)] * 6, LOSS)
+    assert len(tried) == 3  # a pass, an update, and inverses
+    assert caplog.text.count("Passes for factors are not replayed as CUDA graphs: no number.") == 1
 
 
 def test_models_with_hooks_are_watched(caplog: pytest.LogCaptureFixture) -> None:
@@ -253,16 +258,15 @@ def test_shapes_and_memory(tapes: list[Tapes]) -> None:
     X, y = data(12)
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1)
-    graphs = optimizer._watch._graphs
     train(model, optimizer, [(X[:6], y[:6])] * 3, LOSS)
-    assert len(graphs._graphs) == 1
+    assert recorded_passes(optimizer) == 1
     train(model, optimizer, [(X[:5], y[:5])] * 3, LOSS)
-    assert len(graphs._graphs) == 2
+    assert recorded_passes(optimizer) == 2
     train(model, optimizer, [(X[:4], y[:4])] * 3, LOSS)
-    assert len(graphs._graphs) == 2  # not more
+    assert recorded_passes(optimizer) == 2  # not more
     recorded = [tape for one in tapes for tape in one.made]
     optimizer.close()
-    assert not graphs._graphs
+    assert not recorded_passes(optimizer)
     assert sum(tape.freed for tape in recorded) >= 2
 
 
@@ -291,7 +295,7 @@ def test_an_update_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO", "kfs.optim"):
         patch.setattr(Tapes, "record", record)
         train(model, optimizer, [(X, y)] * 6, LOSS)
-    assert caplog.text.count("updates are not recorded as CUDA graphs: no memory is left.") == 1
+    assert caplog.text.count("Updates are not replayed as CUDA graphs: there is not enough memory.") == 1
     other = mlp()
     train(other, KFAC(other, LOSS, fisher="empirical", replay=False), [(X, y)] * 6, LOSS)
     assert torch.equal(weights(model), weights(other))
@@ -322,16 +326,31 @@ def test_models_that_remember_are_watched(caplog: pytest.LogCaptureFixture) -> N
 def test_recordings_that_would_take_too_much_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are freed."""
-    answers = iter([(2**30, 0), (2**30, 2**29)])
-    monkeypatch.setattr(factor_graphs, "memory_of", lambda _: next(answers))
+    """Their recorder has a limit, a share of the free memory, and refuses them. Updates have no limit."""
+    shares: list[Any] = []
+
+    class Limited(Tapes):
+        def record(self, run: Callable[[], None]) -> Tape:
+            super().record(run).reset()
+            raise ModelError("Graphs take 1000 bytes, and memory=100.", "Increase memory=.")
+
+    def recorder_for(_: torch.device, memory: int | None, share: float | None) -> Callable[[], Tapes]:
+        shares.append((memory, share))
+        return Tapes if share is None else Limited
+
+    monkeypatch.setattr(cuda_graphs, "recorder_for", recorder_for)
     X, y = data(6)
     model = mlp()
-    optimizer = KFAC(model, LOSS, factors_every=1)
+    optimizer = KFAC(model, LOSS, factors_every=1, fisher="type-2")
     with caplog.at_level("INFO", "kfs.optim"):
         train(model, optimizer, [(X, y)] * 6, LOSS)
-    assert "it would take 0.5 of 1.0 GiB that are free" in caplog.text
-    assert not optimizer._watch._graphs._graphs
+    assert "Passes for factors are not replayed as CUDA graphs: Graphs take 1000 bytes" in caplog.text
+    assert not recorded_passes(optimizer)
+    assert recordings(optimizer._updates._replayer) == 1
+    assert set(shares) == {(None, None), (None, cuda_graphs.SHARE)}
+    other = mlp()
+    train(other, KFAC(other, LOSS, factors_every=1, fisher="type-2", replay=False), [(X, y)] * 6, LOSS)
+    torch.testing.assert_close(weights(model), weights(other), rtol=1e-9, atol=1e-10)
 
 
 class TakesAnything(nn.Module):
@@ -356,7 +375,9 @@ def test_inputs_that_cannot_be_copied() -> None:
         optimizer.zero_grad()
         LOSS(model(X, object()), y).backward()
         optimizer.step()
-    assert not optimizer._watch._graphs._times
+    replayer = optimizer._watch._graphs._replayer
+    assert replayer is not None
+    assert not replayer._kinds
 
 
 def test_what_equal_sums_are() -> None:

@@ -5,18 +5,28 @@ Tapes stand in for CUDA graphs (see `tests.factors.tape`).
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kfs.losses import TokenCrossEntropy
-from kfs.optim import KFAC, factor_graphs
+from kfs.optim import KFAC
+from kfs.optim.factor_graphs import FactorGraph
+from kfs.runtime import cuda_graphs
 from tests.factors.tape import Tapes
-from tests.optim.training import data, mlp, weights
+from tests.optim.training import data, mlp, recorded_passes, weights
 
 LOSS = nn.CrossEntropyLoss()
+
+
+def kinds_of(optimizer: KFAC) -> list[Any]:
+    """Return what is known about the passes of an optimizer, by mode of the model."""
+    replayer = optimizer._watch._graphs._replayer
+    return [] if replayer is None else list(replayer._kinds.values())
+
+
 pytestmark = pytest.mark.usefixtures("tapes")
 
 
@@ -60,9 +70,19 @@ def _hook(model: Tempered) -> None:
 
 
 @pytest.mark.parametrize("change", [_heat, _hide, _scale, _replace, _hook])
-def test_a_model_that_was_changed_is_recorded_anew(change: Callable[[Tempered], None], tapes: list[Tapes]) -> None:
+def test_a_model_that_was_changed_is_recorded_anew(
+    change: Callable[[Tempered], None], tapes: list[Tapes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A recording has the numbers that Python had when it was made, so it is not used any more."""
     X, y = data(6)
+    passes: list[FactorGraph] = []
+    replay_pass = FactorGraph.replay
+
+    def noted(one: FactorGraph, *args: Any) -> Any:
+        passes.append(one)
+        return replay_pass(one, *args)
+
+    monkeypatch.setattr(FactorGraph, "replay", noted)
 
     def run(replay: bool) -> tuple[Tensor, KFAC]:
         torch.manual_seed(0)
@@ -70,16 +90,19 @@ def test_a_model_that_was_changed_is_recorded_anew(change: Callable[[Tempered], 
         optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, replay=replay)
         for step in range(8):
             if step == 4:
-                assert len(optimizer._watch._graphs._graphs) == replay
+                assert recorded_passes(optimizer) == replay
                 change(model)
+                passes.clear()
             optimizer.zero_grad()
             LOSS(model(X), y).backward()
             optimizer.step()
         return weights(model), optimizer
 
     recorded, optimizer = run(replay=True)
-    assert any(tape.freed for one in tapes for tape in one.made)
-    assert len(optimizer._watch._graphs._graphs) == (change is not _hook)
+    # A model with hooks is not replayed, and its recording is kept for the time when they are removed.
+    assert any(tape.freed for one in tapes for tape in one.made) == (change is not _hook)
+    assert recorded_passes(optimizer) == 1
+    assert bool(passes) == (change is not _hook)
     torch.testing.assert_close(recorded, run(replay=False)[0], rtol=1e-9, atol=1e-10)
 
 
@@ -95,6 +118,54 @@ def test_models_that_change_all_the_time_are_watched(caplog: pytest.LogCaptureFi
             LOSS(model(X), y).backward()
             optimizer.step()
     assert caplog.text.count("attributes of the model change between its passes") == 1
+
+
+def test_a_model_that_is_changed_for_the_step() -> None:
+    """A pass is recorded only if the model is as it was when it was watched."""
+    X, y = data(6)
+    results = []
+    for replay in (True, False):
+        torch.manual_seed(0)
+        model = Tempered().double()
+        optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, replay=replay)
+        for _ in range(6):
+            optimizer.zero_grad()
+            LOSS(model(X), y).backward()
+            model.temperature = 3.0
+            optimizer.step()
+            model.temperature = 1.0
+        assert not recorded_passes(optimizer)
+        results.append(weights(model))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+class Breaks(nn.Linear):
+    """Fails when it is called for the third time; the number of calls is no attribute of the model."""
+
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count, outside of the model."""
+        self.calls.append(1)
+        if len(self.calls) == 3:
+            raise RuntimeError("it broke")
+        return super().forward(x)
+
+
+def test_a_rehearsal_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The error is the reason why passes are not replayed. The user's passes go on."""
+    X, y = data(6)
+    Breaks.calls.clear()
+    model = nn.Sequential(Breaks(4, 6), nn.Linear(6, 3)).double()
+    optimizer = KFAC(model, LOSS, factors_every=1, audit=False)
+    with caplog.at_level("INFO", "kfs.optim"):
+        for _ in range(6):
+            optimizer.zero_grad()
+            LOSS(model(X), y).backward()
+            optimizer.step()
+    assert caplog.text.count("Passes for factors are not replayed as CUDA graphs: it broke.") == 1
+    assert not recorded_passes(optimizer)
+    assert len(Breaks.calls) == 7
 
 
 class Padded(nn.Module):
@@ -130,7 +201,7 @@ def test_positions_that_count_depend_on_data(tied: bool, accumulate: int) -> Non
             for one in tokens[step * accumulate : (step + 1) * accumulate]:
                 loss(model(one[:, :-1]), one[:, 1:]).backward()
             optimizer.step()
-        assert len(optimizer._watch._graphs._graphs) == replay
+        assert recorded_passes(optimizer) == replay
         results.append(weights(model))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
 
@@ -167,7 +238,7 @@ def test_random_numbers_of_python() -> None:
             optimizer.zero_grad()
             LOSS(model(X), y).backward()
             optimizer.step()
-        assert not optimizer._watch._graphs._graphs
+        assert not recorded_passes(optimizer)
         states.append(random.getstate())
         results.append(weights(model))
     random.setstate(before)
@@ -180,7 +251,6 @@ def test_recordings_that_nobody_will_use_are_freed(tapes: list[Tapes]) -> None:
     X, y = data(70)
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1, audit=False)
-    graphs = optimizer._watch._graphs
 
     def steps(sizes: list[int]) -> None:
         for size in sizes:
@@ -191,14 +261,16 @@ def test_recordings_that_nobody_will_use_are_freed(tapes: list[Tapes]) -> None:
     for trained in (True, False, True):
         model[0].requires_grad_(trained)
         steps([6, 6, 6, 5, 5, 5])
-        assert len(graphs._graphs) == 2
+        assert recorded_passes(optimizer) == 2
     model[0].weight.data = model[0].weight.data.clone()
     steps([6, 6, 6])
-    assert len(graphs._graphs) == 1
+    assert recorded_passes(optimizer) == 1
     # These are used now: for passes, for updates, and for inverses of three sizes.
     assert sum(not tape.freed for one in tapes for tape in one.made) == 5
-    steps(list(range(1, factor_graphs._MOST_KEYS + 4)))
-    assert len(graphs._times) <= factor_graphs._MOST_KEYS
+    steps(list(range(1, cuda_graphs._MOST_KEYS + 4)))
+    (kind,) = kinds_of(optimizer)
+    assert len(kind.shapes) == cuda_graphs._MOST_KEYS
+    assert recorded_passes(optimizer) == 1
 
 
 def test_modes_of_a_model_are_recorded_or_not_on_their_own(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,7 +279,6 @@ def test_modes_of_a_model_are_recorded_or_not_on_their_own(caplog: pytest.LogCap
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, audit=False)
-    graphs = optimizer._watch._graphs
 
     def steps(sizes: list[int]) -> None:
         for size in sizes:
@@ -217,12 +288,15 @@ def test_modes_of_a_model_are_recorded_or_not_on_their_own(caplog: pytest.LogCap
 
     with caplog.at_level("INFO", "kfs.optim"):
         steps([6, 6, 6])
-        assert not graphs._graphs
+        assert not recorded_passes(optimizer)
         model.eval()
         steps([6, 6, 6])
-        assert len(graphs._graphs) == 1
+        assert recorded_passes(optimizer) == 1
         model.train()
         steps([size for size in range(7, 12) for _ in range(2)])
-    assert len(graphs._graphs) == 1
-    assert caplog.text.count("passes for factors are not recorded") == 1
-    assert len(graphs._refused) == factor_graphs._MOST_REFUSALS  # Other shapes were not tried.
+    assert recorded_passes(optimizer) == 1
+    assert caplog.text.count("Passes for factors are not replayed") == 1
+    evaluation, training = kinds_of(optimizer)
+    assert (evaluation.is_refused, training.is_refused) == (False, True)
+    assert len(training.shapes) == 6
+    assert all(shape.waits is None for shape in training.shapes.values())  # Other shapes were not tried.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.optim import KFAC
+from kfs.runtime.cuda_graphs import Replayer
 
 
 class Layers(nn.Sequential):
@@ -59,3 +60,13 @@ def one_step(model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor, **options:
     train(model, optimizer, [(X, y)], loss)
     optimizer.close()
     return weights(model)
+
+
+def recordings(replayer: Replayer | None) -> int:
+    """Return how many recordings there are."""
+    return 0 if replayer is None else sum(len(kind.recorded) for kind in replayer._kinds.values())
+
+
+def recorded_passes(optimizer: Any) -> int:
+    """Return how many recordings of passes for factors an optimizer has."""
+    return recordings(optimizer._watch._graphs._replayer)

@@ -504,13 +504,11 @@ def taped_optimizer() -> Iterator[None]:
     """
     import pytest  # noqa: PLC0415
 
-    from kfs.optim import apply, factor_graphs, inverses, recorded_update  # noqa: PLC0415
-    from kfs.runtime import sync  # noqa: PLC0415
+    from kfs.runtime import cuda_graphs, sync  # noqa: PLC0415
     from tests.factors.tape import Tapes  # noqa: PLC0415
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (factor_graphs, apply, recorded_update, inverses):
-            patch.setattr(module, "recorder_for", lambda *_: Tapes)
+        patch.setattr(cuda_graphs, "recorder_for", lambda *_: Tapes)
         patch.setattr(sync, "is_asynchronous", lambda _: True)
         sync._constants.clear()
         try:
