@@ -14,15 +14,11 @@ def size(picture: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_it_draws_the_best_run_of_every_optimizer() -> None:
-    assert {name: run["lr"] for name, run in training_picture.best("gpt").items()} == {
-        "adamw": 0.003,
-        "muon": 0.02,
-        "soap": 0.01,
-        "kfs": 1.0,
-    }
-    # Two runs of kfs end at zero; the faster one is drawn.
-    assert training_picture.best("deep")["kfs"]["lr"] == 0.3
+def test_it_draws_kfs_with_default_settings_beside_tuned_optimizers() -> None:
+    rates = {name: run.lr for name, run in training_picture.runs("gpt").items()}
+    assert rates == {"adamw": 0.003, "muon": 0.02, "soap": 0.01, "kfs": 1.0}
+    assert all(len(run.tried) == 5 for name, run in training_picture.runs("gpt").items() if name != "kfs")
+    assert len(training_picture.runs("gpt")["kfs"].tried) == 1
 
 
 def test_the_committed_picture_is_of_the_same_size(tmp_path: Path) -> None:
