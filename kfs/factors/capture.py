@@ -280,13 +280,18 @@ class CapturedPass(Discovery):
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
         query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows)
-        used = Used(number, query, by_construction, self.rows.next_use, plan.inputs.not_padding(x))
+        used = (
+            Used(number, query, by_construction, self.rows.next_use, plan.inputs.not_padding(x))
+            if self._observers
+            else None
+        )
 
         def start(row_map: RowMap) -> Receiver:
             with full_precision(plan.device.type):
                 receive = adder(x, row_map)
-            for observe in self._observers:
-                receive = observe(used, row_map, receive)
+            if used is not None:
+                for observe in self._observers:
+                    receive = observe(used, row_map, receive)
             return receive
 
         return self.rows.receiver(query, start)

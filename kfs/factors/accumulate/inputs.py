@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts, UnitVectors, at_a_time
-from kfs.factors.rows.row_map import RowMap
+from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
 
@@ -192,6 +192,9 @@ class Vectors(Inputs):
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Add squares, rotating vectors instead of their products on each side where that is cheaper."""
+        if not g.is_cuda and isinstance(use.row_map, StridedRows) and use.x.shape[:-1].numel() == use.row_map.num_data:
+            self._add_squares_of_rows(total[0], use, g, Q_A, Q_B)
+            return
         x, g = (t.to(total.dtype) for t in self.both(use, g))
         ones = use.ones
         # Rotating is cheaper before the product if there are no more vectors than rows (or columns) of the product.
@@ -212,6 +215,23 @@ class Vectors(Inputs):
             return
         for gradients in _as_rows(x, g, ones).matrices():
             add_rotated_squares(total, gradients, Q_A, Q_B)
+
+    def _add_squares_of_rows(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
+        """Add squares for examples with one row each: squares of an outer product are an outer product."""
+        dtype = total.dtype
+        weights = g.reshape(-1, g.shape[-1]).to(dtype)
+        weights = (weights if Q_B is None else weights @ Q_B[0]).square()
+        squares = use.cache.get("squares")
+        if squares is None:
+            x = use.x.reshape(-1, self.size).to(dtype)
+            if Q_A is not None:
+                x = x @ Q_A[0, : self.size]
+                if use.ones:
+                    x += Q_A[0, self.size :]
+            squares = use.cache["squares"] = x.square()
+        total[:, : squares.shape[1]].addmm_(weights.T, squares)
+        if use.ones and Q_A is None:
+            total[:, -1] += weights.sum(0)
 
     def both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return vectors and gradients as `[batch, shared, features]`, in one precision."""

@@ -34,7 +34,7 @@ What = tuple[str, str]
 Question = tuple[Any, str, int]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RowQuery:
     """Point in a forward pass where we must know which example each row belongs to, and which rows count."""
 
@@ -98,6 +98,8 @@ class AuditResult:
     distrusted: bool = False  # whether such padding was found, so that every batch is measured
     unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
     both_ways: frozenset[str] = frozenset()  # weights with biases that are used both plain and transposed
+    # Row maps that were looked up: by kind and index of a query, number of examples, and leading axes.
+    row_maps: dict[Any, StridedRows | None] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def row_rules(self) -> frozenset[RowRule]:
@@ -323,4 +325,7 @@ class KnownRows(RowSource):
         self._next[query.meeting] += 1
         if place >= len(known) or known[place].what != query.what:
             return None
-        return known[place].row_map(self.num_data, query.leading)
+        row_maps, key = self._known.row_maps, (query.meeting, place, self.num_data, query.leading)
+        if key not in row_maps:
+            row_maps[key] = known[place].row_map(self.num_data, query.leading)
+        return row_maps[key]
