@@ -1,4 +1,4 @@
-"""Where strips beat one product for X^T X: the measurement behind the numbers in `kfs/factors/accumulate/gram.py`.
+"""Where strips beat one product for X^T X: the measurement behind the numbers of `add_gram`.
 
 `python -m benchmarks.gram` measures widths of strips on a CPU, `python -m benchmarks.gram cuda` on a GPU. There, a
 second table compares `add_gram` with one full product by cuBLAS and, where Triton is installed, with the best of
@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import triangle_kernel
 from benchmarks.report import RESULTS, medians, save
 from benchmarks.triangle_kernel import TILINGS, Tiling, add_triangle, slices_for
-from kfs.factors.accumulate.gram import add_gram
+from kfs.factors.accumulate.outer_products import add_gram
 
 SIZES = {"cpu": ((512, 1024), (1024, 256), (4096, 512)), "cuda": ((12608, 768), (12608, 2304), (12608, 3072))}
 ROWS, COLUMNS = (8192, 12608, 16384), (768, 1024, 2304, 3072, 4096)

@@ -1,4 +1,4 @@
-r"""A Triton kernel that adds one triangle of $X^\top X$ to a total: a candidate for `kfs/factors/accumulate/gram.py`.
+r"""A Triton kernel that adds one triangle of $X^\top X$ to a total: a candidate for `add_gram`.
 
 The result is cut into tiles, of which only those are computed that reach the diagonal or lie above it. For each tile,
 several programs sum over disjoint slices of the rows of $X$ ("split-K") and add what they find to the total by atomic

@@ -31,6 +31,7 @@ from kfs.problem.data import (
     Fingerprint,
     Mask,
     MaskSource,
+    RepeatabilityCheck,
     arguments,
     as_batches,
     batch_to_device,
@@ -60,7 +61,6 @@ from kfs.problem.parameters import (
     module_params,
     switched_on,
 )
-from kfs.problem.repeatability import RepeatabilityCheck
 from kfs.problem.torch_fixes import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync

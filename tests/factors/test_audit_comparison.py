@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from kfs.factors import inspect
-from kfs.factors.audit.audit import Results, difference_of, wrong_rule
-from kfs.factors.audit.gradient_sums import GradientSums
+from kfs.factors.audit.audit import GradientSums, Results, difference_of, wrong_rule
 from kfs.factors.trace.tracking import Tracker
 from kfs.runtime.precision import IN_HALF_PRECISION, tolerance_for
 from tests.factors.arrangements import normal

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.factors import EKFAC, KFAC, exact_blocks, load, optimal_kronecker
-from kfs.factors.accumulate.gram import add_gram, mirror
-from kfs.factors.accumulate.outer_products import OuterProductSum
+from kfs.factors.accumulate.outer_products import OuterProductSum, add_gram, mirror
 from kfs.problem.risk import EmpiricalRisk
 from tests.factors.test_replay import padded_risk
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from kfs.errors import ModelError, StorageError
 from kfs.factors import EKFAC, KFAC, load
 from kfs.factors.accumulate import gram
-from kfs.factors.accumulate.gram import check_products, multiplying
 from kfs.factors.accumulate.inputs import Inputs, Vectors
-from kfs.factors.accumulate.outer_products import OuterProductSum
+from kfs.factors.accumulate.outer_products import OuterProductSum, check_products, multiplying
 from kfs.factors.accumulate.patches import Patches
 from kfs.factors.checkpoint import Checkpoint
 from kfs.factors.settings import Settings

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kfs.errors import ModelError
 from kfs.factors.accumulate import BlockSums, FactorSums
-from kfs.factors.audit.gradient_sums import GradientSums
+from kfs.factors.audit.audit import GradientSums
 from kfs.factors.capture import CapturedPass, forward
 from kfs.factors.rules import RULES, new_trace
 from kfs.factors.rules.fallback import without_rule

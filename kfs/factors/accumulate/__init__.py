@@ -3,9 +3,8 @@
 from kfs.factors.accumulate.across_ranks import agreed_blocks
 from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, read_counts
 from kfs.factors.accumulate.factor_sums import FactorSums
-from kfs.factors.accumulate.gram import add_gram, mirror
 from kfs.factors.accumulate.inputs import Use
-from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.accumulate.outer_products import add_gram, full_precision, mirror
 from kfs.factors.accumulate.per_example import Captured, KeptGradients, Moment, PerDatumSums, Squares
 from kfs.factors.accumulate.row_products import (
     PlainVectors,

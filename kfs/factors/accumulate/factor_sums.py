@@ -16,9 +16,8 @@ from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
 from kfs.factors.accumulate.block_sums import BlockSums, RoleCounts, RoleSums, read_counts
-from kfs.factors.accumulate.gram import check_products
 from kfs.factors.accumulate.inputs import Vectors
-from kfs.factors.accumulate.outer_products import OuterProductSum, full_precision
+from kfs.factors.accumulate.outer_products import OuterProductSum, check_products, full_precision
 from kfs.factors.accumulate.statistic import (
     Adder,
     Place,

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.factors.accumulate.gram import HALF, multiplying
 from kfs.factors.accumulate.inputs import Inputs, Use, Vectors, chosen
-from kfs.factors.accumulate.outer_products import OuterProductSum
+from kfs.factors.accumulate.outer_products import HALF, OuterProductSum, multiplying
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts, at_a_time
 from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.runtime import sync

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from kfs.distributed import Ranks
 from kfs.errors import ModelError
-from kfs.factors.accumulate.gram import HALF
 from kfs.factors.accumulate.inputs import Rows, Use, add_rotated_squares
-from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.accumulate.outer_products import HALF, full_precision
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts
 from kfs.factors.accumulate.statistic import (
     Adder,
