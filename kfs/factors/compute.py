@@ -39,7 +39,6 @@ from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.statistic import Statistic, add_up_over_ranks, reset
 from kfs.factors.audit import Audits, Counts
-from kfs.factors.block import Block
 from kfs.factors.capture import CapturedPass, forward
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, details, naming
 from kfs.factors.layout import Key, Side
@@ -153,15 +152,15 @@ def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
     )
 
 
-def warn_of_wide(blocks: Iterable[Block], settings: Settings, stacklevel: int) -> None:
+def warn_of_wide(blocks: Iterable[BlockSums], settings: Settings, stacklevel: int) -> None:
     """Warn about factors that keep only their diagonal because they are wider than `max_dim`."""
     wide = []
     sides: tuple[Side, ...] = ("A", "B")
     for block in blocks:
         for side in sides:
-            size = block.sums.on_side(side)[0].size
-            if block.is_diagonal(side) and settings.is_diagonal(size):
-                wide.append(f"{block.name}.{side} ({size})")
+            size = block.on_side(side)[0].size
+            if settings.is_diagonal(size) and block.is_diagonal(side):
+                wide.append(f"{block.layout.name}.{side} ({size})")
     if wide:
         text = f"Factors wider than max_dim={settings.max_dim} keep their diagonal only: {', '.join(wide)}."
         warnings.warn(text, KfsWarning, stacklevel=stacklevel)

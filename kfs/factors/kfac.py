@@ -222,7 +222,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
             )
             # Settings determine the number of passes, each of which compares the model over ranks, so compare them
             # first.
-            check_same(risk.ranks, "settings", {"Settings": Same(self.settings.all(), _SAME_SETTINGS)})
+            if risk.ranks.are_several:
+                check_same(risk.ranks, "settings", {"Settings": Same(self.settings.all(), _SAME_SETTINGS)})
             self._check_names(risk)
             checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
             blocks, owners, progress = compute_sums(risk, self.settings, checkpoint)
@@ -245,7 +246,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             blocks.sort(key=lambda block: place_of(block.layout))
             self.blocks = ByName({block.layout.name: Block(block) for block in blocks}, "block")
             self._update_scale()
-            warn_of_wide(self.blocks.values(), self.settings, stacklevel=3)
+            warn_of_wide(blocks, self.settings, stacklevel=3)
 
     @property
     def own_stacks(self) -> list[Stack]:

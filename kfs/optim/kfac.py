@@ -24,7 +24,6 @@ from kfs.distributed import Group, Ranks, all_true
 from kfs.errors import DistributedError, KfsWarning, ModelError, StorageError
 from kfs.factors.accumulate import BlockSums
 from kfs.factors.audit import Audit
-from kfs.factors.block import Block
 from kfs.factors.blocks import Method, Relative
 from kfs.factors.compute import listed, shared_with, warn_of_wide
 from kfs.factors.layout import Key
@@ -584,7 +583,7 @@ class KFAC(Described, Optimizer):
         if lost:
             text = f"KFAC does not cover some parameters, which are trained by AdamW ({listed(lost)})."
             warnings.warn(text, KfsWarning, stacklevel=4)
-        warn_of_wide(map(Block, new), self._settings, stacklevel=5)
+        warn_of_wide(new, self._settings, stacklevel=5)
 
     @property
     def _device(self) -> torch.device:

@@ -68,7 +68,7 @@ def run(trace: Trace, sums: FactorSums, model: nn.Module, X: Tensor) -> None:
 
 def test_rules_are_asked_once_for_every_shape_and_storage() -> None:
     model, asked, sums = mlp(), Asked(), FactorSums(Settings())
-    trace = Trace(dict(model.named_parameters()), asked.rules, without_rule)
+    trace = Trace(dict(model.named_parameters()), rules=asked.rules, fallback=without_rule)
     weight = model.get_parameter("0.weight")
     for data, times in ((5, 2), (5, 2), (4, 4), (5, 4), (4, 4)):
         run(trace, sums, model, normal(data, 3))
@@ -319,7 +319,7 @@ def test_plans_die_with_the_strides_of_a_parameter() -> None:
         Asked(),
         FactorSums(Settings()),
     )
-    trace = Trace(dict(model.named_parameters()), asked.rules, without_rule)
+    trace = Trace(dict(model.named_parameters()), rules=asked.rules, fallback=without_rule)
     weight = model.get_parameter("0.weight")
     for times in (2, 2):
         run(trace, sums, model, normal(5, 3))

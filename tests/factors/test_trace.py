@@ -61,7 +61,7 @@ class Sweep:
         """Start without plans."""
         self.model = model
         self.rules = CountedRules()
-        self.trace = Trace(dict(model.named_parameters()), self.rules, without_rule)
+        self.trace = Trace(dict(model.named_parameters()), rules=self.rules, fallback=without_rule)
         self.sums = FactorSums(Settings())
 
     def batch(self, num_data: int = 5, features: int = 4) -> tuple[Tensor, CapturedPass]:

@@ -190,6 +190,16 @@ class Vectors(Inputs):
         """Return the vectors and gradients, grouped by example."""
         return _as_rows(*self.both(use, g), use.ones)
 
+    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
+        """Yield sums of outer products; for a single example, as audits have it, the sum is one product."""
+        if use.row_map.num_data > 1 or use.row_map.counted is not None:
+            yield from super().gradients(use, g)
+            return
+        dtype = torch.promote_types(use.x.dtype, g.dtype)
+        vectors, g = use.x.reshape(-1, self.size).to(dtype), g.reshape(-1, g.shape[-1]).to(dtype)
+        products = [g.T @ vectors, g.sum(0).unsqueeze(1)] if use.ones else [g.T @ vectors]
+        yield torch.cat(products, 1)[None, None]
+
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Add squares, rotating vectors instead of their products on each side where that is cheaper."""
         if not g.is_cuda and isinstance(use.row_map, StridedRows) and use.x.shape[:-1].numel() == use.row_map.num_data:

@@ -4,12 +4,8 @@ A rule is a pure function that returns a plan; see `kfs.factors.trace.plan`. Its
 with the names that PyTorch documents. A call with other arguments has no rule.
 """
 
-from collections.abc import Mapping
+from functools import partial
 
-from torch import Tensor
-from torch.nn import Module
-
-from kfs.factors.accumulate.block_sums import BlockMap
 from kfs.factors.rules import (
     attention,
     convolution,
@@ -35,15 +31,7 @@ RULES = {
 }
 
 
-def new_trace(
-    params: Mapping[str, Tensor],
-    joint_bias: bool = True,
-    mixing: bool = False,
-    model: Module | None = None,
-    block_map: BlockMap | None = None,
-) -> Trace:
-    """Return a new trace with all rules. Arguments are those of `Trace`."""
-    return Trace(params, RULES, without_rule, joint_bias, mixing, model, block_map)
-
+# Makes a trace with all rules. Arguments are those of `Trace`.
+new_trace = partial(Trace, rules=RULES, fallback=without_rule)
 
 __all__ = ["RULES", "new_trace"]

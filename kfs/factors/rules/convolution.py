@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.patches import Patches
 from kfs.factors.layout import Layout
-from kfs.factors.rules.linear import bias_apart, bias_plan, weight_and_bias
+from kfs.factors.rules.linear import bias_apart, is_bias, vector_plan, weight_and_bias
 from kfs.factors.trace.plan import Argument, Call, Planned
 
 
@@ -97,8 +97,7 @@ def _plan(
         return apart
     leading = (x.shape[0], prod(patches.out))
     if not weight.tracked:
-        alone = bias_plan(bias, out, leading, _channels_last)
-        return None if alone is None else (alone,)
+        return (vector_plan("bias", bias, leading, (), _channels_last),) if is_bias(bias, out) else None
     view = weight.view
     if view is None or weight.shape != view.shape:
         return None

@@ -6,7 +6,7 @@ are in `experts`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -155,8 +155,7 @@ def multiply(
         return None
     if not weight.tracked:
         features = weight.shape[1 if flip else 0]
-        alone = bias_plan(bias, features, leading, read) if x.data else None
-        return None if alone is None else (alone,)
+        return (vector_plan("bias", bias, leading, (), read),) if x.data and is_bias(bias, features) else None
     view = weight.view
     if view is None or x.tracked:
         return None
@@ -180,12 +179,12 @@ def weight_and_bias(
 ) -> Planned:
     """Plan a use of a weight, and of a bias along the output features. The session decides if they share a block."""
     features = layout.row_size * layout.groups
-    alone = bias_plan(bias, features, leading, read)
-    joins = False
+    alone, joins = None, False
     if bias is not None and bias.tracked:
         view = bias.view
-        if view is None or alone is None:
+        if view is None or not is_bias(bias, features):
             return None
+        alone = vector_plan("bias", bias, leading, (), read)
         # Some rows of a bias may join only the same rows of a weight.
         whole = layout.rows == (0, layout.shape[0])
         same_rows = (view.rows, view.shape[0]) == (layout.rows, layout.shape[0])
@@ -212,11 +211,9 @@ def bias_apart(call: Call, x: Argument, weight: Argument, bias: Argument | None,
     return Rewrite(body)
 
 
-def bias_plan(bias: Argument | None, features: int, leading: tuple[int, ...], read: Read | None) -> Plan | None:
-    """Plan the use of a bias alone; `None` if it is missing, not tracked, or not a vector of features."""
-    if bias is None or bias.view is None or bias.shape != (features,):
-        return None
-    return vector_plan("bias", bias, leading, (), read)
+def is_bias(bias: Argument | None, features: int) -> TypeGuard[Argument]:
+    """Whether a bias is there, tracked, and a vector of features."""
+    return bias is not None and bias.view is not None and bias.shape == (features,)
 
 
 def vector_plan(

@@ -33,24 +33,25 @@ class Trace:
 
     Args:
         params: The tracked parameters, by name.
-        rules: Rules by operation; each returns plans.
-        fallback: Runs an operation that has no rule, or whose rule returned `None`. Takes the captured pass, the
-            operation, its arguments and its keyword arguments.
         joint_bias: Whether a bias shares the block of its weight.
         mixing: Whether examples of a batch may influence each other, as with batch normalization in training.
         model: As in `Tracker`.
         block_map: The blocks that are known already. By default, none.
+        rules: Rules by operation; each returns plans. `kfs.factors.rules.new_trace` passes all of them.
+        fallback: Runs an operation that has no rule, or whose rule returned `None`. Takes the captured pass, the
+            operation, its arguments and its keyword arguments.
     """
 
     def __init__(
         self,
         params: Mapping[str, Tensor],
-        rules: Mapping[Any, Rule],
-        fallback: Callable[..., Any],
         joint_bias: bool = True,
         mixing: bool = False,
         model: Module | None = None,
         block_map: BlockMap | None = None,
+        *,
+        rules: Mapping[Any, Rule],
+        fallback: Callable[..., Any],
     ) -> None:
         self.tracker = Tracker(params, model)
         self.device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
@@ -74,7 +75,9 @@ class Trace:
     def renewed(self) -> "Trace":
         """Return a new trace for the same parameters, without plans and blocks."""
         tracker = self.tracker
-        one = Trace(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
+        one = Trace(
+            tracker.params, self.joint_bias, self.mixing, tracker.model, rules=self.rules, fallback=self.fallback
+        )
         one.both_ways |= self.both_ways
         return one
 
