@@ -9,7 +9,7 @@ optimizer, which watches passes of the user and records its own.
     one.send_back(f, vectors)  # gradients are accumulated
 
 `kfs.factors.trace.discovery` finds which operations use parameters; a pass inherits from it. A row source determines
-which example a row belongs to (see `kfs.factors.rows.source`).
+which example a row belongs to (see `kfs.factors.rows.row_map`).
 
 The output of every use has a *tap*: an identity in the computation graph whose backward pass shows gradients to a
 callback. A tap has a zero-size second input, the handle. Differentiating predictions with respect to the handle sends
@@ -38,8 +38,16 @@ from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.accumulate.statistic import Adder, Statistic, all_of
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
 from kfs.factors.rows.measure import MeasureRows
-from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.rows.source import AuditResult, GuessRows, KnownRows, Receiver, RowQuery, RowSource
+from kfs.factors.rows.row_map import (
+    AuditResult,
+    GuessRows,
+    KnownRows,
+    Receiver,
+    RowMap,
+    RowQuery,
+    RowSource,
+    StridedRows,
+)
 from kfs.factors.trace.discovery import Discovery, Interception
 from kfs.factors.trace.plan import Plan, Read
 from kfs.factors.trace.trace import MOST_PLANS, Trace, no_rule

@@ -5,8 +5,7 @@ import torch
 
 from kfs.errors import DataError
 from kfs.factors.rows.measure import measured
-from kfs.factors.rows.row_map import IndexedRows, StridedRows, by_length
-from kfs.factors.rows.source import KnownUse, UnknownRows
+from kfs.factors.rows.row_map import IndexedRows, KnownUse, StridedRows, UnknownRows, by_length
 
 
 def test_owners() -> None:

@@ -27,7 +27,7 @@ from kfs.factors.accumulate.statistic import (
     in_block,
     reset,
 )
-from kfs.factors.rows.source import Receiver
+from kfs.factors.rows.row_map import Receiver
 
 __all__ = [
     "Adder",

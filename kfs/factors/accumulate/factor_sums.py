@@ -28,8 +28,7 @@ from kfs.factors.accumulate.statistic import (
     without_inputs,
 )
 from kfs.factors.layout import Key, Side
-from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.rows.source import Receiver
+from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
 from kfs.factors.settings import Settings
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32

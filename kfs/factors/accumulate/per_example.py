@@ -38,8 +38,7 @@ from kfs.factors.accumulate.statistic import (
     without_inputs,
 )
 from kfs.factors.layout import Key, Layout
-from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.rows.source import Receiver
+from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
 from kfs.factors.settings import Settings
 from kfs.runtime.nested import mapped
 from kfs.runtime.precision import at_least_float32, tf32

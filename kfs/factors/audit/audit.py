@@ -38,8 +38,7 @@ from kfs.factors.capture import CapturedPass, hidden_uses
 from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.counted import ALL, RowRule
 from kfs.factors.rows.measure import Measured, MeasureRows, PendingQuery, probes
-from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.rows.source import AuditResult, KnownUse, Question, Receiver, RowQuery, What
+from kfs.factors.rows.row_map import AuditResult, KnownUse, Question, Receiver, RowMap, RowQuery, StridedRows, What
 from kfs.factors.trace.trace import Trace
 from kfs.factors.trace.tracking import Tracker, tensors_of
 from kfs.problem.data import can_be_cut, cut

@@ -14,7 +14,7 @@ from torch.nn import Module
 from kfs.factors.audit.audit import FEW, Audited, Run, audit, compare_whole
 from kfs.factors.audit.report import Audit
 from kfs.factors.audit.row_experiments import Counts
-from kfs.factors.rows.source import AuditResult
+from kfs.factors.rows.row_map import AuditResult
 from kfs.factors.trace.trace import Trace
 from kfs.problem.data import Batch, axis_to_cut
 from kfs.problem.risk import EmpiricalRisk

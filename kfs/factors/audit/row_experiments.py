@@ -22,8 +22,7 @@ from torch import Tensor
 from kfs.factors.capture import CapturedPass, Used
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule, matching_rule
 from kfs.factors.rows.measure import MULTIPLE, has_gradient, probes
-from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.rows.source import AuditResult, Receiver, What
+from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, StridedRows, What
 from kfs.factors.trace.trace import Trace
 from kfs.problem.data import MaskSource
 from kfs.runtime.nested import mapped, tensors_in

@@ -4,7 +4,6 @@ An activation has one row for every vector of features; its leading axes, flatte
 """
 
 from kfs.factors.rows.counted import BatchMasks
-from kfs.factors.rows.row_map import RowMap
-from kfs.factors.rows.source import AuditResult
+from kfs.factors.rows.row_map import AuditResult, RowMap
 
 __all__ = ["AuditResult", "BatchMasks", "RowMap"]

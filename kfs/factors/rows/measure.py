@@ -28,8 +28,19 @@ from torch import Tensor
 
 from kfs.errors import DataError
 from kfs.factors.rows.counted import BatchMasks
-from kfs.factors.rows.row_map import IndexedRows, RowMap, StridedRows
-from kfs.factors.rows.source import Question, Receiver, RowQuery, RowSource, Send, Start, UnknownRows, What
+from kfs.factors.rows.row_map import (
+    IndexedRows,
+    Question,
+    Receiver,
+    RowMap,
+    RowQuery,
+    RowSource,
+    Send,
+    Start,
+    StridedRows,
+    UnknownRows,
+    What,
+)
 from kfs.runtime.precision import at_least_float32
 
 CPU = torch.device("cpu")

@@ -1,26 +1,34 @@
-"""Row maps: the example that each row of an activation belongs to, and reshaping to `[batch, shared, features]`.
+"""Row maps: the example that each row of an activation belongs to, and the sources that passes get them from.
 
 The engine uses one axis convention: activations arrive with any leading axes, `[*leading, features]`, and gradients
 with one more axis for columns, `[columns, *leading, features]`. Leading axes, flattened, are *rows*. Where it matters
 which example a row belongs to, rows are brought into the form `[batch, shared]`.
 
-Row maps are measured (see `kfs.factors.rows.measure`), or guessed from lengths of axes if nothing was measured.
-
 A row has one position, or several: a convolution reads all positions of an image off one row. Not all of them need to
 count (see `kfs.factors.rows.counted`).
+
+A pass gets row maps from a row source:
+
+- `GuessRows` guesses row maps from lengths of axes, if there was no audit.
+- `KnownRows` looks row maps up in the result of an audit. What the audit left open is measured in the same pass.
+- `MeasureRows`, in `kfs.factors.rows.measure`, measures row maps by sending vectors back.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfs.errors import DataError
+from kfs.factors.rows.counted import ALL, BatchMasks, RowRule
 from kfs.runtime import sync
 
 
@@ -234,3 +242,313 @@ def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) ->
             "Say where it is with batch_axis=, or put it first. KFAC with sharing='expand' needs no batch axis.",
         )
     return StridedRows(num_data, leading[found] // num_data * prod(leading[found + 1 :]))
+
+
+# Gradient callback: receives the gradients of some columns, [columns, *leading, features].
+Receiver = Callable[[Tensor], None]
+# Called with a row map as soon as it is known; returns the gradient callback.
+Start = Callable[[RowMap], Receiver]
+# Sends one vector back to all taps.
+Send = Callable[[Tensor], object]
+# Identifies a query: the operation, and the parameter that it uses.
+What = tuple[str, str]
+# Identifies the question "does the result of an operation on a parameter and constants have a row for every example?":
+# the operation, the parameter, and the number of earlier occurrences of this pair.
+Question = tuple[Any, str, int]
+
+
+@dataclass(slots=True)
+class RowQuery:
+    """Point in a forward pass where we must know which example each row belongs to, and which rows count."""
+
+    what: What
+    leading: tuple[int, ...]  # lengths of the leading axes
+    meeting: bool = False  # whether it is for a derived or broadcast parameter, and not for a use
+    rule: RowRule = ALL  # which rows count
+    positions: int = 1  # of each row
+    row_map: RowMap | None = None  # the row map, if it is known by construction
+    needs_rows: bool = True  # whether the row map is needed even if the rule does not use it
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return prod(self.leading)
+
+
+@dataclass(frozen=True)
+class KnownUse:
+    """The row map of a query, measured on a few examples, in a form that applies to other batches."""
+
+    what: What
+    leading: tuple[int, ...]  # lengths of the leading axes in the measurement
+    num_data: int  # number of examples in the measurement
+    inner: int | None  # consecutive rows per example; `None` if every batch has to be measured
+
+    def row_map(self, num_data: int, leading: tuple[int, ...]) -> StridedRows | None:
+        """Return the row map for another batch; `None` if it has to be measured.
+
+        Leading axes may differ only in the length of the batch axis, in proportion to the number of examples.
+        """
+        if self.inner is None or len(leading) != len(self.leading):
+            return None
+        differing = [axis for axis, length in enumerate(leading) if length != self.leading[axis]]
+        if not differing and num_data == self.num_data:
+            return StridedRows(num_data, self.inner)
+        if len(differing) != 1:
+            return None
+        axis = differing[0]
+        tail = prod(leading[axis + 1 :])
+        if leading[axis] * self.num_data != self.leading[axis] * num_data or self.inner % tail:
+            return None
+        fits = self.leading[axis] % (self.num_data * (self.inner // tail)) == 0
+        return StridedRows(num_data, self.inner) if fits else None
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """The results of an audit that later batches use."""
+
+    uses: tuple[KnownUse, ...] = ()  # queries of uses, in order
+    meetings: tuple[KnownUse, ...] = ()  # queries of derived parameters, in order
+    # Whether results of operations on constants have a row for every example.
+    answers: Mapping[Question, bool] = field(default_factory=dict)
+    constants: frozenset[int] = frozenset()  # indices of model inputs that are the same for all examples
+    inputs: tuple[bool, ...] = ()  # whether each input is data; empty if not known yet
+    rows: tuple[tuple[What, RowRule], ...] = ()  # row rules of uses, in order
+    otherwise: RowRule = ALL  # row rule of other uses
+    has_mask: bool = True  # whether masks of batches are used
+    checked: int | None = None  # the use at which later batches are checked for padding that the audited examples lack
+    distrusted: bool = False  # whether such padding was found, so that every batch is measured
+    unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
+    both_ways: frozenset[str] = frozenset()  # weights with biases that are used both plain and transposed
+    # Row maps that were looked up: by kind and index of a query, number of examples, and leading axes.
+    row_maps: dict[Any, StridedRows | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def row_rules(self) -> frozenset[RowRule]:
+        """All row rules."""
+        return frozenset((self.otherwise, *(rule for _, rule in self.rows)))
+
+    def rule_of(self, number: int, what: What) -> RowRule:
+        """Return the row rule of a use, given its index among all uses of the pass."""
+        fits = number < len(self.rows) and self.rows[number][0] == what
+        return self.rows[number][1] if fits else self.otherwise
+
+
+class UnknownRows(RowMap):
+    """Row map that could not be determined; raises on first use."""
+
+    def __init__(self, error: DataError, num_data: int) -> None:
+        self.error = error
+        self.num_data = num_data
+
+    def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
+        """Raise the stored error."""
+        raise self.error
+
+    def counts(self, rows: int, like: Tensor) -> Tensor:
+        """Raise the stored error."""
+        raise self.error
+
+    def most(self, rows: int) -> int:
+        """Raise the stored error."""
+        raise self.error
+
+    def index(self, rows: int) -> Tensor:
+        """Raise the stored error."""
+        raise self.error
+
+    def in_order(self, rows: int) -> bool:
+        """Conservatively `False`: rows may be in any order."""
+        return False
+
+    def counting(self, counted: Tensor | None) -> "UnknownRows":
+        """Return the same row map, with `counted` positions."""
+        other = copy(self)
+        other.counted = counted
+        return other
+
+
+class RowSource(ABC):
+    """Gives row maps to the uses of one pass.
+
+    Args:
+        num_data: Number of examples.
+        axis: Position of the batch axis in activations, if given. It is used if nothing is measured.
+        masks: The masks that determine which rows count. By default, all do.
+        answers: Whether results of operations on constants have a row for every example, as far as known.
+
+    Attributes:
+        takes_probes: Whether the callback that was returned last also takes the probes that measure row maps.
+        has_pending: Whether queries wait for `measure`.
+    """
+
+    takes_probes = False
+    has_pending = False
+
+    def __init__(
+        self,
+        num_data: int,
+        axis: int | None = None,
+        masks: BatchMasks | None = None,
+        answers: Mapping[Question, bool] | None = None,
+    ) -> None:
+        self.num_data = num_data
+        self.axis = axis
+        self.masks = masks or BatchMasks()
+        self._answers = answers or {}
+        self._asked: Counter[tuple[Any, str]] = Counter()
+
+    @abstractmethod
+    def receiver(self, query: RowQuery, start: Start) -> Receiver:
+        """Call `start` with the row map as soon as it is known, and return the gradient callback."""
+
+    def observe(self, what: What, shape: tuple[int, ...]) -> Receiver | None:
+        """Return a callback that measures the row map of a result on constants; `None` if it need not be measured."""
+        return None
+
+    @property
+    def next_use(self) -> int:
+        """Index of the next use among those that the audit recorded."""
+        return 0
+
+    @property
+    def need_probes(self) -> bool:
+        """Whether probes have to be sent back before the vectors of the curvature."""
+        return False
+
+    def measure(self, predictions: Tensor, send: Send) -> None:  # noqa: B027 (most have nothing to measure)
+        """Determine the row maps that are not known yet, after the forward pass."""
+
+    def forget(self) -> None:  # noqa: B027 (most hold nothing)
+        """Drop all queries, which may hold activations."""
+
+    @contextmanager
+    def with_axis(self, axis: int | None) -> Iterator[None]:
+        """Override the batch axis in this context; it is used if nothing is measured."""
+        before = self.axis
+        self.axis = before if axis is None else axis
+        try:
+            yield
+        finally:
+            self.axis = before
+
+    @contextmanager
+    def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
+        """Ask whether the result of an operation on a parameter and constants has a row for every example.
+
+        The answer comes from an audit; without one, it is `guess`. Queries opened in this context depend on it.
+        """
+        yield self._answer(func, name, guess)[1]
+
+    def _answer(self, func: Any, name: str, guess: bool) -> tuple[Question, bool]:
+        """Return a question with its answer."""
+        question = (func, name, self._asked[func, name])
+        self._asked[func, name] += 1
+        return question, self._answers.get(question, guess)
+
+    def without_audit(self, query: RowQuery) -> RowMap | None:
+        """Return a row map that needs no audit: by construction, or of a single example."""
+        if self.num_data == 1:
+            return StridedRows.batch_first(1, query.rows)
+        return query.row_map
+
+    def guessed(self, query: RowQuery) -> RowMap:
+        """Guess a row map from lengths; if this is not possible, it raises on first use."""
+        try:
+            return by_length(self.num_data, query.leading, self.axis)
+        except DataError as error:
+            return UnknownRows(error, self.num_data)
+
+    def counted(self, row_map: RowMap, query: RowQuery) -> RowMap:
+        """Return a row map with the positions that count."""
+        rows, rule = query.rows, query.rule
+        if rule.kind == "all" or not isinstance(row_map, StridedRows) or rows % row_map.num_data:
+            return row_map
+        found = self.masks.counted(rule, rows // row_map.num_data * query.positions)
+        if found is None:
+            return row_map
+        return row_map.counting(row_map.from_data(found.expand(row_map.num_data, -1), rows))
+
+
+class GuessRows(RowSource):
+    """Guesses row maps from lengths of axes."""
+
+    def receiver(self, query: RowQuery, start: Start) -> Receiver:
+        """Start with a guess."""
+        return start(self.counted(self.without_audit(query) or self.guessed(query), query))
+
+
+class KnownRows(RowSource):
+    """Looks row maps up in the result of an audit.
+
+    Args:
+        num_data: As in `RowSource`.
+        axis: Likewise.
+        masks: Likewise.
+        known: The result of the audit.
+        measure: Makes the source that measures what the audit left open, such as experts that the data choose.
+    """
+
+    def __init__(
+        self,
+        num_data: int,
+        axis: int | None,
+        masks: BatchMasks,
+        known: AuditResult,
+        measure: Callable[[], RowSource],
+    ) -> None:
+        super().__init__(num_data, axis, masks, known.answers)
+        self._known = known
+        self._new_source = measure
+        self._others: RowSource | None = None
+        self._next = {False: 0, True: 0}  # index of the next use, and of the next meeting, among those of the audit
+
+    @property
+    def next_use(self) -> int:
+        """Index of the next use among those that the audit recorded."""
+        return self._next[False]
+
+    def receiver(self, query: RowQuery, start: Start) -> Receiver:
+        """Start with the row map that is known; otherwise let it be measured."""
+        row_map = self.without_audit(query) or self._look_up(query)
+        kind = query.rule.kind
+        # If only the rows with gradients matter, no row map is needed.
+        if row_map is None and not query.needs_rows and kind in {"all", "measured"}:
+            error = DataError("The row map of this input was not measured.", "Use sharing='expand'.")
+            row_map = UnknownRows(error, self.num_data)
+        # Which rows count may have to be measured, or is known only with the targets.
+        waits = kind == "measured" or (kind != "all" and self.masks.pending)
+        self.takes_probes = row_map is None or waits
+        if row_map is not None and not waits:
+            return start(self.counted(row_map, query))
+        self._others = self._others or self._new_source()
+        self.has_pending = True
+        return self._others.receiver(replace(query, row_map=row_map), start)
+
+    @property
+    def need_probes(self) -> bool:
+        """Whether anything has to be measured with vectors."""
+        return self._others is not None and self._others.need_probes
+
+    def measure(self, predictions: Tensor, send: Send) -> None:
+        """Measure what the audit left open."""
+        if self._others is not None:
+            self._others.measure(predictions, send)
+
+    def forget(self) -> None:
+        """Drop all queries, which may hold activations."""
+        self._others = None
+        self.has_pending = False
+
+    def _look_up(self, query: RowQuery) -> StridedRows | None:
+        """Return the known row map of the next query; `None` if there is none, or if it is for another operation."""
+        known = self._known.meetings if query.meeting else self._known.uses
+        place = self._next[query.meeting]
+        self._next[query.meeting] += 1
+        if place >= len(known) or known[place].what != query.what:
+            return None
+        row_maps, key = self._known.row_maps, (query.meeting, place, self.num_data, query.leading)
+        if key not in row_maps:
+            row_maps[key] = known[place].row_map(self.num_data, query.leading)
+        return row_maps[key]

@@ -12,8 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.inputs import Rows
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.rows.row_map import RowMap
-from kfs.factors.rows.source import Receiver, RowQuery
+from kfs.factors.rows.row_map import Receiver, RowMap, RowQuery
 from kfs.factors.rules import elementwise, linear
 from kfs.factors.rules.elementwise import all_rows, entries_layout
 from kfs.factors.trace.derived import Spread, add_derived, on_device, scattered, tap_spread

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.rows.row_map import RowMap, StridedRows
-from kfs.factors.rows.source import Receiver, RowQuery
+from kfs.factors.rows.row_map import Receiver, RowMap, RowQuery, StridedRows
 from kfs.factors.trace.plan import Argument, Broadcast, Call
 from kfs.factors.trace.tracking import Derived, Tracked
 

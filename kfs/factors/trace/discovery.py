@@ -25,7 +25,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.rows.source import Receiver, RowQuery, RowSource, Start
+from kfs.factors.rows.row_map import Receiver, RowQuery, RowSource, Start
 from kfs.factors.trace.derived import tap_broadcast
 from kfs.factors.trace.plan import Broadcast, Call, Copy, Plan, Rewrite, argument_at, describe, with_argument
 from kfs.factors.trace.trace import Rule, Trace, no_rule
@@ -133,7 +133,7 @@ class Discovery(ABC):
     def run_use(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Run an operation that uses a tracked parameter, with its cached plan if there is one."""
         key = self.key_of(func, args, kwargs, inputs, sources)
-        plans = self.trace.plans_of(key)
+        plans = self.trace.ready.get(key) or self.trace.plans_of(key)
         if plans is None:
             result = self._run_unsettled(key, func, args, kwargs)
             self.marks.note(func, inputs, args, result)

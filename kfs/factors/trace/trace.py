@@ -64,6 +64,7 @@ class Trace:
         self.plans: dict[Any, Any] = {}
         # Settled plans of broadcast and derived parameters and their uses, by the rule's plan.
         self._settled: dict[Plan, tuple[Plan, ...]] = {}
+        self.ready: dict[Any, list[Plan]] = {}  # settled plans by key of a call, as far as all of them are placed
         self._placed: set[Plan] = set()  # settled plans whose blocks are in `block_map`
         # By the hash of a pass's operations: `(parameter, why)` of the hidden uses found in it, and the parameters that
         # predictions depend on.
@@ -91,12 +92,14 @@ class Trace:
         self.plans.clear()
         self._settled.clear()
         self._placed.clear()
+        self.ready.clear()
         self.hidden_uses.clear()
 
     def restart_blocks(self) -> None:
         """Forget which blocks exist, but keep plans: a training step may use other rows of a parameter."""
         self.block_map = BlockMap()
         self._placed.clear()
+        self.ready.clear()
 
     def plans_of(self, key: Any) -> list[Plan] | None:
         """Return the settled plans of a call; `None` if there are none that fit the existing blocks."""
@@ -106,6 +109,7 @@ class Trace:
         for plan in plans:
             if plan not in self._placed and not self._admit(plan):
                 return None
+        self.ready[key] = plans
         return plans
 
     def _admit(self, plan: Plan) -> bool:
