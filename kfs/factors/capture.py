@@ -205,15 +205,9 @@ class CapturedPass(Discovery):
         self.masks = masks or BatchMasks()
         if known is not None and not known.has_mask:
             self.masks.mask = None
-        if rows is None:
-            measure = partial(MeasureRows, num_data, batch_axis, self.masks, mixing=trace.mixing)
-            rows = (
-                GuessRows(num_data, batch_axis, self.masks)
-                if known is None
-                else KnownRows(num_data, batch_axis, self.masks, known, measure)
-            )
         inputs = ((), ()) if known is None else (known.constants, known.inputs)
-        super().__init__(trace, rows, batch_axis, *inputs)
+        super().__init__(trace, num_data, batch_axis, *inputs)
+        self._rows = rows
         self.statistics = statistics
         # The adder of each plan. That of a single statistic is kept across batches.
         self._adders: dict[Plan, Adder] = statistics[0].adders if len(statistics) == 1 else {}
@@ -253,6 +247,19 @@ class CapturedPass(Discovery):
         self.tracker.forget_batch()
         self.marks.forget()
         self.phase = Phase.IDLE
+
+    @property
+    def rows(self) -> RowSource:
+        """The row source. It is made when it is needed: most passes need none."""
+        if self._rows is None:
+            num_data, axis, known = self.num_data, self.batch_axis, self._known
+            measure = partial(MeasureRows, num_data, axis, self.masks, mixing=self.trace.mixing)
+            self._rows = (
+                GuessRows(num_data, axis, self.masks)
+                if known is None
+                else KnownRows(num_data, axis, self.masks, known, measure)
+            )
+        return self._rows
 
     def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
         """Accumulate the inputs of a use, and return its gradient callback for `[columns, *shape of the output]`."""
@@ -308,8 +315,9 @@ class CapturedPass(Discovery):
         """Return `z` with a tap that shows its gradients to a receiver, including those of probes if `probed`."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
-        probed = probed or self.rows.takes_probes
-        self.rows.takes_probes = False
+        if self._rows is not None:
+            probed = probed or self._rows.takes_probes
+            self._rows.takes_probes = False
         return apply_tap(z, self.handle, self, receive, probed)
 
     def finish_forward(self, f: Tensor) -> None:
@@ -329,7 +337,7 @@ class CapturedPass(Discovery):
         Returns:
             Gradients of the first probe with respect to the tensors in `also`.
         """
-        if not self.rows.has_pending:
+        if self._rows is None or not self._rows.has_pending:
             return [None] * len(also)
         predictions = f if isinstance(f, Tensor) else like
         assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
@@ -338,7 +346,7 @@ class CapturedPass(Discovery):
         def send(v: Tensor) -> None:
             found.append(self.backward(f, v.unsqueeze(0), True, () if found else also, Phase.PROBING))
 
-        self.rows.measure(predictions, send)
+        self._rows.measure(predictions, send)
         return found[0] if found else [None] * len(also)
 
     def send_back(
@@ -440,8 +448,8 @@ class CapturedPass(Discovery):
             statistic.finish_batch()
         if self._padding is not None:
             self._padding.finish()
-        if self.rows.has_pending:
-            self.rows.forget()
+        if self._rows is not None and self._rows.has_pending:
+            self._rows.forget()
 
 
 def forward(

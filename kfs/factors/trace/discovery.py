@@ -59,7 +59,7 @@ class Discovery(ABC):
 
     Args:
         trace: Has tracked parameters, rules and plans.
-        rows: Answers which results on constants have a row for every example.
+        num_data: Number of examples in the batch.
         batch_axis: Position of the batch axis in inputs, if not the first.
         constants: Indices of the inputs that are the same for all examples.
         inputs: Whether each input is data; empty if not known yet.
@@ -76,17 +76,16 @@ class Discovery(ABC):
     def __init__(
         self,
         trace: Trace,
-        rows: RowSource,
+        num_data: int,
         batch_axis: int | None = None,
         constants: Collection[int] = (),
         inputs: tuple[bool, ...] = (),
     ) -> None:
         self.trace = trace
         self.tracker = trace.tracker
-        self.rows = rows
-        self.num_data = rows.num_data
+        self.num_data = num_data
         self.batch_axis = batch_axis
-        self.marks = Marks(self.tracker, rows.num_data, batch_axis, constants, inputs)
+        self.marks = Marks(self.tracker, num_data, batch_axis, constants, inputs)
         self.is_data = self.marks.is_data
         self.as_data = self.marks.as_data
         self.unexplained: set[tuple[str, str]] = set()
@@ -95,6 +94,11 @@ class Discovery(ABC):
         self.routes = False
         self.operations = 0
         self.derived: list[Derived] = []
+
+    @property
+    @abstractmethod
+    def rows(self) -> RowSource:
+        """The row source of the pass. It also answers which results on constants have a row for every example."""
 
     @abstractmethod
     def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
