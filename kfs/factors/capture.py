@@ -220,14 +220,14 @@ class CapturedPass(Discovery):
         self._known = known
         if known is not None:
             self.unexplained |= known.unexplained
-        # Whether some rows do not count, as far as the host knows.
-        counts_rows = known is not None and any([one.counts_rows for one in statistics])  # noqa: C419
-        self._counts_rows = counts_rows and self.masks.leave_out(known.row_rules)  # type: ignore[union-attr]
-        self._distrusts = counts_rows and known.distrusted  # type: ignore[union-attr]
+        # If a statistic must exclude rows that do not count: does any rule leave rows out, as far as the host knows?
+        counting = known if any([one.counts_rows for one in statistics]) else None  # noqa: C419
+        self._counts_rows = counting is not None and self.masks.leave_out(counting.row_rules)
+        self._distrusts = counting is not None and counting.distrusted
         self._padding: PaddingCheck | None = None
         self._observers = [] if observer is None else [observer]
-        if counts_rows and known is not None and known.checked is not None and padding is not None:
-            self._padding = PaddingCheck(known.checked, padding)
+        if counting is not None and counting.checked is not None and padding is not None:
+            self._padding = PaddingCheck(counting.checked, padding)
             self._observers.append(self._padding.observe)
         self._uses = 0  # number of uses so far
         self._context = ExitStack()

@@ -162,6 +162,7 @@ class Pass:
         labels = arguments[1].get("labels")
         self.targets = Targets(labels if isinstance(labels, Tensor) else None, compare=self.compare)
         self._result = StepSums(self.num_data, in_model=self.targets.y is not None)
+        self._context = ExitStack()
         self._sums = FactorSums(self.settings)
         self._statistics: list[Statistic] = [self._sums]
         if self.bases:
@@ -190,13 +191,12 @@ class Pass:
         if self._captured is None:
             return None
         marked = self._captured.mark(self._arguments)
-        self._captured.__enter__()
+        self._context.enter_context(self._captured)
         return marked
 
     def stop(self) -> None:
         """Exit the capture."""
-        if self._captured is not None:
-            self._captured.__exit__()
+        self._context.close()
 
     @property
     def sends_vectors(self) -> bool:
