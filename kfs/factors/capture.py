@@ -294,7 +294,8 @@ class CapturedPass(Discovery):
         # Derived and broadcast parameters are not measured, and fixed positions need not be.
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
-        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows)
+        waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
+        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows, waits)
         used = (
             Used(number, query, by_construction, self.rows.next_use, plan.inputs.not_padding(x))
             if self._observers

@@ -427,9 +427,8 @@ class MeasureRows(RowSource):
         if not query.meeting:
             self.asked.append(query)
         row_map = self.without_audit(query)
-        waits = query.rule.kind == "measured" or (query.rule.kind != "all" and self.masks.pending)
-        self.takes_probes = row_map is None or waits
-        if row_map is not None and not waits:
+        self.takes_probes = row_map is None or query.waits
+        if row_map is not None and not self.takes_probes:
             return start(self.counted(row_map, query))
         pending = PendingQuery(replace(query, row_map=row_map), start, self)
         self.opened.append(pending)

@@ -268,6 +268,7 @@ class RowQuery:
     positions: int = 1  # of each row
     row_map: RowMap | None = None  # the row map, if it is known by construction
     needs_rows: bool = True  # whether the row map is needed even if the rule does not use it
+    waits: bool = False  # whether the rows that count have to be measured, or are known only with the targets
 
     @property
     def rows(self) -> int:
@@ -512,15 +513,12 @@ class KnownRows(RowSource):
     def receiver(self, query: RowQuery, start: Start) -> Receiver:
         """Start with the row map that is known; otherwise let it be measured."""
         row_map = self.without_audit(query) or self._look_up(query)
-        kind = query.rule.kind
         # If only the rows with gradients matter, no row map is needed.
-        if row_map is None and not query.needs_rows and kind in {"all", "measured"}:
+        if row_map is None and not query.needs_rows and query.rule.kind in {"all", "measured"}:
             error = DataError("The row map of this input was not measured.", "Use sharing='expand'.")
             row_map = UnknownRows(error, self.num_data)
-        # Which rows count may have to be measured, or is known only with the targets.
-        waits = kind == "measured" or (kind != "all" and self.masks.pending)
-        self.takes_probes = row_map is None or waits
-        if row_map is not None and not waits:
+        self.takes_probes = row_map is None or query.waits
+        if row_map is not None and not self.takes_probes:
             return start(self.counted(row_map, query))
         self._others = self._others or self._new_source()
         self.has_pending = True
