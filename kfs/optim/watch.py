@@ -2,8 +2,8 @@
 
 Captured passes live in `kfs.factors.capture`, the replay of recorded passes in `kfs.optim.factor_graphs`.
 
-Hooks on the model's forward pass enter and exit a captured pass. A hook on the predictions is called when the gradient of
-the loss arrives there. At this moment, the graph is complete and not yet freed. So further vectors can be sent back
+Hooks on the model's forward pass enter and exit a captured pass. A hook on the predictions is called when the gradient
+of the loss arrives there. At this moment, the graph is complete and not yet freed. So further vectors can be sent back
 through it, and the gradient shows which targets count. With `fisher="empirical"`, the user's backward pass is enough.
 
 A `Pass` is one forward pass with its backward pass. `Watch` keeps the results of passes until `Watch.collect` takes
