@@ -5,7 +5,7 @@ This library's own Laplace approximation lives in `kfs.laplace.posterior`. The b
 laplace-torch requests the curvature of one batch after the other, and adds the results. Its `Kron` holds one Kronecker
 product for each parameter: one factor for rows, one for all other axes.
 
-A pass over data needs a session with plans, and an audit, which are valid for more than one batch. So `ByBatch` runs a
+A pass over data needs a trace with plans, and an audit, which are valid for more than one batch. So `ByBatch` runs a
 single pass. It gets a batch from `SingleBatchSource` on each request, and leaves the sums of this batch. Between two
 batches, nothing in the model is changed.
 """

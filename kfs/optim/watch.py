@@ -1,9 +1,9 @@
 """Watches a model in training: computes factors from its forward passes and from the backward passes of its loss.
 
-The capture of one pass lives in `kfs.factors.capture`, the replay of recorded passes in `kfs.optim.factor_graphs`.
+Captured passes live in `kfs.factors.capture`, the replay of recorded passes in `kfs.optim.factor_graphs`.
 
-Hooks on the model's forward pass enter and exit the capture. A hook on the predictions is called when the gradient of
-the loss arrives there. At this moment, the graph is complete and not yet freed. So further vectors can be sent back
+Hooks on the model's forward pass enter and exit a captured pass. A hook on the predictions is called when the gradient
+of the loss arrives there. At this moment, the graph is complete and not yet freed. So further vectors can be sent back
 through it, and the gradient shows which targets count. With `fisher="empirical"`, the user's backward pass is enough.
 
 A `Pass` is one forward pass with its backward pass. `Watch` keeps the results of passes until `Watch.collect` takes
@@ -187,7 +187,7 @@ class Pass:
             )
 
     def start(self) -> Any:
-        """Enter the capture. Return marked arguments for the model, or `None` to leave them unchanged."""
+        """Start capturing. Return marked arguments for the model, or `None` to leave them unchanged."""
         if self._captured is None:
             return None
         marked = self._captured.mark(self._arguments)
@@ -195,7 +195,7 @@ class Pass:
         return marked
 
     def stop(self) -> None:
-        """Exit the capture."""
+        """Stop capturing."""
         self._context.close()
 
     @property
@@ -478,7 +478,7 @@ class Watch:
         known = None
         if graph is None and problem is None:
             try:
-                with _outside_of_captures():
+                with _outside_of_passes():
                     known = self._known(module, trace, arguments, wanted)
             except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
                 trace, problem = None, self._raise_or_defer(error)
@@ -653,21 +653,21 @@ class Watch:
         return None
 
     def _forget_interrupted(self) -> None:
-        """Exit the capture of a forward pass that was interrupted from the keyboard: PyTorch calls no hook for it."""
+        """Stop capturing a forward pass that was interrupted from the keyboard: PyTorch calls no hook for it."""
         call = self._call
         if call is None or call.frame is None:
             return
         # A call in another thread is not interrupted as long as that thread is alive.
         if any(frame is call.frame for frame in _callers()) if call.is_mine else call.thread.is_alive():
             return
-        if call.watched is not None and call.is_mine:  # Captures of a thread end with it.
+        if call.watched is not None and call.is_mine:  # The passes of a thread end with it.
             call.watched.stop()
         self._call = None
 
 
 @contextmanager
-def _outside_of_captures() -> Iterator[None]:
-    """Suspend captures that other optimizers of the same model have started for the same pass."""
+def _outside_of_passes() -> Iterator[None]:
+    """Suspend the captured passes of other optimizers of the same model."""
     with ExitStack() as stack:
         while isinstance(_get_current_function_mode(), Interception):
             stack.enter_context(_pop_mode_temporarily())

@@ -331,7 +331,7 @@ class EmpiricalRisk(Described):
         before = [] if recorded else random_state(self.device)
         with unchanged(tensors_in(batch.x)), within or nullcontext():
             output = self._output(params, batch)
-        # Repeat the evaluation at `self.params`: autograd, `vmap` or a capture may track the given parameters.
+        # Repeat the evaluation at `self.params`: autograd, `vmap` or a captured pass may track the given parameters.
         if not recorded:
             own = lambda: prediction_in(self._output(self.params, batch))  # noqa: E731
             self._draws.check(before, lambda: self._without_graph(own))

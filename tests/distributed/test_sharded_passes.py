@@ -79,14 +79,14 @@ def compare_passes(settings: dict[str, Any]) -> None:
     for layer in model.layers:
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
-    found, capture = captured(model, x, y, passes=3)
+    found, last = captured(model, x, y, passes=3)
     assert list(found) == list(expected)
     assert len(found) == 5  # three of four layers, `out` and `mixed`
     for block, one in zip(found.values(), expected.values(), strict=True):
         torch.testing.assert_close((block.A, block.B), (one.A, one.B), rtol=1e-12, atol=1e-14)
-    assert capture.unexplained == other.unexplained
-    assert {name for name, _ in capture.unexplained} == {"hidden"}
-    assert set(capture.tracker.leaves()) == set(capture.tracker.params)
+    assert last.unexplained == other.unexplained
+    assert {name for name, _ in last.unexplained} == {"hidden"}
+    assert set(last.tracker.leaves()) == set(last.tracker.params)
     assert all(p.grad is None for p in model.parameters())
 
 

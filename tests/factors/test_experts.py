@@ -136,7 +136,7 @@ STYLES: dict[str, tuple[str, Style]] = {
     "grouped_mm": ("V", grouped),
     "grouped_mm of stacks": ("V", lambda m, x: torch._grouped_mm(same(x), m.V).transpose(0, 1)),
 }
-# PyTorch multiplies groups in float32 at most, but the capture replaces it.
+# PyTorch multiplies groups in float32 at most, but the rule replaces this operation.
 IN_FLOAT64 = [name for name in STYLES if not name.startswith("grouped")]
 
 
@@ -258,7 +258,7 @@ def test_inputs_and_gradients_make_up_the_gradient(style: str) -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_autocast(style: str) -> None:
-    """Results have the precision and the shape that they have without the capture."""
+    """Results have the precision and the shape that they have outside of a pass."""
     names, function = STYLES[style]
     found = []
 

@@ -208,10 +208,10 @@ def test_no_activation_is_kept_alive() -> None:
     model = two_layers()
     sweep = Sweep(model)
     for seen in activations(model):
-        X, capture = sweep.batch()
+        X, one = sweep.batch()
         assert len(seen) == 8
         assert alive(seen) > 0  # by X, at least
-        del X, capture
+        del X, one
         assert alive(seen) == 0
     assert sweep.settled
     assert sweep.sums.adders
@@ -221,10 +221,10 @@ def test_a_batch_leaves_nothing_behind() -> None:
     """Copies and derived parameters of a batch are forgotten with it, and so is what has seen it."""
     sweep = Sweep(of_all_kinds())
     for _ in range(2):
-        X, capture = sweep.batch()
-        assert capture.derived  # there was something to forget
-        references: list[weakref.ref[Any]] = [weakref.ref(capture), *map(weakref.ref, capture.derived)]
-        del X, capture
+        X, one = sweep.batch()
+        assert one.derived  # there was something to forget
+        references: list[weakref.ref[Any]] = [weakref.ref(one), *map(weakref.ref, one.derived)]
+        del X, one
         assert alive(references) == 0
     for name, p in sweep.model.named_parameters():
         assert sweep.trace.tracker.get(p).name == name

@@ -81,7 +81,7 @@ def bias_everywhere() -> Callable[..., Any]:
 def not_causal(call: Any, *args: Any, **named: Any) -> Rewrite:
     """Run attention as it is written, without its mask."""
     right = RIGHT_ATTENTION(call, *args, **named)
-    return Rewrite(lambda capture, *args, **named: right.body(capture, *args, **(named | {"attn_mask": None})))
+    return Rewrite(lambda one, *args, **named: right.body(one, *args, **(named | {"attn_mask": None})))
 
 
 def square() -> nn.Module:

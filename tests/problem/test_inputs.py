@@ -350,7 +350,7 @@ def test_named_tuples_are_one_argument() -> None:
 
 @pytest.mark.parametrize("kind", [KFAC, Optimizer], ids=["risk", "optimizer"])
 def test_models_see_their_own_type(kind: Any) -> None:
-    """Under a capture, which replaces all tensors, the model gets what the user passed."""
+    """In a captured pass, which replaces all tensors, the model gets what the user passed."""
     seen = []
 
     class Takes(Layers):

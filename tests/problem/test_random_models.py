@@ -74,7 +74,7 @@ def vector(risk: EmpiricalRisk) -> Tensor:
     return torch.ones(sum(p.numel() for p in risk.params.values()), dtype=torch.float64)
 
 
-# Plain evaluation, autograd, forward mode with and without vmap, double backward, kept graphs, captures.
+# Plain evaluation, autograd, forward mode with and without vmap, double backward, kept graphs, captured passes.
 COMPUTATIONS: dict[str, Callable[[EmpiricalRisk], Any]] = {
     "value": lambda risk: torch.tensor(risk.value(), dtype=torch.float64),
     "gradient": lambda risk: torch.cat([g.flatten() for g in risk.gradient().values()]),

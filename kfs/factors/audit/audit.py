@@ -526,7 +526,7 @@ class _Audit:
         plain = self._alone(chosen)
         if plain is not None and difference_of(plain, f[chosen]) <= tolerance:
             return difference_of(plain, f[chosen])
-        # Find the cause: the capture, or the other half of the examples.
+        # Find the cause: a rule, or the other half of the examples.
         difference = difference_of(self.run(self.x, self.num_data, None).detach(), f)
         if difference > tolerance:
             raise self._wrong_rule(difference, tolerance)

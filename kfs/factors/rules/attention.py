@@ -1,6 +1,6 @@
 """Attention: `F.multi_head_attention_forward`, rewritten as linear operations, and learned attention biases.
 
-PyTorch's own code is run with its check for overrides disabled, so its products reach the capture one by one. Its axes
+PyTorch's own code is run with its check for overrides disabled, so its products reach the pass one by one. Its axes
 are `[sequence, batch, features]`.
 """
 

@@ -177,7 +177,7 @@ def weight_and_bias(
     read: Read | None = None,
     follows: bool = False,
 ) -> Planned:
-    """Plan a use of a weight, and of a bias along the output features. The session decides if they share a block."""
+    """Plan a use of a weight, and of a bias along the output features. The trace decides if they share a block."""
     features = layout.row_size * layout.groups
     alone, joins = None, False
     if bias is not None and bias.tracked:

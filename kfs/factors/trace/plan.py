@@ -182,7 +182,7 @@ class Plan:
     follows: bool = False  # whether inputs do not depend on the data: the output is then a derived parameter
     mixes: bool = False  # whether examples of a batch influence each other in the operation
 
-    # Set by the session when it settles the plan.
+    # Set by the trace when it settles the plan.
     side: Side = "A"  # on which side of the block inputs are
     ones: bool = False  # whether inputs get a one appended for the block's bias
     fits: bool = True  # whether the use is consistent with the other uses of its parameter
@@ -211,7 +211,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """An operation replaced by operations with rules: `body(capture, *args, **kwargs)` runs them under capture."""
+    """An operation replaced by operations with rules: `body(one, *args, **kwargs)` runs them within the pass `one`."""
 
     body: Callable[..., Any]
 
