@@ -233,7 +233,7 @@ class Vectors(Inputs):
         weights = (weights if Q_B is None else weights @ Q_B[0]).square()
         squares = use.cache.get("squares")
         if squares is None:
-            x = use.x.reshape(-1, self.size).to(dtype)
+            x = use.x.reshape(-1, use.x.shape[-1]).to(dtype)
             if Q_A is not None:
                 x = x @ Q_A[0, : self.size]
                 if use.ones:
