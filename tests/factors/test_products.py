@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kfs.errors import ModelError, StorageError
 from kfs.factors import EKFAC, KFAC, load
-from kfs.factors.accumulate import outer_products
+from kfs.factors.accumulate import outer_products as products_module
 from kfs.factors.accumulate.inputs import Inputs, Vectors
 from kfs.factors.accumulate.outer_products import OuterProductSum, check_products, multiplying
 from kfs.factors.accumulate.patches import Patches
@@ -219,13 +219,13 @@ def test_bad_choices() -> None:
 def test_tf32_is_switched_around_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """The switch is set while products are computed, and left as it was, also after errors."""
     seen: list[bool] = []
-    add_product = outer_products._add_product
+    add_product = products_module._add_product
 
     def noted(total: Tensor, left: Tensor, right: Tensor) -> None:
         seen.append(uses_tf32())
         add_product(total, left, right)
 
-    monkeypatch.setattr(outer_products, "_add_product", noted)
+    monkeypatch.setattr(products_module, "_add_product", noted)
     precision = torch.get_float32_matmul_precision()
     try:
         for before in ("highest", "high"):
@@ -233,7 +233,7 @@ def test_tf32_is_switched_around_products(monkeypatch: pytest.MonkeyPatch) -> No
             default = uses_tf32()
             assert default == (before == "high")
             for products, expected in {"auto": default, "float32": False, "tf32": True, "bf16": default}.items():
-                outer_products.add_gram(torch.zeros(3, 3), torch.randn(5, 3), products)  # type: ignore[arg-type]
+                products_module.add_gram(torch.zeros(3, 3), torch.randn(5, 3), products)  # type: ignore[arg-type]
                 assert seen.pop() == expected
                 with pytest.raises(ZeroDivisionError), multiplying(products):  # type: ignore[arg-type]
                     _ = 1 / 0
