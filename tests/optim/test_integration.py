@@ -306,6 +306,32 @@ def test_backward_passes_that_fail() -> None:
     assert (weights(model) - after(mlp())).norm() < 0.1 * (weights(mlp()) - after(mlp())).norm()
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", ["mc", "empirical", "forward-only"])
+def test_inputs_of_layers_are_freed(fisher: Any, sharing: Any) -> None:
+    """Uses that wait for targets hold inputs of layers, and these lead to the graph that holds the uses."""
+    model, (x, y) = mlp(), data()
+    optimizer = KFAC(model, CE(), fisher=fisher, sharing=sharing, factors_every=1)
+    seen: list[weakref.ref[Tensor]] = []
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(weakref.ref(inputs[0])))
+    gc.disable()
+    try:
+        for backward in (True, False):
+            for _ in range(3):
+                loss = CE()(model(x.clone()), y)
+                if backward:
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                del loss
+                assert len(seen) >= len(layers)
+                assert [alive() for alive in seen] == [None] * len(seen), backward
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 def test_graphs_are_freed(fisher: Any) -> None:
     """Nothing holds activations longer than the graph of the predictions does; no garbage collection is needed."""
