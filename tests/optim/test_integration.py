@@ -332,6 +332,35 @@ def test_inputs_of_layers_are_freed(fisher: Any, sharing: Any) -> None:
         gc.enable()
 
 
+class Positions(nn.Module):
+    """Adds a network of learned positions, whose output is a derived parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix, self.out = nn.Embedding(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, None] + self.mix(self.table(torch.arange(3)))
+        result: Tensor = self.out(h.tanh().mean(1))
+        return result
+
+
+def test_passes_with_derived_parameters_are_freed() -> None:
+    """A derived parameter refers to the pass, which must not refer to it for longer than the backward pass."""
+    model, (x, y) = Positions().double(), data()
+    optimizer = KFAC(model, CE(), factors_every=1)
+    seen: list[weakref.ref[Tensor]] = []
+    train(model, optimizer, [(x, y)], CE())  # with an audit
+    model.mix.register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
+    gc.disable()
+    try:
+        train(model, optimizer, [(x, y)] * 3, CE())
+        assert len(seen) == 3
+        assert [alive() for alive in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 def test_graphs_are_freed(fisher: Any) -> None:
     """Nothing holds activations longer than the graph of the predictions does; no garbage collection is needed."""
