@@ -445,6 +445,7 @@ class CapturedPass(Discovery):
 
     def _finish_batch(self) -> None:
         """Discard the state of this batch, after the last backward pass."""
+        self.derived.clear()  # they refer to the pass
         for statistic in self.statistics:
             statistic.finish_batch()
         if self._padding is not None:

@@ -253,6 +253,8 @@ def columns_at_once(settings: Settings, device: torch.device) -> int:
     return settings.columns_at_once or (8 if device.type == "cuda" else 1)
 
 
+# Number of passes until the first recording.
+_EAGER = 3
 # What PyTorch raises if an operation does not support `vmap`, and other errors.
 WITHOUT_VMAP = (RuntimeError, NotImplementedError)
 
@@ -492,8 +494,11 @@ class Passes:
                 around.leave()
             limits: dict[str, Any] = {"expected": risk.num_batches, "memory": settings.memory}
             with closing(Replayer("Passes over batches", log, risk.device, settings.replay, **limits)) as replayer:
-                guard = Guard(risk.model, why=_why_not_replayed(risk, settings)) if replayer.is_enabled else NO_GUARD
+                guard = NO_GUARD
                 for place, batch in enumerate(batches):
+                    if replayer.is_enabled and place < _EAGER:  # the first pass may register hooks
+                        why = _why_not_replayed(risk, settings)
+                        guard = Guard(risk.model, why=why) if guard is NO_GUARD or why != guard.why else guard
                     if place == 0 and self._ignored is not None and not _all_count(risk, batch):
                         self._ignored = None
                     if pausing:

@@ -185,6 +185,8 @@ class Pass:
             self._captured = CapturedPass(
                 trace, self._statistics, self.num_data, batch_axis, known, masks=masks, padding=self._padding
             )
+            # Without a backward pass, queries would keep the graph that holds them.
+            weakref.finalize(self, self._captured.rows.forget).atexit = False
 
     def start(self) -> Any:
         """Start capturing. Return marked arguments for the model, or `None` to leave them unchanged."""

@@ -1,5 +1,6 @@
 """Lifetimes of tensors that are kept."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -35,3 +36,20 @@ def test_activations_are_freed_when_they_have_been_used(make: Any, fisher: str) 
     assert model.kept.grad_fn is not None
     assert model.memory
     assert all(storage.expired() for storage in model.memory)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", ["type-2", "forward-only"])
+def test_sums_are_freed_with_the_factors(fisher: Any, sharing: Any) -> None:
+    """Sums are as large as factors; no garbage collection is needed to free those of every step of an optimizer."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    risk = EmpiricalRisk(model, nn.MSELoss(), (torch.randn(5, 3), torch.randn(5, 2)))
+    gc.disable()
+    try:
+        K = KFAC(risk, fisher, sharing)
+        memory = [StorageWeakRef(s.total.untyped_storage()) for block in K.blocks.values() for s in block.sums.sums]
+        assert not any(storage.expired() for storage in memory)
+        del K
+        assert all(storage.expired() for storage in memory)
+    finally:
+        gc.enable()

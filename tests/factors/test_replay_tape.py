@@ -185,6 +185,22 @@ class TestWhatBelongsToOthers:
         assert len(outputs) == risk.num_batches
         assert all(output.isfinite().all() for output in outputs)
 
+    def test_hooks_of_the_first_pass(self, tapes: list[Tapes]) -> None:
+        """A hook that the model registers when it runs first runs with every pass."""
+        outputs: list[Tensor] = []
+
+        class Hooked(Net):
+            def forward(self, x: Any, shift: Any = None, scale: Any = None) -> Tensor:
+                if not self.head._forward_hooks:
+                    self.head.register_forward_hook(lambda *args: outputs.append(args[-1]))
+                return super().forward(x, shift, scale)
+
+        risk = risk_of(Hooked, lambda: several(lambda: (inputs(), inputs())))
+        KFAC(risk, audit=False)
+        assert not tapes[0].made
+        assert len(outputs) == risk.num_batches
+        assert all(output.isfinite().all() for output in outputs)
+
     def test_sizes_as_attributes(self, tapes: list[Tapes]) -> None:
         """Values that are the same in every pass do not matter."""
 

@@ -55,6 +55,7 @@ class Sweep:
         rules: Says how often rules were asked.
         trace: Outlives batches.
         sums: What inputs and gradients are added to.
+        derived: References to the derived parameters of the last batch.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,6 +64,7 @@ class Sweep:
         self.rules = CountedRules()
         self.trace = Trace(dict(model.named_parameters()), rules=self.rules, fallback=without_rule)
         self.sums = FactorSums(Settings())
+        self.derived: list[weakref.ref[Any]] = []
 
     def batch(self, num_data: int = 5, features: int = 4) -> tuple[Tensor, CapturedPass]:
         """Pass a batch of random data through the model and back."""
@@ -70,6 +72,7 @@ class Sweep:
         risk = EmpiricalRisk(self.model, nn.CrossEntropyLoss(), (X, torch.zeros(num_data, dtype=torch.long)))
         (batch,) = risk.batches()
         f, one = forward(risk, batch, self.trace, [self.sums])
+        self.derived = list(map(weakref.ref, one.derived))
         one.send_back(f, iter([torch.ones_like(f).unsqueeze(0)]))
         return X, one
 
@@ -222,8 +225,8 @@ def test_a_batch_leaves_nothing_behind() -> None:
     sweep = Sweep(of_all_kinds())
     for _ in range(2):
         X, one = sweep.batch()
-        assert one.derived  # there was something to forget
-        references: list[weakref.ref[Any]] = [weakref.ref(one), *map(weakref.ref, one.derived)]
+        assert sweep.derived  # there was something to forget
+        references: list[weakref.ref[Any]] = [weakref.ref(one), *sweep.derived]
         del X, one
         assert alive(references) == 0
     for name, p in sweep.model.named_parameters():

@@ -306,6 +306,61 @@ def test_backward_passes_that_fail() -> None:
     assert (weights(model) - after(mlp())).norm() < 0.1 * (weights(mlp()) - after(mlp())).norm()
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", ["mc", "empirical", "forward-only"])
+def test_inputs_of_layers_are_freed(fisher: Any, sharing: Any) -> None:
+    """Uses that wait for targets hold inputs of layers, and these lead to the graph that holds the uses."""
+    model, (x, y) = mlp(), data()
+    optimizer = KFAC(model, CE(), fisher=fisher, sharing=sharing, factors_every=1)
+    seen: list[weakref.ref[Tensor]] = []
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(weakref.ref(inputs[0])))
+    gc.disable()
+    try:
+        for backward in (True, False):
+            for _ in range(3):
+                loss = CE()(model(x.clone()), y)
+                if backward:
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                del loss
+                assert len(seen) >= len(layers)
+                assert [alive() for alive in seen] == [None] * len(seen), backward
+    finally:
+        gc.enable()
+
+
+class Positions(nn.Module):
+    """Adds a network of learned positions, whose output is a derived parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix, self.out = nn.Embedding(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, None] + self.mix(self.table(torch.arange(3)))
+        result: Tensor = self.out(h.tanh().mean(1))
+        return result
+
+
+def test_passes_with_derived_parameters_are_freed() -> None:
+    """A derived parameter refers to the pass, which must not refer to it for longer than the backward pass."""
+    model, (x, y) = Positions().double(), data()
+    optimizer = KFAC(model, CE(), factors_every=1)
+    seen: list[weakref.ref[Tensor]] = []
+    train(model, optimizer, [(x, y)], CE())  # with an audit
+    model.mix.register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
+    gc.disable()
+    try:
+        train(model, optimizer, [(x, y)] * 3, CE())
+        assert len(seen) == 3
+        assert [alive() for alive in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 def test_graphs_are_freed(fisher: Any) -> None:
     """Nothing holds activations longer than the graph of the predictions does; no garbage collection is needed."""

@@ -249,7 +249,7 @@ class _Expand:
         self.device = plan.device
         self.role = role
         self.is_local = role.input.device == plan.device  # sums may be on another device than the model
-        self.receive = ignore if forward_only else self.add_gradients
+        self.forward_only = forward_only
 
     def add(self, x: Tensor | None, row_map: RowMap | None) -> Receiver:
         total = self.role.input if self.is_local else self.role.input.on(self.device)
@@ -262,7 +262,8 @@ class _Expand:
             self.role.add_count("counted", self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
         if not self.is_local:  # pragma: no cover (tested on a GPU)
             self.role.input.merge_in(total)
-        return self.receive
+        # A bound method that is an attribute would be a cycle, which keeps the sums until a garbage collection.
+        return ignore if self.forward_only else self.add_gradients
 
     def add_gradients(self, g: Tensor) -> None:
         if self.narrow is not None and g.dtype == torch.float32:

@@ -536,6 +536,8 @@ class KnownRows(RowSource):
 
     def forget(self) -> None:
         """Drop all queries, which may hold activations."""
+        if self._others is not None:
+            self._others.forget()  # its queries refer to it, and taps to its queries
         self._others = None
         self.has_pending = False
 
