@@ -79,4 +79,18 @@ def where(results: Path, name: str) -> str:
     return f"`{command}`, {made['date']}, {machine}, kfs {made['kfs']}, PyTorch {torch}"
 
 
-TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in (value, where)}
+def setting(results: Path, name: str, digits: str, *keys: str) -> str:
+    """Return a number of a run as a whole, which is not in a row: `setting FILE DIGITS KEY ...`.
+
+    Of a list of numbers, return the mean with its standard error. Digits may have a sign in front, to change that of
+    the number.
+    """
+    found = content(results, name)["environment"]
+    for key in keys:
+        found = found[int(key)] if isinstance(found, list) else found[key]
+    factor, places = (-1, digits[1:]) if digits.startswith("-") else (1, digits)
+    numbers = [factor * one for one in (found if isinstance(found, list) else [found])]
+    return with_error(numbers, int(places))
+
+
+TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in (value, where, setting)}

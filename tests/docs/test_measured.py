@@ -125,6 +125,14 @@ def test_defaults_and_what_diverged(tmp_path: Path) -> None:
     assert line in generated("defaults cpu wine", tmp_path)
 
 
+def test_numbers_of_a_whole_run(tmp_path: Path) -> None:
+    settings = {"gain": {"strong": [1.0, 2.0, 3.0]}, "errors": [{"mean": 0.1234}]}
+    (tmp_path / "merging.json").write_text(json.dumps({"environment": settings, "rows": []}), encoding="utf-8")
+    assert generated("setting merging 2 gain strong", tmp_path) == "2.00 ± 0.58"
+    assert generated("setting merging -1 gain strong", tmp_path) == "-2.0 ± 0.6"
+    assert generated("setting merging 3 errors 0 mean", tmp_path) == "0.123"
+
+
 @pytest.mark.parametrize(
     "words",
     [
