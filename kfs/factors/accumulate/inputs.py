@@ -228,17 +228,17 @@ class Vectors(Inputs):
 
     def _add_squares_of_rows(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Add squares for examples with one row each: squares of an outer product are an outer product."""
-        dtype = total.dtype
-        weights = g.reshape(-1, g.shape[-1]).to(dtype)
-        weights = (weights if Q_B is None else weights @ Q_B[0]).square()
+        weights = _rows_of(g, total.dtype)
+        weights = weights.square() if Q_B is None else (weights @ Q_B[0]).square_()
         squares = use.cache.get("squares")
         if squares is None:
-            x = use.x.reshape(-1, use.x.shape[-1]).to(dtype)
-            if Q_A is not None:
-                x = x @ Q_A[0, : self.size]
-                if use.ones:
-                    x += Q_A[0, self.size :]
-            squares = use.cache["squares"] = x.square()
+            x = _rows_of(use.x, total.dtype)
+            if Q_A is None:
+                squares = x.square()
+            else:
+                squares = x @ Q_A[0, : self.size]
+                squares = (squares.add_(Q_A[0, self.size :]) if use.ones else squares).square_()
+            use.cache["squares"] = squares
         total[:, : squares.shape[1]].addmm_(weights.T, squares)
         if use.ones and Q_A is None:
             total[:, -1] += weights.sum(0)
@@ -248,6 +248,12 @@ class Vectors(Inputs):
         x, g = use.row_map.by_datum(use.x), use.row_map.by_datum(g)
         dtype = torch.promote_types(x.dtype, g.dtype)
         return x.to(dtype), g.to(dtype)
+
+
+def _rows_of(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor as `[rows, features]`, in a dtype."""
+    rows = t if t.ndim == 2 else t.reshape(-1, t.shape[-1])
+    return rows if rows.dtype == dtype else rows.to(dtype)
 
 
 def _as_rows(x: Tensor, g: Tensor, ones: bool) -> RowProducts:
