@@ -237,10 +237,7 @@ if __name__ == "__main__":
     from kfs.verification import verify, verify_differs
 
     def expectations(loss: Loss, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Hessian, GGN and type-I Fisher as the cheatsheet does: E_x of terms.
-
-        Gradients with respect to the prediction are those of the closed form.
-        """
+        """Return Hessian, GGN and type-I Fisher as in the cheatsheet: E_x of terms."""
         c, terms = criterion(loss), []
         for x_n, y_n in zip(X, y, strict=True):
             f_n = model(x_n)
