@@ -616,8 +616,8 @@ _MUTANTS = [
     ),
     sums(
         "factors/accumulate/inputs.py",
-        "total[0, :, -1] += weights.sum(0)",
-        "total[0, :, -1] += 1",
+        "total[:, -1] += weights.sum(0)",
+        "total[:, -1] += 1",
         "wrong squares of a bias",
         ("tests/factors/test_ekfac.py",),
     ),
