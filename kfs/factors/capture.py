@@ -58,7 +58,7 @@ from kfs.runtime.sync import DeferredChecks
 
 
 class Phase(Enum):
-    """What happens in a pass; it determines what its taps do with gradients."""
+    """Phase of a pass, which determines how its taps handle gradients."""
 
     FORWARD = auto()  # the model runs, and must not differentiate its predictions
     IDLE = auto()  # gradients belong to others

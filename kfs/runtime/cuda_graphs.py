@@ -455,7 +455,7 @@ class Recorded:
 
 @dataclass(eq=False)
 class _Shape:
-    """What is known about the runs with one key."""
+    """Record of the runs with one key."""
 
     times: int = 0  # number of runs so far
     waits: str | None = None  # the synchronizing operation in the rehearsal, which may be empty; `None` before it
@@ -466,7 +466,7 @@ class _Shape:
 
 @dataclass(eq=False)
 class _Kind:
-    """What is known about the runs of one kind."""
+    """Record of the runs of one kind."""
 
     guard: Guard
     patience: int = 1  # number of eager runs before a rehearsal
@@ -475,7 +475,7 @@ class _Kind:
     is_refused: bool = False  # whether a run could not be recorded
 
     def shape(self, name: Hashable) -> _Shape:
-        """Return what is known about a shape, which may be new."""
+        """Return the record of a shape, which may be new."""
         return _latest(self.shapes, name, _Shape, lambda one: one.recorded is None and one.kept is None)
 
     @property
@@ -672,7 +672,7 @@ class Replayer:
             kind.shapes.clear()
 
     def _kind(self, name: Hashable, guard: Guard) -> _Kind:
-        """Return what is known about a kind. If the guard has changed since, start again."""
+        """Return the record of a kind. If the guard has changed since, start again."""
         most = max(_MOST_KEYS, self._most)
         kind = _latest(self._kinds, name, lambda: _Kind(guard), lambda kind: not kind.recorded, most)
         if guard is kind.guard:

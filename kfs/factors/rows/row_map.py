@@ -530,7 +530,7 @@ class KnownRows(RowSource):
         return self._others is not None and self._others.need_probes
 
     def measure(self, predictions: Tensor, send: Send) -> None:
-        """Measure what the audit left open."""
+        """Measure the row maps that the audit did not determine."""
         if self._others is not None:
             self._others.measure(predictions, send)
 
