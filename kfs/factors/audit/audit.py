@@ -365,19 +365,19 @@ class _Audit:
         predictions = self._compare_predictions(f.detach(), tolerance)
         gradients, unexplained = self._compare_gradients(f, one, sums, dict(zip(names, exact, strict=True)), tolerance)
         # Store what later batches need: row maps, answers, uses that are not covered.
-        pending, asked = list(self.rows.opened), list(self.rows.asked)
-        uses = [one for one in pending if not one.query.meeting]
+        opened, asked = list(self.rows.opened), list(self.rows.asked)
+        uses = [pending for pending in opened if not pending.query.meeting]
         known = replace(
             self.known,
             answers={question: answer for question, answer, _ in self.rows.questions},
-            uses=tuple(self._placed(query, one.routes) for query in uses),
-            meetings=tuple(self._placed(query, one.routes) for query in pending if query.query.meeting),
+            uses=tuple(self._placed(pending, one.routes) for pending in uses),
+            meetings=tuple(self._placed(pending, one.routes) for pending in opened if pending.query.meeting),
             unexplained=frozenset(unexplained),
             inputs=tuple(is_data for _, is_data in one.marks.inputs),
             both_ways=frozenset(self.trace.both_ways),
         )
         # Find out which rows count, by further passes.
-        mixes = any(query.measured is not None and query.measured.mixes for query in pending)
+        mixes = any(pending.measured is not None and pending.measured.mixes for pending in opened)
         self.rows.forget()
         known = self._with_row_rules(known, asked, one.routes, mixes)
         report = Audit(
@@ -397,12 +397,12 @@ class _Audit:
         rules: dict[What, list[RowRule]] = {}
         for what, rule in known.rows:
             rules.setdefault(what, []).append(rule)
-        for query in queries:
-            operation, parameter = query.query.what
-            rules_left = rules.get(query.query.what)
-            order, counted = self._rows(query, routes), str(rules_left.pop(0)) if rules_left else ""
+        for pending in queries:
+            operation, parameter = pending.query.what
+            rules_left = rules.get(pending.query.what)
+            order, counted = self._rows(pending, routes), str(rules_left.pop(0)) if rules_left else ""
             both = [order] if order == _MEASURED or not counted else [order, counted]
-            yield AuditedUse(parameter, operation, ", ".join(both), _misfit(query))
+            yield AuditedUse(parameter, operation, ", ".join(both), _misfit(pending))
 
     def _with_row_rules(self, known: AuditResult, asked: Sequence[RowQuery], routes: bool, mixes: bool) -> AuditResult:
         """Add the row rule of every use."""
@@ -615,8 +615,8 @@ class _Audit:
 
     def _mixing(self, opened: Sequence[PendingQuery]) -> ModelError:
         """Return the error that names the operations between which examples mix."""
-        queries = [query for query in opened if query.measured is not None]
-        last = max(place for place, query in enumerate(queries) if query.measured.mixes)  # type: ignore[union-attr]
+        queries = [pending for pending in opened if pending.measured is not None]
+        last = max(place for place, pending in enumerate(queries) if pending.measured.mixes)  # type: ignore[union-attr]
         operation, parameter = queries[last].query.what
         after = (
             f", and before {queries[last + 1].query.what[0]} ({queries[last + 1].query.what[1]!r})"
@@ -628,19 +628,19 @@ class _Audit:
             f"for several examples (gradients are off by {percent(_misfit(queries[last]))})."
         )
 
-    def _placed(self, query: PendingQuery, routes: bool) -> KnownUse:
+    def _placed(self, pending: PendingQuery, routes: bool) -> KnownUse:
         """Return the row map of a query in the form that later batches use."""
-        certain = query.certain and not routes and query.measured is not None and query.measured.has_votes
-        return KnownUse(query.query.what, query.query.leading, self.num_data, query.inner if certain else None)
+        certain = pending.certain and not routes and pending.measured is not None and pending.measured.has_votes
+        return KnownUse(pending.query.what, pending.query.leading, self.num_data, pending.inner if certain else None)
 
-    def _rows(self, query: PendingQuery, routes: bool) -> str:
+    def _rows(self, pending: PendingQuery, routes: bool) -> str:
         """Describe the order of rows for the report."""
-        inner = self._placed(query, routes).inner
-        if query.measured is not None and not query.measured.has_votes:
+        inner = self._placed(pending, routes).inner
+        if pending.measured is not None and not pending.measured.has_votes:
             return "no gradient"
         if inner is None:
             return _MEASURED
-        shared = query.query.rows // self.num_data
+        shared = pending.query.rows // self.num_data
         if inner == shared:
             return "batch first" if shared > 1 else "one row per example"
         return "batch last" if inner == 1 else f"{inner} of {shared} rows of an example together"
@@ -660,5 +660,5 @@ def _without_hooks(params: Any) -> Iterator[None]:
             one.update(before)
 
 
-def _misfit(query: PendingQuery) -> float:
-    return 0.0 if query.measured is None else query.measured.worst
+def _misfit(pending: PendingQuery) -> float:
+    return 0.0 if pending.measured is None else pending.measured.worst
