@@ -361,7 +361,7 @@ def _replaced(x: Any, name: str, value: Tensor) -> Any:
     """Return inputs in which the tensor with the given name is replaced; `None` if there is none."""
     if isinstance(x, Mapping):
         found = x.get(name)
-        return with_values(x, {**x, name: value.to(found.dtype)}) if isinstance(found, Tensor) else None
+        return with_values(x, {**x, name: value.to(found)}) if isinstance(found, Tensor) else None
     if type(x) in {tuple, list}:
         for place, part in enumerate(x):
             changed = _replaced(part, name, value) if isinstance(part, (Mapping, tuple, list)) else None

@@ -190,7 +190,7 @@ class WholeParameters:
         Args:
             params: Further tensors to gather.
         """
-        if self._held is not None or "torch.distributed.tensor" not in sys.modules:
+        if self._held is not None or not self._is_distributed(params):
             yield
             return
         _reshard(self._model)
@@ -200,6 +200,17 @@ class WholeParameters:
             yield
         finally:
             self._held = None
+
+    def _is_distributed(self, params: Params) -> bool:
+        """Return whether a module was passed to `fully_shard`, or a tensor is sharded, so that there is work to do."""
+        if "torch.distributed.tensor" not in sys.modules:
+            return False
+        tensors: list[Tensor | None] = [*params.values()]
+        for module in self._model.modules() if isinstance(self._model, nn.Module) else ():
+            if _is_fsdp(module):  # it may have whole parameters now, after a forward pass
+                return True
+            tensors += (*module._parameters.values(), *module._buffers.values())
+        return any(map(is_sharded, tensors))
 
     def of(self, t: Tensor) -> Tensor:
         """Return the whole tensor inside of `held`; outside, return the tensor unchanged."""

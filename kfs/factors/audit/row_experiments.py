@@ -11,7 +11,7 @@ repetition counts. A row that never has one does not count, unless similar rows 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,10 +50,11 @@ class Counts:
 
 @dataclass
 class _Seen:
-    """The rows of a use that had gradients, for each vector that was sent back."""
+    """The rows of a use that had gradients, for each vector that was sent back. See `_to_cpu`."""
 
     used: Used
     row_map: RowMap
+    not_padding: Tensor | None  # which positions inputs do not mark as padding
     rows: list[Tensor] = field(default_factory=list)  # booleans, [rows, positions of a row]
     arrived: list[Tensor] = field(default_factory=list)  # gradients of a vector, and of its multiple
     times: list[Tensor] = field(default_factory=list)  # in how many repetitions each row had a gradient
@@ -89,17 +90,24 @@ class _Seen:
         fewest = min((int(times.min()) for times in sometimes if len(times)), default=self.rounds)
         return (1 - fewest / self.rounds) ** self.rounds
 
+    @property
+    def evidence(self) -> Hashable:
+        """Everything in a use that `rule` depends on."""
+        inner = self.row_map.inner if isinstance(self.row_map, StridedRows) else None
+        tensors = (*self.rows, *(() if self.not_padding is None else (self.not_padding,)))
+        return inner, self.rows[0].shape, *(t.numpy().tobytes() for t in tensors)
+
     def rule(self, masks: Sequence[BatchMasks], routes: bool) -> tuple[RowRule, bool]:
         """Return the row rule of the use, and whether it explains all missing gradients."""
-        cares = self.used.not_padding
+        cares = self.not_padding
         if all(bool((rows if cares is None else rows | ~cares).all()) for rows in self.rows):
             return ALL, True
         if not any(bool(rows.any()) for rows in self.rows):  # no prediction depends on it; for other examples, some may
             return ALL, not routes
         if not isinstance(self.row_map, StridedRows):
             return ALL, False
-        alive = [self.row_map.by_datum(rows).flatten(1).cpu() for rows in self.rows]
-        cares = None if cares is None else self.row_map.by_datum(cares).flatten(1).cpu()
+        alive = [self.row_map.by_datum(rows).flatten(1) for rows in self.rows]
+        cares = None if cares is None else self.row_map.by_datum(cares).flatten(1)
         # A use that differs under the other mask takes part in fewer experiments.
         pairs = list(zip(masks, alive, strict=False))
         inside = [pair for pair in pairs if not pair[0].beyond]
@@ -111,7 +119,7 @@ class _Seen:
     def _sees_hidden(self, pairs: Sequence[tuple[BatchMasks, Tensor]], outer: bool) -> bool:
         """Whether rows outside of the mask get gradients if their own targets count; true if not tested."""
         hidden = [(one.hidden(rows.shape[1], outer), rows) for one, rows in pairs if one.beyond]
-        tried = [(those.cpu(), rows) for those, rows in hidden if those is not None and bool(those.any())]
+        tried = [(those, rows) for those, rows in hidden if those is not None and bool(those.any())]
         return not tried or any(bool((those & rows).any()) for those, rows in tried)
 
 
@@ -131,6 +139,7 @@ class RowExperiments:
     def __post_init__(self) -> None:
         """Find the mask of these examples. A mask without any position is ignored."""
         mask = self.counts.source.find(self.x, self.num_data)
+        mask = None if mask is None else mask.cpu()
         self.mask = None if mask is None or not mask.any() else mask
         self.has_mask = mask is None or self.mask is not None
         self.checked: int | None = None
@@ -140,7 +149,10 @@ class RowExperiments:
         """Return the row rule of every use, in order."""
         # Find a rule for every use from one round of experiments.
         masks, seen = self._all()
-        found = {number: one.rule(masks, self.routes) for number, one in seen.items()}
+        # Layers of a model are often alike.
+        of_evidence = {one.evidence: one for one in seen.values()}
+        rule_of = {evidence: one.rule(masks, self.routes) for evidence, one in of_evidence.items()}
+        found = {number: rule_of[one.evidence] for number, one in seen.items()}
         # Among a few examples, the same positions may lack gradients by chance, so rules of kind "positions" are
         # doubtful.
         doubtful = {n for n, (rule, exact) in found.items() if not exact or rule.kind == "positions"}
@@ -177,7 +189,8 @@ class RowExperiments:
         """Drop rules of kind "positions" that hold only because examples look alike, by shifting inputs."""
         try:
             moved = mapped(self.x, self._rolled)
-            again = self._one(moved, self.counts.source.find(moved, self.num_data), None)[1]
+            mask = self.counts.source.find(moved, self.num_data)
+            again = self._one(moved, None if mask is None else mask.cpu(), None)[1]
         except Exception:  # a model may refuse such inputs
             log.debug("The experiment with shifted inputs failed.", exc_info=True)
             again = {}
@@ -238,7 +251,7 @@ class RowExperiments:
         """Run all experiments, and return masks, and rows with gradients by the index of the use."""
         self._generator.manual_seed(0)
         masks, seen = self._one(self.x, self.mask, noise)
-        other = None if self.mask is None else self._other_mask(self.mask.cpu()).to(self.mask.device)
+        other = None if self.mask is None else self._other_mask(self.mask)
         x = None if other is None else self.counts.source.replaced(self.x, other)
         if x is None:
             return masks, seen
@@ -259,7 +272,7 @@ class RowExperiments:
         seen: dict[int, _Seen] = {}
 
         def observe(used: Used, row_map: RowMap, _: Receiver) -> Receiver:
-            seen[used.number] = _Seen(used, row_map)
+            seen[used.number] = _Seen(used, row_map, used.not_padding)
             return seen[used.number].receive
 
         one = CapturedPass(self.trace, [], self.num_data, self.batch_axis, self.known, observer=observe, noise=noise)
@@ -273,6 +286,7 @@ class RowExperiments:
             for use in seen.values():
                 use.note()
         one.rows.forget()
+        _to_cpu(seen.values())
         # A mask may leave nothing to attend to. Then predictions are not finite, and gradients are meaningless.
         usable = mask is self.mask or not f.isnan().any()
         return masks, {number: use for number, use in seen.items() if usable and len(use.rows) == len(masks)}
@@ -281,19 +295,17 @@ class RowExperiments:
         """Generate the masks of the vectors that are sent back: which predictions count, with a mask of the inputs."""
         axis = self.counts.class_axis
         if axis is None:
-            yield BatchMasks(None, mask, device=f.device)
+            yield BatchMasks(None, mask)
             return
         shape = [1 if place == axis else n for place, n in enumerate(f.shape)]
         there = torch.ones(self.num_data, f[0].numel() // f.shape[axis], dtype=torch.bool)
         if mask is not None and mask.shape == there.shape:  # predictions at padding do not count
-            there = mask.cpu()
-        yield BatchMasks(there.to(f.device).reshape(shape), mask, device=f.device)
+            there = mask
+        yield BatchMasks(there.reshape(shape), mask)
         if mask is not None and mask.shape == there.shape and not there.all():
-            every = torch.ones(shape, dtype=torch.bool, device=f.device)
-            yield BatchMasks(every, mask, device=f.device, beyond=True)
+            yield BatchMasks(torch.ones(shape, dtype=torch.bool), mask, beyond=True)
         for turn in range(_TARGETS if there.shape[1] > 1 else 1):
-            targets = self._targets(there, turn).to(f.device)
-            yield BatchMasks(targets.reshape(shape), mask, device=f.device)
+            yield BatchMasks(self._targets(there, turn).reshape(shape), mask)
 
     def _targets(self, there: Tensor, turn: int) -> Tensor:
         """Choose some of the existing targets, `[N, positions]`, and none of one example.
@@ -335,6 +347,19 @@ class RowExperiments:
     def _number(self, low: int, high: int) -> int:
         """Draw an integer from a half-open range."""
         return int(torch.randint(low, high, (), generator=self._generator))
+
+
+def _to_cpu(uses: Iterable[_Seen]) -> None:
+    """Move booleans of all uses to the CPU, in one copy: rules are found by many small computations."""
+    uses = list(uses)
+    tensors = [t for use in uses for t in (*use.rows, use.not_padding) if t is not None]
+    if not tensors or all(t.is_cpu for t in tensors):
+        return
+    flat = torch.cat([t.flatten() for t in tensors]).cpu().split([t.numel() for t in tensors])
+    moved = (part.view(t.shape) for part, t in zip(flat, tensors, strict=True))
+    for use in uses:
+        use.rows = [next(moved) for _ in use.rows]
+        use.not_padding = None if use.not_padding is None else next(moved)
 
 
 def _same_rows(one: _Seen, other: _Seen | None) -> bool:

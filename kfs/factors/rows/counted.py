@@ -103,6 +103,7 @@ class BatchMasks:
         self.mask = mask
         self.device = torch.device(device)
         self._found: dict[tuple[RowRule, int], Tensor | None] = {}
+        self._positions: dict[RowRule, Tensor | None] = {}  # cache of `positions`
         self._all_count = False
         self._complete: bool | None = None  # cache of `are_complete`
         self._of_predictions: Tensor | None = None
@@ -115,12 +116,13 @@ class BatchMasks:
         self.pending = False
         self._complete = None
         self._found.clear()
+        self._positions.clear()
         self._of_predictions = targets
         self._targets = None if targets is None else targets.flatten(1)
 
     def of_predictions(self, v: Tensor) -> Tensor:
         """Return vectors shaped like predictions, with zeros where predictions do not count."""
-        return v if self._of_predictions is None else v * self._of_predictions
+        return v if self._of_predictions is None else v * self._of_predictions.to(v.device)
 
     @property
     def are_complete(self) -> bool:
@@ -153,15 +155,21 @@ class BatchMasks:
             return None
         key = (rule, size)
         if key not in self._found:
-            found = self._of_rule(rule)
+            found = self.positions(rule)
             found = None if found is None else _spread(found, size, rule.outer)
             if found is not None and not sync.is_asynchronous(found.device) and found.all():
                 found = None
             self._found[key] = found
         return self._found[key]
 
-    def _of_rule(self, rule: RowRule) -> Tensor | None:
+    def positions(self, rule: RowRule) -> Tensor | None:
         """Return which positions count by a rule: `[N, S]`, or `[N, 1]` if an example's positions are alike."""
+        if rule not in self._positions:
+            self._positions[rule] = self._of_rule(rule)
+        return self._positions[rule]
+
+    def _of_rule(self, rule: RowRule) -> Tensor | None:
+        """Compute `positions`."""
         if rule.kind in {"all", "measured"}:
             return None
         T, M = self._targets, self.mask
@@ -205,7 +213,7 @@ def candidates(num_data: int, size: int, masks: Sequence[BatchMasks], alive: Seq
     yield RowRule("data")
     kinds: tuple[Kind, ...] = ("mask", "causal", "targets")
     for kind in kinds:
-        lengths = {found.shape[1] for one in masks if (found := one._of_rule(RowRule(kind))) is not None}
+        lengths = {found.shape[1] for one in masks if (found := one.positions(RowRule(kind))) is not None}
         if len(lengths) != 1 or size % (length := lengths.pop()):
             continue
         for outer in (False, True) if 1 < length < size else (False,):
@@ -224,7 +232,7 @@ def matching_rule(
     """Return the rule that predicts, in all experiments, which rows have gradients.
 
     Args:
-        masks: The masks of some experiments.
+        masks: The masks of some experiments. All tensors are on the CPU: these are many small computations.
         alive: Which rows had gradients in each experiment, `[N, size]`.
         cares: Which rows to compare, likewise; `None` for all.
 
@@ -237,7 +245,7 @@ def matching_rule(
     best, fewest = ALL, float("inf")
     for rule in candidates(num_data, size, masks, alive):
         found = [one.counted(rule, size) for one in masks]
-        expected = [torch.ones_like(a) if one is None else one.cpu() for one, a in zip(found, alive, strict=True)]
+        expected = [torch.ones_like(a) if one is None else one for one, a in zip(found, alive, strict=True)]
         if not any(bool(((one != a) & cares).any()) for one, a in zip(expected, alive, strict=True)):
             return rule, True
         covers = not any(bool((a & ~one & cares).any()) for one, a in zip(expected, alive, strict=True))
