@@ -270,7 +270,11 @@ class CapturedPass(Discovery):
             return lambda _: self._note_conflict(plan)
         adder = self._adders.get(plan)
         if adder is None:
-            every = [s.adders.get(plan) or s.adders.setdefault(plan, s.adder_of(plan)) for s in self.statistics]
+            every = []
+            for statistic in self.statistics:
+                if plan not in statistic.adders:
+                    statistic.adders[plan] = statistic.adder_of(plan)
+                every.append(statistic.adders[plan])
             adder = self._adders[plan] = every[0] if len(every) == 1 else all_of(every)
         checked = self._padding is not None and number == self._padding.place
         if self._needs_rows or self._counts_rows or self._distrusts or checked:

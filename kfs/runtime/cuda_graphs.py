@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_iter
 
 from kfs.errors import ModelError
 from kfs.runtime.nested import mapped, tensors_in
@@ -90,19 +89,30 @@ class Reads(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for t in tree_iter((args, kwargs)):
-            if isinstance(t, Tensor) and t.layout is torch.strided:
-                storage = t.untyped_storage()
-                if storage._cdata not in self._made:
-                    self._held[storage._cdata] = storage
-        result = func(*args, **kwargs)
-        for t in tree_iter(result):
-            if isinstance(t, Tensor) and t.layout is torch.strided:
-                place = t.untyped_storage()._cdata
-                if place not in self._held:  # not a view of held memory
-                    self._made.add(place)
+        made, held = self._made, self._held
+        for t in _tensors_of((*args, *kwargs.values()) if kwargs else args):
+            storage = t.untyped_storage()
+            place = storage._cdata
+            if place not in made and place not in held:
+                held[place] = storage
+        result = func(*args, **(kwargs or {}))
+        for t in _tensors_of(result if type(result) in {tuple, list} else (result,)):
+            place = t.untyped_storage()._cdata
+            if place not in held:  # not a view of held memory
+                made.add(place)
         return result
+
+
+def _tensors_of(parts: Sequence[Any]) -> list[Tensor]:
+    """Return the dense tensors among the arguments or results of an operation, and in lists of them."""
+    found = []
+    for part in parts:  # a loop, because this runs for every operation
+        if isinstance(part, Tensor):
+            if part.layout is torch.strided:
+                found.append(part)
+        elif type(part) in {tuple, list}:
+            found += _tensors_of(part)
+    return found
 
 
 class Graph(Protocol):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kfs.factors.capture import CapturedPass, Used
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule, matching_rule
-from kfs.factors.rows.measure import MULTIPLE, has_gradient, probes
+from kfs.factors.rows.measure import MULTIPLE, are_gradients, gradient_sizes, probes
 from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, StridedRows, What
 from kfs.factors.trace.trace import Trace
 from kfs.problem.data import MaskSource
@@ -50,13 +50,15 @@ class Counts:
 
 @dataclass
 class _Seen:
-    """The rows of a use that had gradients, for each vector that was sent back. See `_to_cpu`."""
+    """The rows of a use that had gradients, for each vector that was sent back."""
 
     used: Used
     row_map: RowMap
     not_padding: Tensor | None  # which positions inputs do not mark as padding
-    rows: list[Tensor] = field(default_factory=list)  # booleans, [rows, positions of a row]
     arrived: list[Tensor] = field(default_factory=list)  # gradients of a vector, and of its multiple
+    sizes: list[Tensor] = field(default_factory=list)  # see `gradient_sizes`
+    dtype: torch.dtype = torch.float32  # of gradients
+    rows: Sequence[Tensor] = ()  # booleans, [rows, positions of a row], on the CPU; see `_read`
     times: list[Tensor] = field(default_factory=list)  # in how many repetitions each row had a gradient
     rounds: int = 1
 
@@ -65,11 +67,12 @@ class _Seen:
         self.arrived.append(g[0])
 
     def note(self) -> None:
-        """Record which rows have a gradient, after a vector and its multiple were sent back."""
+        """Record sizes of gradients, after a vector and its multiple were sent back."""
         if len(self.arrived) == 2:
-            self.rows.append(has_gradient(*self.arrived).reshape(self.used.query.rows, self.used.query.positions))
-        elif self.rows:  # no gradient arrived
-            self.rows.append(torch.zeros_like(self.rows[0]))
+            self.dtype = self.arrived[0].dtype
+            self.sizes.append(gradient_sizes(*self.arrived).flatten(1))
+        elif self.sizes:  # no gradient arrived
+            self.sizes.append(torch.zeros_like(self.sizes[0]))
         self.arrived.clear()
 
     def add(self, other: "_Seen | None") -> bool:
@@ -262,7 +265,7 @@ class RowExperiments:
             return masks, seen
         for number, one in seen.items():
             if number in of_other and one.used == of_other[number].used:
-                one.rows += of_other[number].rows
+                one.rows = (*one.rows, *of_other[number].rows)
         return (masks + more if of_other else masks), seen
 
     def _one(
@@ -286,7 +289,7 @@ class RowExperiments:
             for use in seen.values():
                 use.note()
         one.rows.forget()
-        _to_cpu(seen.values())
+        _read(seen.values())
         # A mask may leave nothing to attend to. Then predictions are not finite, and gradients are meaningless.
         usable = mask is self.mask or not f.isnan().any()
         return masks, {number: use for number, use in seen.items() if usable and len(use.rows) == len(masks)}
@@ -349,17 +352,20 @@ class RowExperiments:
         return int(torch.randint(low, high, (), generator=self._generator))
 
 
-def _to_cpu(uses: Iterable[_Seen]) -> None:
-    """Move booleans of all uses to the CPU, in one copy: rules are found by many small computations."""
-    uses = list(uses)
-    tensors = [t for use in uses for t in (*use.rows, use.not_padding) if t is not None]
-    if not tensors or all(t.is_cpu for t in tensors):
+def _read(uses: Iterable[_Seen]) -> None:
+    """Set the rows of all uses, on the CPU: rules are found by many small computations. One copy moves all numbers."""
+    uses = [use for use in uses if use.sizes]
+    tensors = [t for use in uses for t in (*use.sizes, use.not_padding) if t is not None]
+    if not tensors:
         return
-    flat = torch.cat([t.flatten() for t in tensors]).cpu().split([t.numel() for t in tensors])
-    moved = (part.view(t.shape) for part, t in zip(flat, tensors, strict=True))
+    flat = torch.cat([t.flatten() for t in tensors])  # promotes booleans and all dtypes of gradients to one
+    parts = iter(flat.cpu().split([t.numel() for t in tensors]))
     for use in uses:
-        use.rows = [next(moved) for _ in use.rows]
-        use.not_padding = None if use.not_padding is None else next(moved)
+        shape = (use.used.query.rows, use.used.query.positions)
+        sizes = torch.stack([next(parts).view(2, *shape) for _ in use.sizes], 1)
+        use.rows = are_gradients(sizes, use.dtype).unbind()
+        if use.not_padding is not None:
+            use.not_padding = next(parts).view(use.not_padding.shape) > 0
 
 
 def _same_rows(one: _Seen, other: _Seen | None) -> bool:

@@ -81,18 +81,29 @@ def probes(f: Tensor, num_data: int) -> Iterator[Tensor]:
         n //= BASE
 
 
-def has_gradient(g: Tensor, of_multiple: Tensor) -> Tensor:
-    """Return which rows have a gradient, `[...]`, given gradients `[..., features]` of a vector and of its multiple.
+def gradient_sizes(g: Tensor, of_multiple: Tensor) -> Tensor:
+    """Return the size of each row's gradient, and that of what does not scale with the vector, `[2, ...]`.
+
+    Args:
+        g: Gradients of a vector, `[..., features]`.
+        of_multiple: Gradients of `MULTIPLE` times the vector.
+    """
+    rest = torch.sub(of_multiple, g, alpha=MULTIPLE)
+    wide = torch.promote_types(g.dtype, torch.float32)
+    sizes: Tensor = torch.linalg.vector_norm(torch.stack((g, rest)), dim=-1, dtype=wide)
+    return sizes
+
+
+def are_gradients(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return which rows have a gradient, given `gradient_sizes` of gradients in this dtype.
 
     Rounding errors of a vanishing gradient, such as that of a query with a single key, do not scale with the vector.
     """
-    wide = torch.promote_types(g.dtype, torch.float32)
-    size = torch.linalg.vector_norm(g, dim=-1, dtype=wide)
-    distance = torch.linalg.vector_norm(of_multiple - MULTIPLE * g, dim=-1, dtype=wide)
+    size, rest = sizes
     # A rounding error is off by about its own size. Other gradients are off by some roundings: far below 5 %, or, in
     # half precision, by up to some tens of them, each 0.8 % in bfloat16.
-    tolerance = 0.05 if torch.finfo(g.dtype).bits > 16 else 0.3
-    found: Tensor = (size > 0) & (distance <= tolerance * MULTIPLE * size)
+    tolerance = 0.05 if torch.finfo(dtype).bits > 16 else 0.3
+    found: Tensor = (size > 0) & (rest <= tolerance * MULTIPLE * size)
     return found
 
 
@@ -323,7 +334,8 @@ class PendingQuery:
         if self.of_vector is None:
             self.of_vector = g
             return
-        self.has_gradient = has_gradient(self.of_vector, g).reshape(self.query.rows, self.query.positions)
+        found = are_gradients(gradient_sizes(self.of_vector, g), g.dtype)
+        self.has_gradient = found.reshape(self.query.rows, self.query.positions)
         self.of_vector = None
 
     @property
