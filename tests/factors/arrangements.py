@@ -1,6 +1,6 @@
-"""Models in which data lie along axes in all ways: folded, interleaved, sorted, sent to experts, ragged.
+"""Models with data along all kinds of axes: folded, interleaved, sorted, sent to experts, ragged.
 
-A `Problem` makes the inputs of data one by one, and joins them to a batch: what is an example is known by construction.
+A `Problem` makes the inputs of each example separately, and joins them to a batch, so the rows of an example are known.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ class Problem:
     """A model, and inputs of its data.
 
     Attributes:
-        name: What to call it.
+        name: Its name in tests.
         make: Makes the model.
         example: Makes the inputs of the example with this index, as a batch of one.
-        join: Makes a batch of them.
+        join: Makes a batch of several inputs.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Problem:
         return self.name
 
     def instance(self, num_data: int) -> "Instance":
-        """Make the model and some data; always the same ones."""
+        """Make the model and some data, the same in every call."""
         torch.manual_seed(0)
         model = self.make().double().eval()
         xs = [self.datum(n) for n in range(num_data)]
@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Instance:
-    """A model with data, one by one.
+    """A model with separate examples.
 
     Attributes:
         model: The model, in float64.
@@ -77,7 +77,7 @@ class Instance:
 
     @property
     def loss(self) -> nn.MSELoss | nn.CrossEntropyLoss:
-        """A loss that fits the targets."""
+        """A loss for the targets."""
         return nn.MSELoss() if self.ys[0].is_floating_point() else nn.CrossEntropyLoss()
 
     def predict(self, n: int) -> Tensor:
@@ -86,7 +86,7 @@ class Instance:
         return prediction
 
     def risk(self, *batches: Sequence[int], params: Any = None) -> EmpiricalRisk:
-        """Return the risk for some batches, given by the indices of their data; by default, all in one batch."""
+        """Return the risk for batches, given by the indices of their examples; by default, all are in one batch."""
         chosen = batches or [range(len(self.xs))]
         data = [(self.join([self.xs[n] for n in ns]), torch.cat([self.ys[n] for n in ns])) for ns in chosen]
         return EmpiricalRisk(self.model, self.loss, data, params=params)
@@ -188,7 +188,7 @@ def backwards(m: Any, x: Tensor) -> Tensor:
 
 
 def in_halves(m: Any, x: Tensor) -> Tensor:
-    """Micro-batches: a layer is used once for some data, and once more for the others."""
+    """Micro-batches: a layer is called for the first half of the data, and again for the other one."""
     half = (len(x) + 1) // 2
     return torch.cat([m.o(m.f(part).tanh()) for part in (x[:half], x[half:])])
 
@@ -198,13 +198,13 @@ def one_by_one(m: Any, x: Tensor) -> Tensor:
 
 
 def sorted_by_value(m: Any, x: Tensor) -> Tensor:
-    """Sort data, as one sorts sequences by their lengths, and undo it."""
+    """Sort examples, as sequences are sorted by their lengths, and undo it."""
     order = x[:, 0].argsort()
     return m.o(m.f(x[order]).tanh()[order.argsort()])  # type: ignore[no-any-return]
 
 
 def some_only(m: Any, x: Tensor) -> Tensor:
-    """Only some data take the way through a layer."""
+    """Only some examples pass through a layer."""
     chosen = x[:, 0] > 0
     z = torch.zeros(len(x), 4, dtype=x.dtype)
     z[chosen] = m.f(x[chosen]).tanh()
@@ -344,7 +344,7 @@ def join_sets(parts: Sequence[Any]) -> Any:
 
 
 def with_negatives(m: Any, x: Tensor, negatives: Tensor) -> Tensor:
-    """Encode an example together with what it is compared to: `[N]` rows, then three for each example."""
+    """Encode an example together with its negatives: `[N]` rows, then three for each example."""
     z = m.f(torch.cat([x, negatives.flatten(0, 1)])).tanh()
     return m.o(z[: len(x)] * z[len(x) :].view(len(x), 3, -1).mean(1))  # type: ignore[no-any-return]
 
@@ -366,7 +366,7 @@ def scaled(m: Any, x: Tensor) -> Tensor:
     return ((x.transpose(0, 1) * (1 + m.w)).tanh() * m.s + m.b).mean(0)  # type: ignore[no-any-return]
 
 
-N = 4  # of data, where nothing else is said
+N = 4  # number of examples, unless given
 ARRANGEMENTS = (
     Problem("siamese", lambda: Net(siamese, encoder()), pair),
     Problem("two views", lambda: Net(two_views, encoder()), vector),

@@ -1,4 +1,4 @@
-"""Calls of every operation that has a rule, with all their arguments by name: cases of `test_keyword_arguments`."""
+"""Calls of every operation that has a rule, with all arguments by name: cases of `test_keyword_arguments`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tests.factors.models import Function
 
 N = 3
 WIDTH = 90
-# Returns data of a shape, `[N, *shape]`.
+# Returns random data of a shape, `[N, *shape]`.
 Data = Callable[..., Tensor]
 
 
@@ -23,15 +23,15 @@ class Case:
     """A call of an operation.
 
     Attributes:
-        name: What to call it.
+        name: Its name in tests.
         func: The operation.
         params: Shapes of all parameters.
-        make: Takes a module that has them, and data. Returns all arguments by their documented names, in their order.
-        unnamed: How many of them have no name: the tensor of a method.
-        keyword_only: Those that have to be named.
+        make: Takes a module with the parameters, and data. Returns arguments by their documented names, in their order.
+        unnamed: Number of arguments without a name: the tensor of a method.
+        keyword_only: Names of keyword-only arguments.
         read: Takes the result, and data. Returns a result whose first axis is the batch axis.
         dtype: The precision of parameters and data.
-        precision: That of the result, if it is a lower one.
+        precision: The precision of the result, if it is lower.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Case:
         return list(self.make(model, data))
 
     def variants(self) -> Iterator[tuple[list[str], list[str]]]:
-        """Generate all numbers of positional arguments, with the others by name in several orders."""
+        """Generate calls with every number of positional arguments, and the others by name in several orders."""
         names = self.names()
         for count in range(self.unnamed, len(names) - len(self.keyword_only) + 1):
             by_name = names[count:]
@@ -61,7 +61,7 @@ class Case:
                 yield names[:count], order
 
     def model(self, positional: list[str] | None = None, by_name: list[str] | None = None) -> nn.Module:
-        """Make a model; arguments are positional, as far as possible, if nothing else is said."""
+        """Make a model; unless stated otherwise, as many arguments as possible are positional."""
 
         def run(m: Any, x: Tensor) -> Tensor:
             def data(*shape: int) -> Tensor:

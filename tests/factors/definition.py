@@ -1,7 +1,7 @@
-"""KFAC of one module, computed literally: one example, one position and one backpropagated vector after the other.
+"""KFAC of one module, computed literally: loops over examples, positions and backpropagated vectors.
 
-Inputs and outputs are seen by module hooks, gradients come from one call of `autograd.grad` per example and vector, and
-patches are cut out pixel by pixel. Nothing here is shared with the engine.
+Module hooks record inputs and outputs, one call of `autograd.grad` per example and vector computes gradients, and
+patches are cut out pixel by pixel. No code is shared with the engine.
 """
 
 from itertools import product
@@ -54,12 +54,12 @@ def gradients(layer: nn.Module, g: Tensor) -> Tensor:
 
 
 def rows_that_count(predictions: Tensor, out: Tensor) -> Tensor:
-    """Return which rows of an output some predictions depend on, `[..., features]` to `[...]`, one after the other."""
+    """Return which rows of an output `[..., features]` affect the given predictions, as a mask `[...]`, by loops."""
     size = torch.zeros(out.shape[:-1], dtype=torch.float64)
     for one in predictions.flatten():
         (gradient,) = torch.autograd.grad(one, out, retain_graph=True)
         size += gradient.norm(dim=-1)
-    return size > 1e-12  # round-off, as that of the query of a position that attends to itself alone
+    return size > 1e-12  # round-off, such as that of the query of a position that attends only to itself
 
 
 def definition(
@@ -67,8 +67,8 @@ def definition(
 ) -> tuple[Tensor, Tensor]:
     """Compute both factors of a layer, with a joint bias if it has one: `[groups, d, d]` each.
 
-    All calls of the layer count as further shared positions. If not `every` position counts, those of a linear layer do
-    that a prediction depends on whose label counts.
+    All calls of the layer count as further shared positions. Unless `every` position counts, rows of a linear layer
+    count only if they affect a prediction whose label is not ignored.
     """
     calls: list[tuple[Tensor, Tensor]] = []
     handle = layer.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
@@ -96,7 +96,7 @@ def definition(
 
 
 def outer(v: Tensor, sharing: str) -> Tensor:
-    """Sum outer products over positions, or take that of the sum: `[groups, d, d]`."""
+    """Sum outer products over positions, or take the outer product of the sum: `[groups, d, d]`."""
     total = v.new_zeros(v.shape[1], v.shape[2], v.shape[2])
     for position in v if sharing == "expand" else v.sum(0, keepdim=True):
         total += torch.stack([torch.outer(u, u) for u in position])
@@ -104,9 +104,9 @@ def outer(v: Tensor, sharing: str) -> Tensor:
 
 
 def fresh_fisher(risk: EmpiricalRisk, mc_samples: int = 1, seed: int = 0) -> LinearOperator:
-    """Return the Monte Carlo Fisher of the draws of EKFAC's eigenvalues: `m, ..., 2 m - 1` for each example.
+    """Return the Monte Carlo Fisher for the draws of EKFAC's eigenvalues: `m, ..., 2 m - 1` for each example.
 
-    The average over twice as many draws consists to one half each of these, and of the factors' draws.
+    The average over twice as many draws is the mean of this one and that of the factors' draws.
     """
     both, first = (Fisher(risk, "type-1", mc_samples=m, seed=seed) for m in (2 * mc_samples, mc_samples))
     return 2.0 * both - first

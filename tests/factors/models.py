@@ -68,7 +68,7 @@ def conv(layer: nn.Module, *shape: int) -> nn.Module:
 
 
 class PackedAttention(nn.Module):
-    """Attention of one token to itself, where weights are one: only value and output projections matter."""
+    """Attention of one token to itself, with weights equal to one: only value and output projections matter."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()

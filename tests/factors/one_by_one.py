@@ -1,4 +1,4 @@
-"""Gradients of single examples by autograd, one after the other: the reference for per-example gradients."""
+"""Gradients of single examples by autograd, in a loop: the reference for per-example gradients."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,13 @@ from tests.factors.arrangements import Instance
 
 
 def own_term(one: Instance) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the unscaled term of the loss, of predictions and targets with a batch axis of length one."""
+    """Return the unscaled term of the loss, for predictions and targets with a batch axis of length one."""
     total = type(one.loss)(reduction="sum")
     return lambda f, y: total(f, y) / reduction_factor(total, y)
 
 
 def gradients(one: Instance, quantity: Callable[[Tensor, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
-    """Differentiate one example after the other, `[N, *shape]`: the term of the loss, or another quantity."""
+    """Differentiate the term of the loss, or another quantity, for each example in a loop: `[N, *shape]`."""
     params = {name: p for name, p in one.model.named_parameters() if p.requires_grad}
     quantity = own_term(one) if quantity is None else quantity
     rows = []
@@ -32,7 +32,7 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """Both are equal, up to round-off of float64 in sums of some hundred terms, relative to the largest number."""
+    """Whether both are equal, up to float64 round-off of sums of some hundred terms, relative to the largest number."""
     assert actual.shape == expected.shape
     largest = max(1.0, float(expected.abs().max()))
     assert float((actual - expected).abs().max()) <= 1e-12 * largest

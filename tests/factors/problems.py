@@ -1,4 +1,4 @@
-"""All models of these tests, as problems whose data are made one by one; see `arrangements`."""
+"""All models of these tests, as problems with separate examples; see `arrangements`."""
 
 from collections.abc import Callable, Iterator
 
@@ -83,7 +83,7 @@ def _experts() -> Iterator[Problem]:
 
 
 def _of_attention(model: Attention) -> nn.Module:
-    """Leave those layers out that the model has for another way to write it."""
+    """Freeze the layers of the model's other formulation."""
     for name in ("q", "k", "v", "out"):
         model.get_submodule(name).requires_grad_(False)
     return model

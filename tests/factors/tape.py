@@ -1,8 +1,8 @@
-"""A CUDA graph on the CPU: a tape of operations that runs again without any Python of the model or of this library.
+"""A CUDA graph on the CPU: a tape of operations that runs again without Python code of the model or of this library.
 
-Unlike a computation that is simply called again, a tape shows what a graph would do with state on the host: values that
-Python has decided are those of the recording, memory without another owner may be freed, and what a pass has computed
-belongs to the tape, and is overwritten.
+Unlike a repeated call, a tape behaves like a graph with respect to state on the host: values that Python has decided
+stay those of the recording, memory with another owner may be freed, and results of a pass belong to the tape, and are
+overwritten.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Foreign(NamedTuple):
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        """Return it, or numbers that have nothing to do with it if its memory was freed."""
+        """Return the tensor, or arbitrary numbers if its memory was freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
             garbage = torch.empty(self.shape, dtype=self.dtype)
@@ -36,7 +36,7 @@ class Foreign(NamedTuple):
 
 
 def waits(func: Any, args: Any) -> bool:
-    """Whether the host would wait for the result of an operation."""
+    """Whether an operation would synchronize."""
     name: str = func.overloadpacket.__name__.lstrip("_")
     indices = args[1] if name in {"index", "index_put", "index_put_", "index_put_impl_"} else []
     masks = [i for i in indices if i is not None and i.dtype == torch.bool]
@@ -44,12 +44,12 @@ def waits(func: Any, args: Any) -> bool:
 
 
 def has_memory(t: Tensor) -> bool:
-    """Whether a tensor has numbers. Derivatives that PyTorch knows to be zero, and tensors on `meta`, have none."""
+    """Whether a tensor has memory. PyTorch's symbolic zero derivatives, and tensors on `meta`, have none."""
     return not t._is_zerotensor() and not t.is_meta
 
 
 class Watch(TorchDispatchMode):
-    """Takes note of operations that wait."""
+    """Records operations that synchronize."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Tape(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.own: dict[int, Tensor] = {}  # by storage: memory of the tape
         self.steps: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # memory of others that was changed, and what it was
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # memory of others that changed, with its earlier contents
         self.freed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,13 +125,13 @@ class Tape(TorchDispatchMode):
 
     @torch.no_grad()
     def overwrite(self) -> None:
-        """Change all memory of the tape, as other graphs that share it do."""
+        """Change all memory of the tape, as other graphs in the same pool would."""
         for t in self.own.values():
             whole = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
             whole.fill_(255)  # NaN, or minus one
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget the recording."""
         self.freed = True
 
 
@@ -141,14 +141,14 @@ def _placed(value: Any) -> Any:
 
 
 class Tapes:
-    """Stands in for what records CUDA graphs."""
+    """Replaces the recorder of CUDA graphs."""
 
     def __init__(self) -> None:
         self.made: list[Tape] = []
         self.noticed: list[str] = []
 
     def notices_waits(self, run: Callable[[], None]) -> str:
-        """Run something."""
+        """Run a function, and return its first operation that synchronizes."""
         with Watch() as watch:
             run()
         noticed: str = watch.noticed
@@ -156,7 +156,7 @@ class Tapes:
         return noticed
 
     def record(self, run: Callable[[], None]) -> "Tape":
-        """Record it."""
+        """Record a function."""
         tape = Tape()
         tape.record(run)
         self.made.append(tape)

@@ -1,7 +1,7 @@
 """Errors of the audit and their messages: models with a hidden use of a parameter, and models that mix examples.
 
-What it must not refuse is tested by `test_audit_accepts`; when it happens, and that it leaves nothing behind, by
-`test_audits`.
+`test_audit_accepts` has models that the audit must accept; `test_audits` tests when it runs, and that it leaves no
+state behind.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tests.factors.models import Function
 from tests.operators.contract import close
 
 LOSS = nn.CrossEntropyLoss()
-MANY = 2 * FEW + 1  # more data than an audit looks at
+MANY = 2 * FEW + 1  # more examples than an audit uses
 Compute = Callable[[Any, Tensor], Tensor]
 
 
@@ -33,7 +33,7 @@ def labels(num_data: int, classes: int = 3) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """A product that no mode sees, in the precision of its first factor."""
+    """A product that no mode sees, computed in the precision of its first factor."""
 
     @staticmethod
     def forward(ctx, x, W):  # type: ignore[no-untyped-def]
@@ -56,7 +56,7 @@ def scripted(x: Tensor, W: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, W)
 
 
-# A second use of a weight, next to one that has a rule: how, and what an error must name.
+# A second use of a weight that has a use with a rule: the operation, and the words that an error must contain.
 HIDDEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "itself": (product, "Product"),
     "transposed": (lambda x, W: product(x, W.T), "Product"),
@@ -79,7 +79,7 @@ def hidden_model(how: str) -> nn.Module:
 
 @pytest.mark.parametrize("how", HIDDEN)
 def test_hidden_uses(how: str) -> None:
-    """The error names parameter and operation; other parameters are as always, and the diagonal is exact."""
+    """The error names parameter and operation; other parameters are covered as usual, and the diagonal is exact."""
     model, X = hidden_model(how), normal(5, 4)
     risk = EmpiricalRisk(model, LOSS, (X, labels(5)))
     for make in (KFAC, EKFAC):
@@ -115,7 +115,7 @@ def test_hidden_uses_of_tensors_that_need_no_gradient(how: str) -> None:
 
 
 def test_the_difference_is_in_the_message() -> None:
-    """A hidden use of the same input has half of the gradient."""
+    """A hidden use of the same input contributes half of the gradient."""
     model = Function(lambda m, x: F.linear(x, m.W) + scripted(x, m.W), W=normal(3, 4))
     with pytest.raises(ModelError, match=r"'W': .* differs by 50%"):
         KFAC(EmpiricalRisk(model, LOSS, (normal(5, 4), labels(5))))
@@ -130,7 +130,7 @@ def test_hidden_uses_in_some_batches() -> None:
         return F.linear(h, m.V) if hasattr(m, "V") else h
 
     for num_data in (1, 5):
-        for V in (normal(3, 4), None):  # is there another use, which is seen?
+        for V in (normal(3, 4), None):  # is there another use, which is not hidden?
             params = {"W": normal(3, 4)} if V is None else {"W": normal(4, 4), "V": V}
             model = Function(compute, **params)
             data = [(normal(num_data, length, 4), labels(num_data)) for length in (2, 5)]
@@ -146,7 +146,7 @@ def test_without_audit_hidden_uses_are_not_noticed() -> None:
     K = KFAC(risk, audit=False)
     assert list(K.blocks) == ["W", "V"]
     assert K.audit is None
-    # A parameter without any use that is seen is not taken for one that is not used: it is in the graph.
+    # A parameter whose uses are all hidden is not treated as unused: it is in the graph.
     model = Function(lambda m, x: scripted(x, m.W) + x @ m.V, W=normal(3, 4), V=normal(4, 3), unused=normal(2))
     risk = EmpiricalRisk(model, LOSS, (normal(5, 4), labels(5)))
     for compute in (KFAC, lambda *args, **named: list(per_datum(*args, **named))):
@@ -165,13 +165,13 @@ def test_an_optimizer_trains_what_has_hidden_uses_by_other_means(how: str) -> No
 
 
 def neighbors(num_data: int) -> Tensor:
-    """Return the adjacency matrix of a ring, normalized."""
+    """Return the normalized adjacency matrix of a ring."""
     return (torch.eye(num_data) + torch.eye(num_data).roll(1, 0)).double() / 2
 
 
 def limited(m: Any, x: Tensor) -> Tensor:
-    """Send data to two experts, which have room for two examples each: those that come first."""
-    best = (x[:, 0] > 10).long()  # all go to the first one
+    """Send examples to two experts, each of which accepts the first two."""
+    best = (x[:, 0] > 10).long()  # all are sent to the first one
     out = torch.zeros_like(x)
     for expert in range(2):
         chosen = (best == expert).nonzero().squeeze(1)[:2]
@@ -181,13 +181,13 @@ def limited(m: Any, x: Tensor) -> Tensor:
 
 
 def limited_by_batch(m: Any, x: Tensor) -> Tensor:
-    """Do nothing to the last data of a batch that is longer than what an audit looks at."""
+    """Scale the last examples of a batch differently if it is longer than the audited part."""
     return torch.cat([x[: FEW + 2] @ m.V, x[FEW + 2 :] @ m.V * 0.5])
 
 
 BETWEEN = "Examples mix after matmul .'W'., and before matmul .'V'."
 REST = "depends on the rest of its batch"
-# How data influence each other, and what the error must say.
+# Ways in which examples influence each other, and the words that the error must contain.
 MIXING: dict[str, tuple[Compute, str]] = {
     "centered": (lambda m, x: ((h := x @ m.W) - h.mean(0)).tanh() @ m.V, BETWEEN),
     "centered before any parameter": (lambda m, x: (x - x.mean(0)) @ m.V, REST),
@@ -232,12 +232,12 @@ def test_models_that_mix_data(name: str, num_data: int) -> None:
         KFAC(risk, uncovered="skip")
     with pytest.raises(ModelError, match=message):
         inspect(model, X)
-    if name != "batch norm":  # which has a rule that knows
+    if name != "batch norm":  # whose rule knows it
         assert KFAC(risk, uncovered="skip", audit=False).audit is None
 
 
 def test_the_last_data_of_a_long_batch() -> None:
-    """What happens to data beyond those that an audit looks at is compared with what happens to them alone."""
+    """Examples beyond the audited ones are computed alone, and the results are compared."""
     model = mixing_model(limited_by_batch)
     X, y = normal(MANY, 4), labels(MANY)
     with pytest.raises(ModelError, match=REST):
@@ -256,7 +256,7 @@ def test_mixing_in_other_precisions(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("vocabulary", [3, FEW, 10])
 @pytest.mark.parametrize("num_data", [FEW, 16])
 def test_tokens_that_look_like_indices_of_data(num_data: int, vocabulary: int) -> None:
-    """They do not keep the audit from computing some data alone."""
+    """The audit still computes some examples alone."""
 
     class Centered(nn.Module):
         def __init__(self) -> None:
@@ -284,7 +284,7 @@ def two_batches(first: Tensor, second: Tensor) -> EmpiricalRisk:
 
 
 def test_batches_that_take_another_way() -> None:
-    """A use that is hidden in some batches only is found in them, whichever comes first."""
+    """A use that is hidden only in some batches is found there, whichever batch comes first."""
     x = torch.rand(6, 4, dtype=torch.float64)
     assert list(KFAC(two_batches(-x, -x)).blocks) == ["W"]
     for first, second in ((x, -x), (-x, x)):
@@ -293,7 +293,7 @@ def test_batches_that_take_another_way() -> None:
 
 
 def test_not_more_ways_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that takes ever new ways is not audited for ever."""
+    """A model that takes a new route in every batch is audited only a limited number of times."""
     monkeypatch.setattr(audits, "_MOST_WAYS", 1)
     x = torch.rand(6, 4, dtype=torch.float64)
     KFAC(two_batches(-x, x))

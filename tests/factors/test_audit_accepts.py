@@ -21,7 +21,7 @@ SHARING: tuple[Any, ...] = ("expand", "reduce")
 
 
 class Encoder(nn.Module):
-    """Attention of tokens to each other, and a prediction from one of them, or from all."""
+    """Attention of tokens to each other, and a prediction from one token, or from all."""
 
     def __init__(self, pool: str, causal: bool = False, padding: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Encoder(nn.Module):
 
 
 class Positions(nn.Module):
-    """Positions are an input without batch axis."""
+    """Takes positions as an input without batch axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Positions(nn.Module):
 
 
 class Several(nn.Module):
-    """Takes all kinds of arguments."""
+    """Takes arguments of several kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Several(nn.Module):
 
 
 def sequences(num_data: int, length: int = 5) -> Tensor:
-    """Return tokens; the last ones are padding, as many as the place in the batch says."""
+    """Return tokens; sequence n ends with `n % length` tokens of padding."""
     x = torch.randint(1, 7, (num_data, length))
     for n in range(num_data):
         x[n, length - n % length :] = 0
@@ -189,12 +189,12 @@ def test_a_gradient_that_is_zero_by_symmetry() -> None:
 
 @pytest.mark.parametrize("change", [lambda g: 3 * g, lambda _: None, lambda g: g.zero_()], ids=["scale", "log", "zero"])
 def test_hooks_of_parameters_do_not_confuse_it(change: Any) -> None:
-    """They change gradients in training, and not what a use is."""
+    """They change gradients in training, but not what a use is."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     data = (normal(MANY, 4), labels(MANY))
     plain = KFAC(EmpiricalRisk(model, LOSS, data))
     hooks = [p.register_hook(change) for p in model.parameters()]
-    model.requires_grad_(True)  # another model, as far as audits are concerned
+    model.requires_grad_(True)  # a different model for audits
     model.add_module("identity", nn.Identity())
     hooked = KFAC(EmpiricalRisk(model, LOSS, data))
     assert hooked.audit is not plain.audit
@@ -205,7 +205,7 @@ def test_hooks_of_parameters_do_not_confuse_it(change: Any) -> None:
 
 
 def test_parameters_that_are_not_used() -> None:
-    """That is a question of coverage, not an error of the audit."""
+    """They are reported by the coverage, not by the audit."""
     model = Function(lambda m, x: x @ m.W, W=normal(4, 3), unused=normal(2))
     K = KFAC(EmpiricalRisk(model, LOSS, (normal(5, 4), labels(5))), uncovered="skip")
     assert K.audit is not None

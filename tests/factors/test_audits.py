@@ -1,4 +1,4 @@
-"""When audits happen, what they report, and that they leave nothing behind; for KFAC, `inspect` and the optimizer."""
+"""When audits run, what they report, and that they leave no state behind; for KFAC, `inspect` and the optimizer."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ class Counted(nn.Module):
         return result
 
     def calls_of(self, action: Callable[[], Any]) -> int:
-        """Return how often the model is called by something."""
+        """Return how often a function calls the model."""
         self.sizes.clear()
         action()
         return len(self.sizes)
@@ -55,7 +55,7 @@ def risk_of(model: nn.Module, num_data: int = MANY, *shape: int, **settings: Any
 
 
 class TestWhen:
-    """Once for every model and shape."""
+    """One audit per model and shape."""
 
     def test_once(self) -> None:
         model = mlp()
@@ -174,7 +174,7 @@ def train(model: nn.Module, optimizer: Any, num_data: int = MANY) -> None:
 
 
 class TestOptimizer:
-    """The model is called a few more times in the first watched pass, and only then."""
+    """The model is called a few more times in the first watched pass, and in no other."""
 
     def test_once(self) -> None:
         model = mlp()
@@ -199,7 +199,7 @@ class TestOptimizer:
         assert optimizer.audit is None
 
     def test_dropout_and_batch_norm(self) -> None:
-        """Training may mix data, and draw random numbers: the user's pass sees the ones that it would have seen."""
+        """Training may mix data and draw random numbers; the user's pass draws the same numbers as without an audit."""
         torch.manual_seed(0)
         model = Counted(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
         watched = copy.deepcopy(model)
@@ -247,11 +247,11 @@ def nothing(_: nn.Module) -> None:
 
 
 class TestNothingIsLeftBehind:
-    """Neither after an audit, nor after one that has failed, nor after an error of the model in the middle of one."""
+    """No state is left behind after an audit, a failed audit, or an error of the model during one."""
 
     @pytest.fixture(params=["kfac", "ekfac", "inspect"])
     def compute(self, request: pytest.FixtureRequest) -> Callable[[nn.Module], Any]:
-        """Return a function that computes something for a model."""
+        """Return a function that runs a computation with a model."""
         X, y = normal(MANY, 4), torch.arange(MANY) % 3
         computations: dict[str, Callable[[nn.Module], Any]] = {
             "kfac": lambda model: KFAC(EmpiricalRisk(model, LOSS, (X, y))),
@@ -280,7 +280,7 @@ class TestNothingIsLeftBehind:
 
     @pytest.mark.parametrize("fails_after", [None, 0, 1, 2])
     def test_in_training(self, fails_after: int | None) -> None:
-        """Also attributes: as if the model had been called once."""
+        """Attributes are as if the model had been called once."""
         model, plain = Stateful().double(), Stateful().double()
         plain.load_state_dict(model.state_dict())
         optimizer = optim.KFAC(model, LOSS)
@@ -302,7 +302,7 @@ class TestNothingIsLeftBehind:
             assert model.last is not None
             assert len(model.last) == MANY
         model.fails_after = None
-        LOSS(model(X), torch.arange(MANY) % 3).backward()  # everything works afterwards
+        LOSS(model(X), torch.arange(MANY) % 3).backward()  # later calls work as usual
         optimizer.step()
 
 
@@ -360,7 +360,7 @@ class TestReport:
         assert folded == "2 of 6 rows of an example together"
 
     def test_inspection(self) -> None:
-        """It is below the table."""
+        """The report follows the table."""
         table = inspect(mlp(), normal(MANY, 4))
         assert table.audit is not None
         assert list(table.audit.gradients) == [row.parameter for row in table.rows]

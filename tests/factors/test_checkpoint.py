@@ -1,4 +1,4 @@
-"""Checkpoints: a process that is killed at any moment, and started again, computes the same to the last bit."""
+"""Checkpoints: a process that is killed at any moment and restarted computes the same result to the last bit."""
 
 import gc
 import os
@@ -47,7 +47,7 @@ class Batches:
 
 
 def model() -> nn.Module:
-    """Wide enough for sums that are computed strip by strip; the last layers are uncovered and used twice."""
+    """Wide enough for sums in strips; the last layers are uncovered and used twice."""
     torch.manual_seed(0)
     shared = nn.Linear(6, 6)
     return nn.Sequential(
@@ -65,12 +65,12 @@ def compute(make: Any, path: Path | None, data: Any, net: nn.Module | None = Non
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run something in another process; return its process id."""
+    """Run a function in another process; return its process id."""
     process = os.fork()
     if process:
         return process
     try:
-        gc.freeze()  # Garbage of other tests may wait for threads that are not here.
+        gc.freeze()  # Garbage of other tests may wait for threads that do not exist in the child process.
         work()
         os._exit(0)
     finally:
@@ -95,11 +95,11 @@ def kill_me() -> None:
 
 
 CASES = [(KFAC, {"sharing": "expand"}), (KFAC, {"sharing": "reduce", "fisher": "mc"}), (EKFAC, {"fisher": "mc"})]
-POSITIONS = {"0": 1, "2": 2, "7": 2, "9": 1}  # of every layer: the third one is called twice, the kernel fits in twice
+POSITIONS = {"0": 1, "2": 2, "7": 2, "9": 1}  # per layer: the third one is called twice, the kernel fits in twice
 
 
 def check_against_exact_curvature(K: KFAC | EKFAC, sharing: str = "expand", fisher: str = "type-2") -> None:
-    """Compare an object, however often it was interrupted, with loops over the data and with exact operators."""
+    """Compare an object, possibly interrupted several times, with loops over the data and with exact operators."""
     net, loss = model(), nn.MSELoss()
     X, y = (torch.cat(parts) for parts in zip(*Batches(), strict=True))
     risk = EmpiricalRisk(net, loss, (X, y))
@@ -112,7 +112,7 @@ def check_against_exact_curvature(K: KFAC | EKFAC, sharing: str = "expand", fish
         vectors = KFAC(risk, fisher, sharing).eigh()[1]  # type: ignore[arg-type]
     R = reduction_factor(loss, y)
     for name, positions in POSITIONS.items():
-        if isinstance(K, EKFAC) and name != "0":  # which is large
+        if isinstance(K, EKFAC) and name != "0":  # the error of the approximation, which is large
             params = [f"{name}.weight", f"{name}.bias"]
             C, Q = exact.submatrix(params).to_dense(), vectors.submatrix(params).to_dense()
             close(K.submatrix(params).to_dense(), Q @ (Q.T @ C @ Q).diagonal().diag() @ Q.T)
@@ -130,7 +130,7 @@ def check_against_exact_curvature(K: KFAC | EKFAC, sharing: str = "expand", fish
 def test_killed_after_every_batch(make: Any, settings: Any, tmp_path: Path) -> None:
     expected = compute(make, None, Batches(), **settings)
     path, deaths = tmp_path / "c", 0
-    passed = NUM_BATCHES if make is EKFAC else 0  # the pass for factors is over when eigenvalues come
+    passed = NUM_BATCHES if make is EKFAC else 0  # the pass for factors has ended when eigenvalues start
     for place in range(NUM_BATCHES):
         calls = iter(range(passed + place))
 
@@ -161,7 +161,7 @@ def test_killed_at_random_moments(make: Any, settings: Any, tmp_path: Path) -> N
         K = compute(make, path, Batches(lambda _: time.sleep(0.01)), every=2, **settings)
         K.save(tmp_path / "result")
 
-    for _ in range(10):  # a pass takes 0.12 s or more
+    for _ in range(10):  # a pass takes at least 0.12 s
         process = in_child(work)
         time.sleep(chance.uniform(0.0, 0.1))
         os.kill(process, signal.SIGKILL)
@@ -185,7 +185,7 @@ def test_killed_while_writing(moment: str, tmp_path: Path, monkeypatch: pytest.M
     def die(*args: Any) -> None:
         if moment == "after replace":
             original(*args)
-        if path.exists():  # not the first time, so that something is there
+        if path.exists():  # not the first time, so that a file exists
             kill_me()
         if moment == "replace":
             original(*args)
@@ -223,7 +223,7 @@ def test_more_data_continue_where_it_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("when", "seconds", "expected"),
     [
-        ({}, 60, [5, 10]),  # every five minutes, if nothing is said
+        ({}, 60, [5, 10]),  # the default is every five minutes
         ({}, 59, [6]),
         ({}, 301, range(1, NUM_BATCHES)),
         ({"minutes": 3.0}, 60, [3, 6, 9]),
@@ -232,15 +232,15 @@ def test_more_data_continue_where_it_ended(tmp_path: Path) -> None:
         ({"batches": 5}, 10_000, [5, 10]),
         ({"batches": 4}, 0, [4, 8]),
         ({"batches": 100, "minutes": 100.0}, 60, []),
-        ({"batches": 4, "minutes": 3.0}, 60, [3, 4, 7, 8, 11]),  # three minutes after whatever was written last
+        ({"batches": 4, "minutes": 3.0}, 60, [3, 4, 7, 8, 11]),  # three minutes after the last file was written
     ],
 )
 def test_how_often(when: Any, seconds: int, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on by some seconds with every batch; after how many of them a file appears."""
+    """With a clock that advances by some seconds per batch: after how many batches a file appears."""
     path, written, now = tmp_path / "c", [], [1000.0]
 
     def look(place: int) -> None:
-        """Before each batch: note whether there is a file, and take it away. A batch passes."""
+        """Before each batch, note whether there is a file, and remove it. Then advance the clock."""
         if path.exists():
             written.append(place)
             path.unlink()
@@ -250,7 +250,7 @@ def test_how_often(when: Any, seconds: int, expected: Any, tmp_path: Path, monke
     checkpoint = Checkpoint(path, **when) if when else str(path)
     KFAC(EmpiricalRisk(model(), nn.MSELoss(), Batches(look)), checkpoint=checkpoint)
     assert written == list(expected)
-    assert path.exists()  # the end counts
+    assert path.exists()  # the end counts, too
 
 
 def test_bad_intervals() -> None:
@@ -260,7 +260,7 @@ def test_bad_intervals() -> None:
 
 
 def test_a_conflict_is_remembered(tmp_path: Path) -> None:
-    """Uses that do not fit together still do not after a restart that sees none of them again."""
+    """Conflicting uses stay in conflict after a restart that sees neither of them again."""
     rows = Function(lambda m, x: F.linear(x, m.W[:3]) + F.linear(x, m.W[2:]), W=torch.randn(5, 3))
     net = nn.Sequential(rows, nn.Tanh(), nn.Linear(3, 2)).double()
     data = [(torch.randn(2, 3).double(), torch.randn(2, 2).double()) for _ in range(3)]

@@ -90,7 +90,7 @@ def test_eigenvalues_belong_to_their_eigenvectors(tmp_path: Path) -> None:
 
 
 def test_where_things_are_in_memory_does_not_matter(tmp_path: Path) -> None:
-    """A batch with an object that is shown by its address is the same one in the next process."""
+    """A batch with an object whose `repr` contains its address is the same batch in the next process."""
 
     class Scale:
         def __init__(self, factor: float) -> None:
@@ -115,7 +115,7 @@ def unpack(batch: Any) -> tuple[Any, Tensor]:
 
 
 def test_precision_is_part_of_what_a_checkpoint_belongs_to(tmp_path: Path) -> None:
-    """Zeros are the same bytes in both half precisions."""
+    """Zeros have the same bytes in both half precisions."""
 
     def run(dtype: torch.dtype) -> KFAC:
         net = nn.Linear(3, 2).to(dtype)

@@ -1,4 +1,4 @@
-"""Computations in chunks: patches and gradients of a few examples at a time, wide products in strips."""
+"""Computations in chunks: patches and gradients of a few examples at a time, wide products by strips."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def images(layer: nn.Module, features: int, *shape: int) -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, shape), layer, nn.Tanh(), nn.Flatten(), nn.Linear(features, 2))
 
 
-# By name: a model, and the size of its inputs (nothing for tokens).
+# By name: a model, and the size of its inputs (empty for tokens).
 MODELS: dict[str, tuple[Callable[[], nn.Module], int | None]] = {
     "tokens": (lambda: nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Linear(12, 2)), None),
     "tied tokens": (Tied, None),
@@ -63,7 +63,7 @@ def risk_of(name: str) -> EmpiricalRisk:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_a_few_data_at_a_time(name: str) -> None:
-    """Exact blocks are those of the GGN, and eigenvalues the GGN's entries along KFAC's eigenvectors."""
+    """Exact blocks equal those of the GGN, and eigenvalues are the GGN's entries along KFAC's eigenvectors."""
     risk = risk_of(name)
     C, blocks = GGN(risk), exact_blocks(risk)
     for block in KFAC(risk).blocks.values():

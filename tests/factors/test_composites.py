@@ -1,4 +1,4 @@
-"""Attention, recurrent networks and Hugging Face models: like the same model written with linear layers one by one."""
+"""Attention, recurrent networks and Hugging Face models agree with the same model written with single linear layers."""
 
 from importlib import import_module
 from typing import Any
@@ -28,7 +28,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def same_predictions(risk: EmpiricalRisk) -> None:
-    """Taps and replacements do not change what a model computes."""
+    """Taps and replacements do not change the predictions of a model."""
     (batch,) = risk.batches()
     with torch.enable_grad():
         f, _ = forward(risk, batch, new_trace(risk.params), [FactorSums(Settings())])
@@ -265,8 +265,8 @@ def test_learned_keys_and_whole_transformers() -> None:
 
 
 def hugging_face(name: str) -> tuple[nn.Module, dict[str, Tensor], Tensor, Any]:
-    t: Any = import_module("transformers")  # slow, and typed in too much detail
-    ids = torch.randint(1, 11, (6, 6))  # as many examples as positions: axes must not be mixed up
+    t: Any = import_module("transformers")  # slow, and with very detailed types
+    ids = torch.randint(1, 11, (6, 6))  # as many examples as positions, to notice mixed-up axes
     tiny: dict[str, Any] = {"vocab_size": 11}
     bert = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
     ends = {"bos_token_id": 1, "eos_token_id": 2}
@@ -283,7 +283,7 @@ def hugging_face(name: str) -> tuple[nn.Module, dict[str, Tensor], Tensor, Any]:
         config = t.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, decoder_start_token_id=0, **tiny)
         inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :4]}
         return t.T5ForConditionalGeneration(config), inputs, ids[:, :4], TokenCrossEntropy()
-    if name == "whisper":  # positions of the decoder are looked up by indices that were repeated over the batch
+    if name == "whisper":  # positions of the decoder are looked up by indices that are repeated over the batch
         config = t.WhisperConfig(
             num_mel_bins=4,
             d_model=8,
@@ -338,7 +338,7 @@ MODELS = ["gpt2", "llama", "bert", "t5", "vit", "whisper", "beit", "swinv2", "di
 
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_face(name: str) -> None:
-    """Everything is covered, and every operation's factors are those of its definition: sums over data one by one."""
+    """All parameters are covered, and each operation has the factors of its definition: sums over single examples."""
     torch.manual_seed(0)
     model, inputs, y, loss = hugging_face(name)
     model = model.double().eval()
@@ -370,7 +370,7 @@ class Logits(nn.Module):
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_hugging_face_layers_by_definition(name: str, sharing: str) -> None:
-    """Every linear layer has the factors of the literal definition: hooks, one example and one vector at a time."""
+    """Every linear layer has the factors of the literal definition, by hooks and loops over examples and vectors."""
     torch.manual_seed(0)
     model = Logits(hugging_face(name)[0]).double().eval()
     X = torch.randint(1, 11, (2, 3))

@@ -1,4 +1,4 @@
-"""Tensors that do not depend on data: tables, states, functions of parameters, until they meet the batch."""
+"""Tensors that do not depend on data, until they meet the batch: tables, states, functions of parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ DERIVED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", DERIVED)
 def test_computed_before_it_meets_the_batch(name: str, sharing: Any) -> None:
-    """Functions of a parameter alone are followed; gradients go back through them, one example at a time."""
+    """Functions of a parameter alone are tracked; gradients are sent back through them, for one example at a time."""
     function, params = DERIVED[name]
     torch.manual_seed(0)
     model = between(Function(function, **params)).double()
@@ -48,7 +48,7 @@ def test_computed_before_it_meets_the_batch(name: str, sharing: Any) -> None:
 
 
 def test_constants_of_all_kinds() -> None:
-    """Plain tensors, caches, frozen parameters, inputs without batch axis are no data, and nothing sticks to them."""
+    """Plain tensors, caches, frozen parameters, and inputs without batch axis are no data, and keep no marks."""
     torch.manual_seed(0)
     index, table = torch.arange(5), normal(5, 3)
 
@@ -142,7 +142,7 @@ def test_data_written_into_parts_and_batches_that_are_not_found() -> None:
 
 
 def test_tables_as_long_as_the_batch() -> None:
-    """A constant with as many rows as there are data: what happens to it says whether they are data."""
+    """A constant has as many rows as there are examples; its later uses show whether its rows belong to examples."""
     torch.manual_seed(0)
     W, b, X, y = normal(4, 4), normal(4), normal(3, 4), normal(3, 4)
     ones = torch.ones(3, 4, dtype=torch.float64)

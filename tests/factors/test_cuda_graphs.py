@@ -1,4 +1,4 @@
-"""Passes that are replayed as CUDA graphs compute what passes that run compute, and leave nothing behind."""
+"""Passes that are replayed as CUDA graphs agree with eager passes, and leave no state behind."""
 
 import copy
 import logging
@@ -22,10 +22,10 @@ from tests.factors.test_replay import FISHERS, Net, make_risk, same_factors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda")
-# There is no need to collect all of them where they do not run.
+# They need not be collected on machines that cannot run them.
 PROBLEMS = [*KNOWN, *ARRANGEMENTS] if torch.cuda.is_available() else []
-# These may run as they are. Data decide which operations run, or how rows are ordered, so that every batch is measured.
-# Or the model copies constants from the host, or multiplies along an axis, whose backward pass asks the device.
+# These may run eagerly. Data decide which operations run, or how rows are ordered, so that every batch is measured; or
+# the model copies constants from the host; or it multiplies along an axis, and the backward pass asks the device.
 RUN_AS_THEY_ARE = (
     *("experts, masks", "experts, topk", "graphs", "backwards", "in halves", "negatives", "one by one", "sorted"),
     *("views of an example together", "recurrent: no bias", "recurrent: two directions"),
@@ -54,11 +54,11 @@ def test_all_models(problem: Problem, kind: str, replayed: list[int]) -> None:
 
     try:
         expected = compute(replay=False)
-    except (KfsError, RuntimeError) as error:  # some have constants that are not moved with a model
+    except (KfsError, RuntimeError) as error:  # some have constants that do not move with the model
         pytest.skip(str(error))
     found = compute()
     assert replayed or problem.name.startswith(RUN_AS_THEY_ARE)
-    if kind == "ekfac":  # eigenvectors are unique up to signs, and where eigenvalues are equal not even that
+    if kind == "ekfac":  # eigenvectors are unique only up to signs, and not at all where eigenvalues are equal
         for mine, theirs in zip(found.stacks, expected.stacks, strict=True):
             torch.testing.assert_close(mine.structure.values.sum(), theirs.structure.values.sum())
     else:
@@ -68,7 +68,7 @@ def test_all_models(problem: Problem, kind: str, replayed: list[int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_autocast(dtype: torch.dtype, sharing: Any, replayed: list[int]) -> None:
-    """The last batch is smaller, and runs after others were replayed, with what `autocast` has kept."""
+    """The last batch is smaller, and runs after replays, with the casts that `autocast` has cached."""
     risk = make_risk(device="cuda")
     model = copy.deepcopy(risk.model).float()  # type: ignore[union-attr]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [batch[:2] for batch in risk.batches()])
@@ -90,7 +90,7 @@ def test_second_passes(replayed: list[int]) -> None:
 @pytest.mark.parametrize("fisher", FISHERS)
 def test_nothing_waits(fisher: Any, sharing: Any, replay: bool) -> None:
     risk = make_risk(device="cuda")
-    KFAC(risk, fisher, sharing)  # the audit waits
+    KFAC(risk, fisher, sharing)  # the audit synchronizes
     torch.cuda.set_sync_debug_mode("error")
     try:
         KFAC(risk, fisher, sharing, replay=replay)
@@ -111,7 +111,7 @@ def test_draws(first: int, shape: tuple[int, ...]) -> None:
 
 
 class Branches(Net):
-    """Asks the data which way to go."""
+    """Branches on values of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         f = super().forward(x)
@@ -119,7 +119,7 @@ class Branches(Net):
 
 
 class Fails(Net):
-    """Fails once, in a pass that is recorded."""
+    """Fails once, in a pass that is being recorded."""
 
     error: BaseException = ValueError("no")
 
@@ -131,7 +131,7 @@ class Fails(Net):
 
 
 class Waits(Net):
-    """Asks the device, in passes that are recorded alone."""
+    """Synchronizes, but only in passes that are being recorded."""
 
     def forward(self, x: Tensor) -> Tensor:
         f = super().forward(x)
@@ -139,7 +139,7 @@ class Waits(Net):
 
 
 class Draws3(Net):
-    """Draws random numbers that it does not use."""
+    """Draws random numbers and does not use them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 0 * torch.rand(1, device=x.device)
@@ -193,7 +193,7 @@ def test_what_ends_a_recording(error: BaseException, monkeypatch: pytest.MonkeyP
 
 
 class TestFlags:
-    """Errors come at the end, and name the example."""
+    """Errors are raised at the end, and name the example."""
 
     def test_nan(self) -> None:
         risk = make_risk(device="cuda")
@@ -227,7 +227,7 @@ class TestFlags:
 
 
 def test_pinned_buffer(replayed: list[int]) -> None:
-    """A loader that uses the same pinned memory for all batches."""
+    """A loader uses the same pinned memory for all batches."""
     risk = make_risk(device="cuda")
     batches = [(x.cpu(), y.cpu()) for x, y in (batch[:2] for batch in risk.batches())][:-1]
 
@@ -256,7 +256,7 @@ def test_algebra(size: int) -> None:
 
 
 def test_what_the_backward_pass_reads_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass runs in another thread, which must take note of what it reads, too."""
+    """The backward pass runs in another thread; its reads have to be noted, too."""
     seen: list[Any] = []
     replay = Recorded.replay
 

@@ -1,4 +1,4 @@
-"""Damping: the matrix that each method inverts, and cases where methods agree."""
+"""Damping: the matrix that each method inverts, and cases in which methods agree."""
 
 from math import exp
 from typing import Any
@@ -48,7 +48,7 @@ def test_dampings_have_inverses_that_know_everything(method: Any) -> None:
         else:
             pi = best_split(A, B, d)
             actual = (B + d**0.5 / pi * I_B) @ m @ (A + d**0.5 * pi * I_A)
-            # A minimum is found up to the root of the precision, 1e-8.
+            # The minimum is accurate to the square root of the precision, 1e-8.
             torch.testing.assert_close(actual, v, rtol=1e-6, atol=1e-6)
     check_contract(inverse, product_by_product(inverse))
     close(inverse.trace(), inverse.to_dense().trace())
@@ -56,7 +56,7 @@ def test_dampings_have_inverses_that_know_everything(method: Any) -> None:
 
 
 def number(*values: float) -> Factor:
-    """A stack of factors that are one number each."""
+    """A stack of factors that are single numbers."""
     return Factor.dense(torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1), torch.full((len(values),), 0.5))
 
 
@@ -64,7 +64,7 @@ def number(*values: float) -> Factor:
 @pytest.mark.parametrize("side", ["A", "B"])
 @pytest.mark.parametrize("other", ["number", "identity"])
 def test_factored_damping_of_multiples_of_the_identity_is_exact(kind: str, side: str, other: str) -> None:
-    """Several blocks have different numbers and dampings; one of the numbers is zero."""
+    """Several blocks have different numbers and dampings; one number is zero."""
     scale = torch.tensor([2.0, 0.5, 3.0], dtype=torch.float64)
     matrices = torch.stack([definite(4, seed) for seed in range(3)])
     wide = {
@@ -81,7 +81,7 @@ def test_factored_damping_of_multiples_of_the_identity_is_exact(kind: str, side:
     inverse = damped_inverse(K, damping, "factored")
     assert isinstance(inverse, Kronecker)
     torch.testing.assert_close(inverse.to_dense(), exact, rtol=1e-10, atol=0.0)
-    # What the formula for other blocks gives is far from it.
+    # The formula for other blocks gives a very different result.
     pi = trace_norm_ratio(K)
     A, B = K.A.shift(pi * damping.sqrt()), K.B.shift(damping.sqrt() / pi)
     wrong = Kronecker(A.inverse(), B.inverse()).to_dense()
@@ -89,7 +89,7 @@ def test_factored_damping_of_multiples_of_the_identity_is_exact(kind: str, side:
 
 
 def test_factored_damping_of_biases_and_scales() -> None:
-    """Layers without inputs of their own, in a network: damping is exact for them, and for others it is not."""
+    """For layers without inputs in a network, factored damping is exact; for other layers it is not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()
     data = torch.randn(20, 3, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
@@ -102,7 +102,7 @@ def test_factored_damping_of_biases_and_scales() -> None:
 
 
 def best_split(A: Tensor, B: Tensor, damping: float) -> float:
-    """Find the `pi` for which factored damping adds least in the trace norm, by ternary search for its logarithm."""
+    """Find the `pi` for which factored damping adds least in the trace norm, by ternary search over its logarithm."""
     I_A, I_B = torch.eye(len(A), dtype=A.dtype), torch.eye(len(B), dtype=B.dtype)
 
     def added(log: float) -> float:
@@ -140,7 +140,7 @@ def test_a_dead_layer_can_be_damped() -> None:
 
 
 def mixed_sizes() -> tuple[nn.Module, EmpiricalRisk]:
-    """Two layers of one size with curvature of different sizes, and groups of channels."""
+    """Two layers of equal size whose curvature differs in scale, and groups of channels."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 1), nn.Flatten()
@@ -153,7 +153,7 @@ def mixed_sizes() -> tuple[nn.Module, EmpiricalRisk]:
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC, exact_blocks, exact_diagonal])
 def test_relative_damping_is_in_units_of_mean_eigenvalues(make: Any) -> None:
-    """The mean eigenvalue is that of the dense block with all parameters of a layer."""
+    """The mean eigenvalue is that of the dense block of all parameters of a layer."""
     _, risk = mixed_sizes()
     K = make(risk)
     identity = torch.eye(K.shape[0], dtype=torch.float64)
@@ -191,7 +191,7 @@ def test_relative_damping_of_factors_and_sums(method: Any) -> None:
 
 
 class PartlyUsed(nn.Module):
-    """Predictions depend on two of four layers, and not on a token; as those of DINOv2 without masks."""
+    """Predictions depend on two of four layers, and not on a token, as with DINOv2 without masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class PartlyUsed(nn.Module):
 
 
 def partly_used(model: PartlyUsed, only_used: bool = False) -> EmpiricalRisk:
-    """A risk of all parameters, or of those that are used."""
+    """A risk of all parameters, or of the used ones."""
     X = torch.randn(12, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     used = ["first.weight", "first.bias", "last.weight", "last.bias"]
     return EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, torch.arange(12) % 3), params=used if only_used else None)
@@ -214,7 +214,7 @@ def partly_used(model: PartlyUsed, only_used: bool = False) -> EmpiricalRisk:
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC])
 def test_relative_damping_of_parameters_that_are_not_used(make: Any) -> None:
-    """It is in units of the mean eigenvalue of those that are used, whose inverse is that without the others."""
+    """It is in units of the mean eigenvalue of used parameters, whose inverse is that of a risk without the others."""
     model = PartlyUsed()
     K, alone = make(partly_used(model)), make(partly_used(model, only_used=True))
     used = list(alone.domain.shapes)
@@ -230,7 +230,7 @@ def test_relative_damping_of_parameters_that_are_not_used(make: Any) -> None:
 
 
 def test_influence_and_merging_with_parameters_that_are_not_used() -> None:
-    """Their gradients are zero, so that scores are those without them; and models are averaged there."""
+    """Their gradients are zero, so scores do not depend on them; merging averages their values."""
     model, other = PartlyUsed(), PartlyUsed()
     risk, alone = partly_used(model), partly_used(model, only_used=True)
     close(kfs.Influence(EKFAC(risk)).scores(risk, risk), kfs.Influence(EKFAC(alone)).scores(alone, alone))
@@ -254,7 +254,7 @@ def test_relative_damping_refuses() -> None:
 
 @pytest.mark.parametrize("method", [None, "exact", "factored", "per-factor"])
 def test_damped_blocks_have_the_damped_inverse(method: Method | None) -> None:
-    """Whatever the structure is. Without a method, damping is factored if there is a dense factor."""
+    """This is true for any structure. The default method is factored if there is a dense factor."""
     d = torch.tensor([0.3, 0.2], dtype=torch.float64)
     factors = torch.randn(6, 2, 3, 3, dtype=torch.float64)
     dense = [Factor.dense(F @ F.transpose(1, 2) + 0.1 * torch.eye(3)) for F in factors]

@@ -16,7 +16,7 @@ SHARING = ("expand", "reduce")
 
 
 class Twice(nn.Module):
-    """A layer that is called twice, at positions of different number."""
+    """A layer that is called twice, with different numbers of positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_calls_are_further_positions(sharing: str) -> None:
 
 @pytest.mark.parametrize("sharing", SHARING)
 def test_one_transposed_convolution_is_a_convolution(sharing: Any) -> None:
-    """With stride one, mirror the kernel; other strides put zeros between pixels."""
+    """With stride one, the kernel is mirrored; other strides put zeros between pixels."""
     torch.manual_seed(0)
     X, y = torch.randn(4, 4, 5, 6, dtype=torch.float64), torch.randn(4, 6, 5, 6, dtype=torch.float64)
     for groups in (1, 2):

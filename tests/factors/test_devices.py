@@ -1,4 +1,4 @@
-"""Factors are the same on an accelerator as on the CPU, in double precision to round-off, and in half precision."""
+"""Factors agree between an accelerator and the CPU: up to round-off in float64, and roughly in half precision."""
 
 import copy
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 class Mixed(nn.Module):
-    """Tokens, positions, attention, normalization and a convolution."""
+    """Has tokens, positions, attention, a normalization and a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ def test_strips(size: int, dtype: torch.dtype) -> None:
         add_gram(total, x)
     mirror(total)
     expected = 3 * torch.einsum("npi,npj->ij", x.double(), x.double())
-    # Sums of 240 products of size one in float32, where TF32 is off.
+    # Sums of 240 products of size one in float32, without TF32.
     torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("others", [[], [(40, torch.bfloat16)], [(2000, torch.float32)]])
 def test_rough_symmetry(others: list[tuple[int, torch.dtype]]) -> None:
-    """Nothing is missing below the diagonal, for products by strips, as a whole, or by other strips."""
+    """All entries below the diagonal are filled in, for products by strips, in one piece, or by other strips."""
     sums = [OuterProductSum.zeros(1700, 1, False, True, torch.float32, "cuda") for _ in range(2)]
     torch.manual_seed(0)
     for rows, dtype in [(2000, torch.bfloat16), *others]:
@@ -92,7 +92,7 @@ def test_rough_symmetry(others: list[tuple[int, torch.dtype]]) -> None:
 def test_products(size: int, groups: int, products: Any, dtype: torch.dtype) -> None:
     x = torch.randn(2, 40, size * groups, device="cuda", dtype=dtype)
     multiplied = x.bfloat16() if products == "bf16" else x
-    # Rounding to TF32's eleven bits is off by 2^-11 twice. The rest is round-off of a sum of 80 products in float32.
+    # Rounding to TF32's eleven bits is off by 2^-11 twice. In addition, there is round-off of 80 products in float32.
     tolerance = 2**-9 if products == "tf32" and dtype == torch.float32 else 2**-16
     before = torch.backends.cuda.matmul.allow_tf32
     total = OuterProductSum.zeros(size, groups, False, True, torch.float32, "cuda", products)
@@ -112,7 +112,7 @@ def test_factors_by_products(products: Any) -> None:
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
     expected, found = (KFAC(risk, "empirical", products=one) for one in ("auto", products))
     for name, block in found.blocks.items():
-        # Rounding to bfloat16 changes a product by 2^-7 of it; sums may cancel, but none is larger than these norms.
+        # Rounding to bfloat16 changes a product by a factor of 1 + 2^-7; sums may cancel, but none exceeds these norms.
         for mine, theirs in ((block.A, expected.blocks[name].A), (block.B, expected.blocks[name].B)):
             assert (mine - theirs).norm() <= 2**-6 * theirs.norm()
 
@@ -124,18 +124,18 @@ def test_autocast() -> None:
     plain = KFAC(risk, "empirical")
     with torch.autocast("cuda", torch.bfloat16):
         narrow = KFAC(risk, "empirical")
-    # bfloat16 has 8 bits; errors of some operations in a row are a few percent of the largest entry.
+    # bfloat16 has 8 bits; errors of several consecutive operations are a few percent of the largest entry.
     for name, block in narrow.blocks.items():
         assert block.A.dtype == block.B.dtype == torch.float32
         scale = plain.blocks[name].B.abs().max()
         torch.testing.assert_close(block.B / scale, plain.blocks[name].B / scale, rtol=0.1, atol=0.05)
 
 
-# With reduce, gradients of keys sum up to zero, so that EKFAC's eigenvectors for them are round-off.
+# With reduce, gradients of keys sum to zero, so EKFAC's eigenvectors for them are round-off.
 @pytest.mark.parametrize(("make", "sharing"), [(KFAC, "expand"), (KFAC, "reduce"), (EKFAC, "expand")])
 def test_factors_may_live_elsewhere(make: Any, sharing: Any, tmp_path: Path) -> None:
     model = Mixed().double().eval()
-    X, y = torch.randint(7, (40, 6)), torch.randint(3, (40,))  # fewer would leave eigenvectors undetermined
+    X, y = torch.randint(7, (40, 6)), torch.randint(3, (40,))  # fewer would not determine all eigenvectors
     there = EmpiricalRisk(copy.deepcopy(model).cuda(), nn.CrossEntropyLoss(), (X, y))
     here = make(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y)), sharing=sharing)
     dense = here.to_dense()

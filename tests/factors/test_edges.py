@@ -1,4 +1,4 @@
-"""Rarely used ways to use a parameter: those that are covered agree with a plain model, the others are reported."""
+"""Rare uses of a parameter: covered ones agree with a plain model, the others are reported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +105,7 @@ def _write(h: Tensor, W: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_uses_that_are_easily_missed_are_reported(name: str) -> None:
-    """Together with a use that has a rule, they would make the factors wrong without a word."""
+    """Beside a use that has a rule, they would silently make the factors wrong."""
     function, operation = HIDDEN[name]
     uncovered = inspect(between(Function(function, W=normal(4, 4))).double(), normal(3, 3)).uncovered
     assert list(uncovered) == ["2.W"]
@@ -135,7 +135,7 @@ def test_models_that_differentiate_themselves_are_refused() -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_tied_autoencoders(sharing: Any) -> None:
-    """Both uses of the weight are in its block, on opposite sides, and biases have blocks of their own."""
+    """Both uses of the weight are in its block, on opposite sides; biases have separate blocks."""
     torch.manual_seed(0)
     X, y = normal(4, 3), normal(4, 3)
     params = {"W": normal(5, 3), "b": normal(5), "c": normal(3)}
@@ -225,7 +225,7 @@ def test_other_ways_to_call() -> None:
 
 
 def test_parts_that_do_not_matter_are_no_obstacle() -> None:
-    """Norms that are logged, and copies that are thrown away, leave coverage as it is."""
+    """Norms that are logged, and unused copies, do not change coverage."""
 
     def f(m: Any, x: Tensor) -> Tensor:
         m.seen = float(m.W.norm().detach()) + m.W.tanh().sum().item()
@@ -245,7 +245,7 @@ def test_parts_that_do_not_matter_are_no_obstacle() -> None:
 
 @pytest.mark.parametrize("audit", [True, False])
 def test_parameters_that_are_not_used(audit: bool, tmp_path: Path) -> None:
-    """That is said, and no error: predictions do not depend on them, so that their curvature is zero."""
+    """They are reported without an error: predictions do not depend on them, so their curvature is zero."""
     torch.manual_seed(0)
     X, y = normal(1, 4), normal(1, 3)
     function: Any = lambda m, x: (m.mask.norm(), m.second @ x.mT, F.linear(x, m.W))[2]  # noqa: E731
@@ -274,7 +274,7 @@ def test_parameters_that_are_not_used(audit: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_biases_alone(sharing: Any) -> None:
-    """A bias whose weight is not considered has the factor that it has in the joint block."""
+    """If the weight is excluded, the bias has the same factor as in the joint block."""
     torch.manual_seed(0)
     layers = {
         "linear": (nn.Linear(3, 4), normal(5, 6, 3)),
@@ -314,7 +314,7 @@ def test_images_that_are_not_batched() -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_normalizations_over_several_axes_and_instances(sharing: Any) -> None:
-    """Their scales are like those of separate multiplications, and unused ones are left out."""
+    """Their scales agree with separate multiplications, and unused ones are left out."""
     torch.manual_seed(0)
     X, y = normal(3, 2, 4), normal(3, 2, 4)
     s, b = normal(2, 4), normal(2, 4)
@@ -334,7 +334,7 @@ def test_normalizations_over_several_axes_and_instances(sharing: Any) -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_parts_of_rows(sharing: Any) -> None:
-    """Only some entries of each row are used: others have no curvature."""
+    """Entries of a row that are not used have no curvature."""
     torch.manual_seed(0)
     P, X, y = normal(3, 4), normal(5, 2), normal(5, 2)
     K = factors(lambda m, x: (x * m.P[1, 1:3]).tanh(), X, y, sharing, P=P)
@@ -375,7 +375,7 @@ def test_learned_queries_states_and_sparse_matrices() -> None:
 
 
 def test_splits_that_differ() -> None:
-    """One weight as two different matrices has no single pair of factors."""
+    """One weight used as two different matrices has no single pair of factors."""
     twice = Function(
         lambda m, x: (
             torch.einsum("ni,iab->nab", x[:, :2], m.W)[:, 0] + torch.einsum("nia,iab->nb", x.reshape(-1, 2, 2), m.W)

@@ -25,7 +25,7 @@ N = 6
 
 
 class Tokens(nn.Module):
-    """Tokens `[N, 5]` to predictions `[N, 2]` by way of a module for `[N, 5, 4]`."""
+    """Maps tokens `[N, 5]` to predictions `[N, 2]` with a module for `[N, 5, 4]` in between."""
 
     def __init__(self, inner: nn.Module, padding: int | None = None) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Twice(nn.Module):
 
 
 class Last(nn.Module):
-    """The output of an attention or recurrent layer, without the rest."""
+    """The output of an attention or recurrent layer alone."""
 
     def __init__(self, layer: nn.Module, times: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def images(*layers: nn.Module, shape: tuple[int, ...]) -> nn.Module:
 
 
 def positions(m: Any, x: Tensor) -> Tensor:
-    """Add positions, scale, and use one row of a table only."""
+    """Add positions, scale, and use only one row of a table."""
     result: Tensor = (x + m.p) * m.s + m.table[1:2]
     return result
 
@@ -136,13 +136,13 @@ def risk_of(make: Callable[[], nn.Module], kind: str, num_data: int = N) -> Empi
 
 
 def check(risk: EmpiricalRisk, exact: LinearOperator, **settings: Any) -> None:
-    """Compare eigenvalues with the curvature along eigenvectors, block by block, and errors with those of KFAC."""
+    """Compare eigenvalues with the curvature along eigenvectors, per block, and compare the error with that of KFAC."""
     K, E = KFAC(risk, **settings), EKFAC(risk, **settings)
     C = exact.to_dense()
     Q = K.eigh()[1].to_dense()
     close(E.to_dense(), Q @ torch.diag((Q.T @ C @ Q).diagonal()) @ Q.T)
     round_off = 1e-12 * C.norm()
-    assert (E.to_dense() - C).norm() <= (K.to_dense() - C).norm() + round_off  # outside of blocks, both are zero
+    assert (E.to_dense() - C).norm() <= (K.to_dense() - C).norm() + round_off  # outside the blocks, both are zero
     close(E.trace(), C.trace())
 
 
@@ -320,7 +320,7 @@ def test_other_models_are_refused() -> None:
 
 
 def test_data_must_use_all_blocks() -> None:
-    """Eigenvalues of a block that the data do not use would be zero without a word."""
+    """Otherwise, eigenvalues of unused blocks would silently be zero."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -379,7 +379,7 @@ def test_what_cannot_be_corrected_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:Factors wider than max_dim")
 @pytest.mark.parametrize("joint_bias", [True, False])
 def test_diagonal_factors(joint_bias: bool) -> None:
-    """Without eigenvectors, eigenvalues are the diagonal of the exact curvature, also of the bias."""
+    """Without eigenvectors, eigenvalues are the diagonal of the exact curvature, including the bias."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     data = torch.randn(N, 3, dtype=torch.float64), torch.randn(N, 2, dtype=torch.float64)
     risk = EmpiricalRisk(model, nn.MSELoss(), data)

@@ -1,4 +1,4 @@
-"""Where the paper's formulas about KFAC itself are wrong, and what is right."""
+"""Errors in the paper's formulas about KFAC itself, and the correct formulas."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def test_motivation_by_a_block_diagonal_middle() -> None:
 
 
 def test_gradient_of_the_square_loss() -> None:
-    """It points from the target to the prediction; as printed, its sign is the other one, and its square the same."""
+    """It points from the target to the prediction; as printed, it has the opposite sign, and the same square."""
     f, y = torch.randn(2, 3, dtype=torch.float64)
     (vector,) = empirical_vectors(nn.MSELoss(), f, y)
     close(vector, f - y)
@@ -47,7 +47,7 @@ def test_gradient_of_the_square_loss() -> None:
 
 
 def test_monte_carlo_vectors_are_divided_by_the_root_of_their_number() -> None:
-    """With the factor, B is the middle matrix for any number of draws; as printed, it is that many times too large."""
+    """With the factor, B is the middle matrix for any number M of draws; as printed, it is M times too large."""
     torch.manual_seed(0)
     loss, M = nn.CrossEntropyLoss(), 4000
     f, y = torch.randn(1, 3, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
@@ -79,7 +79,7 @@ def test_kfac_is_not_the_curvature() -> None:
 
 
 def test_one_example_is_exact_for_the_fisher_not_for_any_ggn() -> None:
-    """A Poisson distribution whose rate is the prediction: the expected Hessian is not the one of the data's label."""
+    """A Poisson distribution whose rate is the prediction: the expected Hessian is not that at the data's label."""
     torch.manual_seed(0)
     layer, x, y = nn.Linear(3, 1, bias=False).double(), torch.rand(1, 3, dtype=torch.float64), torch.tensor([[5.0]])
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_one_example_is_exact_for_the_fisher_not_for_any_ggn() -> None:
     close(g[0], func.grad(c)(f.detach(), labels[:1]))
     B = gradient_factor(g / len(labels) ** 0.5)
     K = kfac_block(input_factor(x, 1.0), B, rvec)
-    fisher = x.T @ x / f.detach()  # the expected Hessian of the criterion is one over the rate
+    fisher = x.T @ x / f.detach()  # the expected Hessian of the criterion is 1 / rate
     # The relative error of 20000 draws is about 1 percent.
     assert (K - fisher).norm() < 0.05 * fisher.norm()
     assert (K - ggn).norm() > 0.5 * ggn.norm()
@@ -103,7 +103,7 @@ def test_one_example_is_exact_for_the_fisher_not_for_any_ggn() -> None:
 
 
 def test_monte_carlo_vector_of_the_square_loss() -> None:
-    """It points from the drawn label to the prediction; as printed, it has the other sign, and the same square."""
+    """It points from the drawn label to the prediction; as printed, it has the opposite sign, and the same square."""
     f, y = torch.randn(2, 3, dtype=torch.float64)
     (vector,) = mc_vectors(nn.MSELoss(), f, y, generator=torch.Generator().manual_seed(1))
     label = sample_label(nn.MSELoss(), f, torch.Generator().manual_seed(1))

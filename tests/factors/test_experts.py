@@ -1,4 +1,4 @@
-"""Parameters that stack matrices, `[E, out, in]` or `[E, in, out]`: every matrix is a block of its own.
+"""Parameters that stack matrices, `[E, out, in]` or `[E, in, out]`: every matrix has a block of its own.
 
 Oracles are the GGN, autograd, and models in which every expert is a layer of its own.
 """
@@ -38,8 +38,8 @@ class Experts(nn.Module):
 
     Args:
         style: Takes this module and data `[N, in]`, and returns outputs `[N, E, out]`.
-        names: The parameters that the style uses: weights `W`, their transposes `V`, one matrix `U` that has all of
-            them, or biases `b`.
+        names: The parameters that the style uses: weights `W`, their transposes `V`, one matrix `U` of all of them, or
+        biases `b`.
     """
 
     def __init__(self, style: Style, names: str) -> None:
@@ -81,7 +81,7 @@ class Layers(nn.Module):
 
 
 def each(function: Callable[[Any, Tensor, int], Tensor]) -> Style:
-    """Return a style that computes one expert after the other."""
+    """Return a style that computes the experts in a loop."""
     return lambda m, x: torch.stack([function(m, x, e) for e in range(EXPERTS)], 1)
 
 
@@ -101,7 +101,7 @@ def grouped(m: Any, x: Tensor) -> Tensor:
     return outputs.reshape(EXPERTS, len(x), -1).transpose(0, 1)
 
 
-# By name: the parameters that are used, and how. All of them compute the same.
+# By name: the parameters that are used, and a style. All styles compute the same function.
 STYLES: dict[str, tuple[str, Style]] = {
     "linear": ("Wb", each(lambda m, x, e: F.linear(x, m.W[e], m.b[e]))),
     "linear, no bias": ("W", each(lambda m, x, e: F.linear(x, m.W[e, :, :]))),
@@ -136,7 +136,7 @@ STYLES: dict[str, tuple[str, Style]] = {
     "grouped_mm": ("V", grouped),
     "grouped_mm of stacks": ("V", lambda m, x: torch._grouped_mm(same(x), m.V).transpose(0, 1)),
 }
-# PyTorch multiplies groups in float32 at most, but the rule replaces this operation.
+# PyTorch multiplies groups in float32 at most; in a pass, the rule replaces this operation.
 IN_FLOAT64 = [name for name in STYLES if not name.startswith("grouped")]
 
 
@@ -161,7 +161,7 @@ def test_predictions_are_the_same(style: str) -> None:
 
 @pytest.mark.parametrize("style", ["grouped_mm", "grouped_mm of stacks"])
 def test_predictions_of_groups(style: str) -> None:
-    """In float32, and with sizes that PyTorch's kernel accepts; rows that no expert has are zero."""
+    """In float32, and with sizes that PyTorch's kernel accepts; rows without an expert are zero."""
     X, V = torch.randn(6, 8), torch.randn(EXPERTS, 8, 4)
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
 
@@ -184,7 +184,7 @@ def test_predictions_of_groups(style: str) -> None:
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("style", IN_FLOAT64)
 def test_one_datum(style: str, sharing: Any) -> None:
-    """KFAC is the exact curvature, without what is between experts."""
+    """KFAC is the exact curvature without the blocks between experts."""
     risk = risk_of(make(style), 1)
     K = KFAC(risk, sharing=sharing)
     owners = [torch.arange(EXPERTS).repeat_interleave(p.numel() // EXPERTS) for p in risk.params.values()]
@@ -234,7 +234,7 @@ def test_corrected_eigenvalues(style: str) -> None:
 
 
 class Gradients(Moment):
-    """The sum of all gradients."""
+    """The sum of all per-example gradients."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.total = torch.zeros(shape, dtype=torch.float64)
@@ -245,7 +245,7 @@ class Gradients(Moment):
 
 @pytest.mark.parametrize("style", IN_FLOAT64)
 def test_inputs_and_gradients_make_up_the_gradient(style: str) -> None:
-    """The sum of `g x^T` over all uses of an expert is what autograd computes."""
+    """The sum of `g x^T` over all uses of an expert is autograd's gradient."""
     risk = risk_of(make(style), 5)
     layouts = {block.layout.key: block.layout for block in KFAC(risk).blocks.values()}
     found = {key: Gradients(layout.matrix_shape) for key, layout in layouts.items()}
@@ -258,7 +258,7 @@ def test_inputs_and_gradients_make_up_the_gradient(style: str) -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_autocast(style: str) -> None:
-    """Results have the precision and the shape that they have outside of a pass."""
+    """Results have the same precision and shape as outside of a pass."""
     names, function = STYLES[style]
     found = []
 

@@ -147,7 +147,7 @@ def test_any_bytes_are_refused(file_of_ours: Path, content: bytes) -> None:
 
 
 class Evil:
-    """Does something when it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (Path.touch, (Path("executed"),))
@@ -176,7 +176,7 @@ def test_foreign_files_are_refused_and_not_executed(tmp_path: Path, monkeypatch:
 
 
 def paths_of(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the places of all leaves of a state."""
+    """Return the paths to all leaves of a state."""
     if isinstance(state, dict):
         return [p for key, value in state.items() for p in paths_of(value, (*path, key))]
     if isinstance(state, list):
@@ -196,7 +196,7 @@ def replaced(state: Any, path: tuple[Any, ...], value: Any) -> Any:
 def test_a_valid_file_with_other_contents_loads_consistently_or_not_at_all(
     file_of_ours: Path, data: st.DataObject
 ) -> None:
-    """Somebody wrote a proper file with wrong shapes, types or names: it may load, but only if everything fits."""
+    """A well-formed file with wrong shapes, types or names may load, but only if its contents are consistent."""
     header, state = files.read(file_of_ours)
     path = data.draw(st.sampled_from(paths_of(state)))
     old = state

@@ -1,6 +1,6 @@
-"""Checks of values on an accelerator set flags, and errors that come later say what they would have said at once.
+"""Deferred checks of values on an accelerator: later errors have the same text as immediate ones.
 
-There is no accelerator here: the CPU is taken for one.
+There is no accelerator here: the CPU is treated as one.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ from tests.operators.contract import close
 
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Take the CPU for an accelerator until a list is empty."""
+    """Treat the CPU as an accelerator until a list is empty."""
     found = [True]
     monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: bool(found))
     return found
 
 
 def test_explained_vectors(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an accelerator, a root of a negative curvature is NaN; why that is so is found out on the CPU."""
+    """On an accelerator, a root of a negative curvature is NaN; the reason is found on the CPU."""
     explain = compute.explain_vectors
 
     def on_a_cpu(*args: Any) -> None:
@@ -42,7 +42,7 @@ def test_explained_vectors(behind: list[bool], monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_unexplained_vectors(behind: list[bool]) -> None:
-    """If nothing is found, factors that are not finite are an error all the same."""
+    """If no reason is found, factors that are not finite are still an error."""
     X = torch.full((4, 3), 1e30)
     with pytest.raises(DataError, match=r"inputs of block '.*' are not finite"):
         KFAC(EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), (X, torch.randn(4, 2))))
@@ -50,11 +50,11 @@ def test_unexplained_vectors(behind: list[bool]) -> None:
 
 
 def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors about examples that are raised at the end are as precise as errors at once."""
+    """Errors about examples that are raised at the end are as precise as immediate errors."""
     first_failure = DeferredChecks.first_failure
 
     def read(flags: DeferredChecks) -> int | None:
-        behind.clear()  # from now on, the CPU is a CPU
+        behind.clear()  # from now on, the CPU counts as a CPU
         return first_failure(flags)
 
     monkeypatch.setattr(DeferredChecks, "first_failure", read)
@@ -66,7 +66,7 @@ def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flags_of_a_computation_within_another(behind: list[bool]) -> None:
-    """A hook computes something with the same risk: data that were wrong before still are."""
+    """A hook runs a computation with the same risk: invalid data from before it are still reported."""
     risk = make_risk()
     batches = [b[:2] for b in risk.batches()]
     batches[1][1][2] = 17
@@ -88,7 +88,7 @@ def test_flags_of_a_computation_within_another(behind: list[bool]) -> None:
 
 
 class TestDeviceChecks:
-    """Checks that are made at once on an accelerator, because flags are not read later."""
+    """Checks that are made at once on an accelerator, because deferred checks are not read later."""
 
     def test_label(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         risk = make_risk(1, last=0)
@@ -115,7 +115,7 @@ class TestDeviceChecks:
             close(gradient[name], g)
 
     def test_nothing_wrong_any_more(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-        """A flag was raised, and the same example has nothing wrong when it is looked at again."""
+        """A check has failed, but the same example is valid when it is evaluated again."""
         monkeypatch.setattr(DeferredChecks, "first_failure", lambda _: 5)
         with pytest.raises(DataError, match="example 5 failed a check, but passed it when evaluated again"):
             KFAC(make_risk(2), "mc")
@@ -130,7 +130,7 @@ def test_flags_of_nothing() -> None:
 
 
 def test_constants(behind: list[bool]) -> None:
-    """Constants are made once, and few of them are kept."""
+    """Constants are created once, and only a few are cached."""
     device = torch.device("cpu")
     assert sync.counting(3, device) is sync.counting(3, device)
     assert sync.ones(3, torch.float32, device).tolist() == [1.0] * 3

@@ -1,4 +1,4 @@
-"""Forward-only curvature: a multiple of the identity stands in for gradients, the one for which KFAC is exact."""
+"""Forward-only curvature: `B` is the multiple of the identity for which KFAC is exact."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", EXACT)
 def test_reduce_is_exact_for_mean_pooling(name: str, reduction: str) -> None:
-    """With expand, the identity stands in at every position. Blocks are then as many times too large as there are."""
+    """With expand, `B` is the identity at every position. Blocks are then too large by the number of positions."""
     make, shape = EXACT[name]
     risk = EmpiricalRisk(make(), nn.MSELoss(reduction=reduction), (normal(*shape), normal(shape[0], 3)))
     exact = GGN(risk).to_dense()
@@ -56,7 +56,7 @@ def test_reduce_is_exact_for_mean_pooling(name: str, reduction: str) -> None:
 
 
 class MeanOfWords(nn.Module):
-    """The mean embedding of all words but padding."""
+    """The mean embedding of all words except for padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def words_of_lengths(*lengths: int) -> Tensor:
 
 
 def test_data_with_different_numbers_of_positions() -> None:
-    """`B` is the mean over data of one over the squared number of positions, as that of type-2 is."""
+    """`B` is the mean of one over the squared number of positions, as that of type-2 is."""
     lengths = (1, 2, 5, 5, 4, 0)
     risk = EmpiricalRisk(MeanOfWords().double(), nn.MSELoss(), (words_of_lengths(*lengths), normal(6, 3)))
     B = KFAC(risk, "forward-only", "reduce").blocks["table.weight"].B
@@ -98,7 +98,7 @@ def of_sequences(batches: Any) -> EmpiricalRisk:
 
 
 def test_more_data(tmp_path: Path) -> None:
-    """Adding data, merging, files and checkpoints take the numbers of positions along."""
+    """Adding data, merging, files and checkpoints preserve the numbers of positions."""
     batches = sequences(4, 2, 3)
     settings: dict[str, Any] = {"fisher": "forward-only", "sharing": "reduce"}
     whole = KFAC(of_sequences(batches), **settings)
@@ -124,7 +124,7 @@ def test_more_data(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_averages_numbers_of_positions() -> None:
-    """Averages over steps have no bias from their start, and equal numbers stay what they are."""
+    """Averages over steps have no bias from their start, and equal numbers do not change."""
     decay, lengths = 0.7, (4, 4, 2, 3)
     model = pooled(nn.Linear(2, 3))
     options: dict[str, Any] = {"fisher": "forward-only", "decay": decay, "factors_every": 1, "lr": 0.0}

@@ -1,4 +1,4 @@
-"""EKFAC with Monte Carlo draws: eigenvalues come from other draws than eigenvectors, and are right on average."""
+"""EKFAC with Monte Carlo draws: eigenvalues use other draws than eigenvectors, and are right on average."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,15 +25,15 @@ def risk_of(part: slice = slice(None), num_data: int = 12) -> EmpiricalRisk:
 
 
 def smallest_half(values: Tensor, vectors: Tensor, C: Tensor) -> Tensor:
-    """Sum the curvature along the eigenvectors of the smaller half of all eigenvalues."""
+    """Sum the curvature along the eigenvectors of the smallest half of all eigenvalues."""
     order = values.argsort()[: len(values) // 2]
     return (vectors.T @ C @ vectors).diagonal()[order].sum()
 
 
 def test_small_eigenvalues_are_right_on_average() -> None:
-    """One draw per example, for few examples. With the draws of the factors, they come out several times too small.
+    """One draw per example, for few examples. With the draws of the factors, they are several times too small.
 
-    Eigenvectors belong to drawn factors. The type-2 Fisher has the curvature along them that draws have on average.
+    Eigenvectors belong to drawn factors. Along them, draws have the curvature of the type-2 Fisher on average.
     """
     risk = risk_of(num_data=6)
     exact = GGN(risk).to_dense()
@@ -54,7 +54,7 @@ def test_small_eigenvalues_are_right_on_average() -> None:
 
 @pytest.mark.parametrize("mc_samples", [1, 3])
 def test_draws_are_those_after_the_factors(mc_samples: int) -> None:
-    """They depend on the number of the example, not on batches or on the order in which data were added."""
+    """They depend on the number of the example, not on batches or on the order in which data are added."""
     settings: dict[str, Any] = {"fisher": "mc", "mc_samples": mc_samples, "seed": 5}
     risk = risk_of()
     K, E = KFAC(risk, **settings), EKFAC(risk, **settings)
@@ -82,7 +82,7 @@ def test_files_continue_with_the_same_draws(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_eigenvalues_from_the_draws_of_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not continued, but those without draws are."""
+    """They are not resumed, but those without draws are."""
     risk = risk_of()
     with monkeypatch.context() as earlier:
         earlier.setattr(Settings, "with_fresh_draws", lambda self: self)

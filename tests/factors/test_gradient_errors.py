@@ -1,4 +1,4 @@
-"""Gradients that `per_datum` refuses: those that are not finite, and those of data with indices that do not exist."""
+"""Gradients that `per_datum` refuses: values that are not finite, and gradients for indices that do not exist."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_gradients_that_are_not_finite(uncovered: Any, datum: str) -> None:
 
 
 def test_large_gradients_are_finite() -> None:
-    """Their norm overflows, and none of them does."""
+    """Their norm overflows, but each entry is finite."""
     model = nn.Linear(3, 3).float()
     X, y = data()
     risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (X.float(), y))
@@ -63,7 +63,7 @@ def test_indices_that_do_not_exist() -> None:
         list(kfs.per_datum(kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (tokens, y))))
 
     class Once(nn.Module):
-        """Raises an error that does not come again."""
+        """Raises an error only once."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -43,7 +43,7 @@ def all_of(stream: Iterator[GradientBatch]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_scale(reduction: str) -> None:
-    """Gradients are those of unscaled terms: their sum, times the reduction factor, is the risk's gradient."""
+    """Gradients are those of unscaled terms: their sum times the reduction factor is the risk's gradient."""
     risk = risk_of(loss=nn.CrossEntropyLoss(reduction=reduction))
     found = all_of(kfs.per_datum(risk))
     for name, g in risk.gradient().items():
@@ -54,7 +54,7 @@ def test_scale(reduction: str) -> None:
 
 
 def test_quantities() -> None:
-    """Of another quantity, it is the gradient of that, which vmap computes here."""
+    """For another quantity, the gradient equals the one that vmap computes."""
     model, (X, y) = mlp(), data()
     params = {name: p.detach() for name, p in model.named_parameters()}
 
@@ -74,7 +74,7 @@ def test_quantities() -> None:
 
 
 def test_state_is_untouched_between_batches() -> None:
-    """Whoever takes batches sees his own modes, flags and random numbers; also after stopping in the middle."""
+    """Between batches, the caller has its own modes, flags and random numbers, also after stopping in the middle."""
     model = mlp()
     model[0].weight.requires_grad_(False)
     risk = risk_of(model, size=2, params=["0.weight", "2.weight"])
@@ -100,7 +100,7 @@ def test_state_is_untouched_between_batches() -> None:
 
 
 def test_a_function_with_parameters() -> None:
-    """Parameters that are not those of a module are replaced by leaves in every pass."""
+    """Parameters that do not belong to a module are replaced by leaves in every pass."""
     params = {"W": torch.randn(3, 3, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
     risk = kfs.EmpiricalRisk(
         lambda p, x: x @ p["W"].T + p["b"], nn.CrossEntropyLoss(), batches(*data(), 2), params=params
@@ -115,7 +115,7 @@ def test_a_function_with_parameters() -> None:
 
 
 def with_cosine(m: Any, x: Tensor) -> Tensor:
-    """One parameter goes through an operation that no rule knows, another one shares its block."""
+    """One parameter is used by an operation without a rule, another one shares its block."""
     inverse: Tensor = torch.linalg.inv(m.V + 3 * torch.eye(3, dtype=x.dtype))
     return nn.functional.linear(x, m.W, m.b).tanh() @ inverse
 
@@ -179,7 +179,7 @@ def test_a_parameter_that_is_never_used() -> None:
 
 
 class Routed(nn.Module):
-    """Sends data to one of two layers."""
+    """Sends each example to one of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Routed(nn.Module):
 
 
 def test_blocks_that_a_batch_does_not_use() -> None:
-    """Their gradients are zero, in whatever way they are asked for."""
+    """Their gradients are zero for every kind of request."""
     X, y = data(4)
     X[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
     risk = kfs.EmpiricalRisk(Routed(), nn.CrossEntropyLoss(), batches(X, y, 2))
@@ -227,7 +227,7 @@ OPERATORS: dict[str, Any] = {
 
 
 class Tied(nn.Module):
-    """An embedding, whose transpose may compute the logits, or not."""
+    """An embedding whose transpose optionally computes the logits."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def of_tokens(model: nn.Module) -> kfs.EmpiricalRisk:
 
 
 def decoder_first(m: Any, tokens: Tensor) -> Tensor:
-    """Multiply with a table before rows of it are looked up: unit vectors are on the side of gradients."""
+    """Multiply with a table before its rows are looked up: unit vectors are on the side of gradients."""
     constant = torch.ones(len(tokens), 3, dtype=torch.float64) * tokens[:, :1]
     return nn.functional.linear(constant, m.W) + nn.functional.embedding(tokens, m.W).sum(1) @ torch.ones(3, 5).double()
 
@@ -265,7 +265,7 @@ def decoder_first(m: Any, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_products_with_structures(model: str, kind: str) -> None:
-    """Products with blocks of any structure are those with the dense matrix; they can be multiplied again."""
+    """Products with blocks of any structure equal those with the dense matrix, and can be multiplied again."""
     risk = MODELS[model]()
     K = OPERATORS[kind](risk)
     (batch,) = kfs.per_datum(risk, blocks=K)
@@ -288,7 +288,7 @@ def test_products_with_structures(model: str, kind: str) -> None:
 
 
 def test_unit_vectors_on_the_side_of_gradients() -> None:
-    """If all of them are there, and the block is diagonal on that side, rows stay rows."""
+    """If all unit vectors are present, and the block is diagonal on that side, rows stay rows."""
     torch.manual_seed(0)
     x = PlainVectors(torch.randn(1, 2, 3, 4, dtype=torch.float64))
     rows = RowProducts(x, UnitVectors(torch.randint(5, (2, 3)), 5, torch.float64))
@@ -300,7 +300,7 @@ def test_unit_vectors_on_the_side_of_gradients() -> None:
 
 
 def test_nothing_is_resumed() -> None:
-    """Gradients are no sums over data, which a file could keep."""
+    """Gradients are not sums over data, which a checkpoint could store."""
     sums = KeptGradients()
     assert not sums.tensors()
     assert not sums.counts()

@@ -1,6 +1,6 @@
-"""Half precision: inputs and gradients are what the model computes, sums over them are taken in float32.
+"""Half precision: inputs and gradients have the precision of the model; sums over them are computed in float32.
 
-Oracles are float64 sums over the very numbers in half precision, so that only the summation is under test.
+Oracles are float64 sums over the same half-precision numbers, so that only the summation is tested.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_sums_over_positions(dtype: torch.dtype) -> None:
-    """`reduce` adds up inputs and gradients of 100 positions, and squares the sums afterwards."""
+    """`reduce` adds up inputs and gradients of 100 positions, and then takes outer products of the sums."""
     X, y = torch.rand(6, 100, 3).to(dtype), torch.randn(6, 2).to(dtype)
     model = nn.Linear(3, 2).to(dtype)
     risk = EmpiricalRisk(nn.Sequential(model, Mean()), nn.MSELoss(reduction="sum"), (X, y))
@@ -50,7 +50,7 @@ class Mean(nn.Module):
 @pytest.mark.parametrize("scale", [1.0, 300.0, 1e-3])
 @pytest.mark.parametrize("dtype", HALF)
 def test_squares(dtype: torch.dtype, scale: float) -> None:
-    """Diagonals hold squares, which do not fit into float16 if numbers are large or small."""
+    """Diagonals are sums of squares, which overflow or underflow in float16 if numbers are large or small."""
     X, y = (scale * torch.randn(50, 4)).to(dtype), torch.randn(50, 2).to(dtype)
     risk = EmpiricalRisk(nn.Linear(4, 2, bias=False).to(dtype), nn.MSELoss(reduction="sum"), (X, y))
     block = KFAC(risk, max_dim=1).blocks["weight"]
@@ -61,7 +61,7 @@ def test_squares(dtype: torch.dtype, scale: float) -> None:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", ["linear", "wide", "convolution", "groups"])
 def test_outer_products(kind: str, dtype: torch.dtype) -> None:
-    """Dense factors of inputs `[N, ...]`, also in strips, by shifts of images, and in groups of channels."""
+    """Dense factors of inputs `[N, ...]`, also by strips, by shifts of images, and in groups of channels."""
     X, layer, expected = cases(kind, dtype)
     model = nn.Sequential(layer, nn.Flatten()).to(dtype)
     y = torch.zeros_like(model(X))
@@ -84,7 +84,7 @@ def cases(kind: str, dtype: torch.dtype) -> tuple[Tensor, nn.Module, Tensor]:
 
 
 def test_autocast_sees_what_is_multiplied() -> None:
-    """Under autocast, a linear layer multiplies inputs in bfloat16; they enter its factor as they are multiplied."""
+    """Under autocast, a linear layer multiplies inputs in bfloat16, and its factor has the rounded inputs."""
     X, y = torch.randn(64, 3), torch.randn(64, 2)
     risk = EmpiricalRisk(nn.Linear(3, 2, bias=False), nn.MSELoss(reduction="sum"), (X, y))
     with torch.autocast("cpu", torch.bfloat16):
@@ -114,7 +114,7 @@ def test_autocast_multiplies_vectors_in_half_precision() -> None:
 
 
 def test_autocast_and_gradients_in_float32() -> None:
-    """An embedding's output stays in float32 under autocast; its gradients enter in the precision of products."""
+    """An embedding's output stays in float32 under autocast; its gradients are added in the precision of products."""
     X, y = torch.randint(5, (30, 1)), torch.randn(30, 3)
     scale = torch.randn(30, 3)  # predictions are the embeddings times it, example by example
     model = Function(lambda m, x: F.embedding(x[:, 0], m.W) * scale, W=torch.randn(5, 3))

@@ -1,6 +1,6 @@
-"""Models and data that tell right from lucky: results do not depend on lengths that happen to agree, or on batches.
+"""Models and data that reveal lucky guesses: results do not depend on batches or on lengths that happen to agree.
 
-The oracle is a loop over data: one forward and one backward pass for each of them, by plain autograd.
+The oracle is a loop over examples, with one forward and one backward pass of plain autograd for each.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def all_of(x: Any, part: slice) -> Any:
 
 
 def first_of(x: Any, part: slice) -> Any:
-    """Cut the first input; the second one is the same for all data."""
+    """Crop the first input; the second one is the same for all examples."""
     return x[0][part], x[1]
 
 
@@ -63,7 +63,7 @@ def batches(x: Any, y: Tensor, sizes: Sequence[int], take: Take) -> list[tuple[A
 
 
 def check_diagonal(model: nn.Module, x: Any, sizes: Sequence[int], take: Take = all_of) -> None:
-    """Compare the exact diagonal of the empirical Fisher with squared gradients of one example after the other."""
+    """Compare the exact diagonal of the empirical Fisher with squared gradients of single examples."""
     y = torch.arange(sum(sizes)) % 3
     params = dict(model.named_parameters())
     expected = {name: torch.zeros_like(p) for name, p in params.items()}
@@ -137,7 +137,7 @@ def minus_previous(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("mix", [minus_mean, attention, cumulative, minus_first, minus_previous])
 def test_data_that_mix_before_the_first_parameter(mix: Any, detached: bool, num_data: int) -> None:
-    """No parameter's output mixes: only predictions show it, those of the first data perhaps not at all."""
+    """No parameter's output mixes: only predictions show it, possibly not those of the first examples."""
     torch.manual_seed(0)
     if detached:
         model = Model(lambda m, x: m.outer((h := m.inner(x).tanh()) + mix(h).detach()), **layers())
@@ -148,7 +148,7 @@ def test_data_that_mix_before_the_first_parameter(mix: Any, detached: bool, num_
 
 
 class Branches(nn.Module):
-    """Sends data to one of two layers; a layer without data is not called."""
+    """Sends each example to one of two layers; a layer without examples is not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_layers_that_a_batch_does_not_use(sharing: Any) -> None:
 
 
 def test_rows_that_fit_two_orders() -> None:
-    """Sequences come first, and prediction n reads position n: batch-first order fits these rows as well."""
+    """Sequences come first, and prediction n reads position n: batch-first order would fit these rows as well."""
     torch.manual_seed(0)
     model = Model(
         lambda m, x, last: m.outer(m.inner(x.transpose(0, 1)).tanh()[last, torch.arange(len(last))]), **layers()
@@ -245,7 +245,7 @@ def one_by_one(m: Any, x: Tensor) -> Tensor:
 
 
 def one_kernel(m: Any, x: Tensor) -> Tensor:
-    """Let data be channels."""
+    """Treat examples as channels."""
     kernels = m.kernel.unsqueeze(1).expand(len(x), 1, 3)
     result: Tensor = m.outer(F.conv1d(x.unsqueeze(0), kernels, groups=len(x), padding=1)[0].tanh())
     return result
@@ -264,7 +264,7 @@ def chosen(m: Any, x: Tensor) -> Tensor:
 
 
 def legitimate(name: str) -> tuple[nn.Module, Tensor]:
-    """Return a model that treats data one by one, and inputs."""
+    """Return a model that treats examples independently, and inputs."""
     if name in {"queries and a linear layer", "queries and a norm"}:
         layer = nn.Linear(3, 3) if "linear" in name else nn.LayerNorm(3)
         return Model(queries, latents=parameter(1, 2, 3), layer=layer, outer=nn.Linear(6, 3)), normal(5, 3, 3)
@@ -304,7 +304,7 @@ def test_legitimate_models(name: str) -> None:
 
 
 def test_no_row_is_chosen() -> None:
-    """A batch without any such row adds nothing, and is no error."""
+    """A batch without any such row adds nothing, and is not an error."""
     torch.manual_seed(0)
     model, x = legitimate("3 rows are chosen")
     check_factors(model, (x,), [(5,), (3, 2)], "expand")
@@ -312,7 +312,7 @@ def test_no_row_is_chosen() -> None:
 
 @pytest.mark.parametrize("length", [20, 100, 400])
 def test_gradients_that_vanish(length: int) -> None:
-    """Those of early inputs are so small that their squares are zero in single precision."""
+    """Gradients of early inputs are so small that their squares are zero in single precision."""
     torch.manual_seed(0)
     model = nn.LSTM(4, 8, batch_first=True)
 
@@ -329,7 +329,7 @@ def test_gradients_that_vanish(length: int) -> None:
 @pytest.mark.parametrize("audit", [True, False])
 @pytest.mark.parametrize("multiply", [torch.mul, torch.matmul, lambda x, W: x * W.exp()])
 def test_parameters_that_are_read_as_complex_numbers(sharing: Any, audit: bool, multiply: Any) -> None:
-    """Real and imaginary parts are no entries of one number: no rule may take the parameter for a vector of them."""
+    """Real and imaginary parts are not entries of one number: no rule may treat the parameter as a vector of them."""
     square = multiply is torch.matmul
 
     def spectrum(m: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The table of what is covered, in Python and on the command line."""
+"""The table of covered parameters, in Python and on the command line."""
 
 import json
 import sys
@@ -70,7 +70,7 @@ def repeated(t: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_data_are_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table is the one that the whole sample gives."""
+    """The table equals that of the whole sample."""
     make, sample = CASES[name]
     model = make().eval()
     sample = mapped(sample, repeated)
@@ -82,7 +82,7 @@ def test_a_few_data_are_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Counting(nn.Module):
-    """Two experts: one for positive numbers, one for negative ones. Takes note of how many examples it gets."""
+    """Two experts: one for positive numbers, one for negative ones. Records its numbers of examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_all_data_are_looked_at_where_a_few_do_not_use_everything() -> None:
     model = Counting()
     assert list(inspect(model, X, params=["positive.weight"]).uncovered) == []
     assert model.seen[-1] < NUM_DATA
-    X[0] *= -1  # the audit looks at the last data
+    X[0] *= -1  # the audit evaluates the last examples
     table = inspect(model, X)
     assert model.seen[-2:] == [table.audit.num_data, NUM_DATA]  # type: ignore[union-attr]
     assert not table.uncovered
@@ -112,7 +112,7 @@ def test_all_data_are_looked_at_where_a_few_do_not_use_everything() -> None:
 
 
 def test_batches_that_cannot_be_cut_are_looked_at_as_a_whole() -> None:
-    """Indices of data may not point beyond the few, though they did not in an earlier sample of the same shape."""
+    """An index may exceed the first few examples, although it did not in an earlier sample of the same shape."""
 
     class Gathers(Counting):
         def forward(self, x: Tensor, index: Tensor) -> Tensor:  # type: ignore[override]

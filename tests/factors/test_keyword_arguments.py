@@ -1,7 +1,7 @@
 """Every operation that has a rule, called with keyword arguments in any order, next to some positional ones.
 
-However it is called, predictions under capture are those of the model alone, and factors are those of the positional
-call. The oracle for the latter is autograd: summed over data, the gradients that the uses give are those of the risk.
+For any order of arguments, predictions in a captured pass are those of the model alone, and factors equal those of the
+positional call, whose oracle is autograd: summed over examples, the gradients of all uses are those of the risk.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  #
 
 
 class Total(Moment):
-    """The sum of all data's gradients."""
+    """The sum of the gradients of all examples."""
 
     def __init__(self, total: Tensor) -> None:
         self.total = total
@@ -81,10 +81,10 @@ def test_keyword_arguments_in_any_order(case: Case) -> None:
         assert all(torch.equal(found[name], expected[name]) for name in found), (positional, by_name)
 
 
-any_torch: Any = torch  # with more arguments than their types say
+any_torch: Any = torch  # with more arguments than their type annotations have
 any_functional: Any = F
 
-# Calls that PyTorch takes, next to the documented ones: names as in NumPy, earlier orders, sequences of all lengths.
+# Calls that PyTorch accepts besides the documented ones: NumPy's names, earlier orders, sequences of all lengths.
 UNDOCUMENTED: dict[str, Callable[[Any, Tensor], Any]] = {
     "linear": lambda m, x: any_functional.linear(x=x[:, :4], weight=m.W),
     "matmul": lambda m, x: any_torch.matmul(x1=x[:, :4], x2=m.W.T),
@@ -110,7 +110,7 @@ UNDOCUMENTED: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:This overload of addmm is deprecated")
 @pytest.mark.parametrize("name", UNDOCUMENTED)
 def test_arguments_that_a_rule_does_not_know_are_uses_without_rule(name: str) -> None:
-    """They are not covered, which is an error with advice, and not one of Python's."""
+    """They are not covered, and the error is one of kfs, with advice, not one of Python."""
     model = Function(lambda m, x: UNDOCUMENTED[name](m, x).flatten(1).tanh(), W=torch.rand(2, 4)).double()
     X = torch.rand(N, WIDTH, dtype=torch.float64)
     assert list(inspect(model, X).uncovered) == ["W"]
@@ -119,7 +119,7 @@ def test_arguments_that_a_rule_does_not_know_are_uses_without_rule(name: str) ->
 
 
 def test_operands_may_have_any_name() -> None:
-    """Rules for operations that broadcast, or join, look at all arguments."""
+    """Rules for operations that broadcast, or join, read all arguments."""
     X = torch.rand(N, WIDTH, dtype=torch.float64)
     calls: list[Callable[[Any, Tensor], Tensor]] = [
         lambda m, x: any_torch.sub(x1=x[:, :4], x2=m.w),

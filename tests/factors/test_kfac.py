@@ -1,4 +1,4 @@
-"""The object: data added and merged, moved, algebra, settings, coverage, what is refused, and nothing left behind."""
+"""The object: added and merged data, moves, algebra, settings, coverage, refused input, and no state left behind."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_operator_contract() -> None:
 
 
 def test_groups_rows_and_permutations_act_on_the_right_entries() -> None:
-    """With one example, blocks of all layouts equal the exact matrix, except that nothing is between groups."""
+    """With one example, blocks of all layouts equal the exact matrix, except for zeros between groups."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Unflatten(1, (4, 1)),
@@ -113,7 +113,7 @@ def test_columns_sent_back_together(columns_at_once: int) -> None:
 
 
 class NoBatching(torch.autograd.Function):
-    """A cube that `vmap` does not know."""
+    """A cube that `vmap` does not support."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -251,7 +251,7 @@ def test_uses_that_contradict_each_other() -> None:
 
 
 def test_unit_vectors_and_others_add_up() -> None:
-    """A parameter that is multiplied and then added: its first row is one more input, a unit vector."""
+    """A parameter that is multiplied and then added: its first row is an additional input, a unit vector."""
     torch.manual_seed(0)
     X, y = normal(3, 4), normal(3, 4)
     params = {"W": normal(4, 4)}
@@ -271,7 +271,7 @@ def test_unit_vectors_and_others_add_up() -> None:
 
 
 def test_a_weight_with_and_without_bias() -> None:
-    """A use without bias has a zero where others have a one."""
+    """In a use without bias, the last input is zero instead of one."""
     torch.manual_seed(0)
     params = {"W": normal(4, 4), "b": normal(4)}
     X, y = normal(3, 4), normal(3, 4)
@@ -344,7 +344,7 @@ def test_bad_input() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Also after an exception in the middle of a backward pass, and after Ctrl-C."""
+    """This is also true after an exception in the middle of a backward pass, and after Ctrl-C."""
     model, (X, y) = mlp(), data()
     model.get_parameter("0.weight").grad = torch.ones(4, 3, dtype=torch.float64)
     model.get_parameter("2.weight").requires_grad_(False)

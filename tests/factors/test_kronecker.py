@@ -1,4 +1,4 @@
-"""Kronecker algebra: everything an operator with structured blocks can do, against its dense matrix."""
+"""Kronecker algebra: all methods of an operator with structured blocks, against its dense matrix."""
 
 import math
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def of_structure(structure: Any, shape: tuple[int, int]) -> BlockDiagonal:
 
 
 def product_by_product(A: LinearOperator) -> Tensor:
-    """The dense matrix from products with the identity."""
+    """Compute the dense matrix by products with the identity."""
     return A @ torch.eye(A.shape[1], dtype=A.dtype)
 
 
@@ -205,14 +205,14 @@ def test_factors_of_all_kinds_multiply_and_add(kinds: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("damping", [1e-3, 0.5])
 def test_samples_have_the_inverse_as_covariance(damping: float) -> None:
-    """Samples that are multiplied with a root of the matrix have the identity as covariance, in every direction."""
+    """Samples multiplied with a root of the matrix have the identity as covariance, in every direction."""
     K, number = kfac(), 5_000
     samples = K.sample(number, damping=damping, seed=3)
     dense = K.to_dense() + damping * torch.eye(K.shape[0], dtype=torch.float64)
     white = torch.linalg.cholesky(dense).T @ samples
     excess = white @ white.T / number - torch.eye(len(dense), dtype=torch.float64)
     # Standard errors: 1 / sqrt(number) of a mean or a covariance, sqrt(2) times that of a variance, and a tenth of it
-    # for the mean of 100 variances. Five of each.
+    # for the mean of 100 variances. The tolerance is five standard errors.
     error = 1 / number**0.5
     assert len(dense) == 100
     assert white.mean(1).abs().max() < 5 * error
@@ -266,7 +266,7 @@ def test_zero_scales() -> None:
 
 
 def test_float32_that_fails_is_tried_in_float64() -> None:
-    """A matrix that is positive definite, though float32 cannot see it, is inverted without jitter or warning."""
+    """A matrix that is positive definite, though not in float32, is inverted without jitter or warning."""
     for seed in range(1000):
         X = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
         X[3] = X[:3].sum(0) * (1 + 1e-4 * X[3])
@@ -278,7 +278,7 @@ def test_float32_that_fails_is_tried_in_float64() -> None:
     inverse = Factor.dense(A.unsqueeze(0)).inverse()
     assert inverse.values.dtype == torch.float32
     expected = torch.linalg.inv(A.double())
-    # Rounded to float32 twice, with a condition number that only float64 can stand.
+    # Rounded to float32 twice, with a condition number that only float64 can handle.
     assert (inverse.values[0] - expected).norm() < 1e-2 * expected.norm()
 
 
@@ -320,7 +320,7 @@ def test_bad_arguments() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("make", [KFAC, EKFAC, exact_blocks])
 def test_determinants_of_singular_operators_are_zero(make: Any, dtype: torch.dtype) -> None:
-    """Logits have a direction without curvature, and there are fewer data than features."""
+    """Logits have a direction without curvature, and there are fewer examples than features."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
     data = torch.randn(8, 5, dtype=dtype), torch.arange(8) % 3
@@ -329,9 +329,9 @@ def test_determinants_of_singular_operators_are_zero(make: Any, dtype: torch.dty
         assert K.logdet() == -torch.inf
     assert K.det() == 0
     damped = K.to_dense().double() + 1e-3 * torch.eye(K.shape[0], dtype=torch.float64)
-    # In float32, damping of 1e-3 is known up to the precision times the largest eigenvalue, about one: four digits.
+    # In float32, a damping of 1e-3 has an error of eps times the largest eigenvalue, about one: four digits are right.
     torch.testing.assert_close(K.shift(1e-3).logdet().double(), damped.logdet(), rtol=1e-3, atol=0.0)
-    # Small numbers are not zero: a definite operator of any scale has a determinant.
+    # Small numbers are not zero: a definite operator of any scale has a finite log-determinant.
     small = K.shift(1e-3) * 1e-9
     scaled = float(K.shift(1e-3).logdet()) + K.shape[0] * math.log(1e-9)
     assert float(small.logdet()) == pytest.approx(scaled, rel=1e-5)

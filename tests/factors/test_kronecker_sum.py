@@ -27,7 +27,7 @@ from tests.operators.contract import check_contract, close
 
 
 def networks(num: int, **settings: Any) -> list[KFAC]:
-    """KFAC of one model on several data sets. The second counts a tenth, the third ten times."""
+    """KFAC of one model on several data sets. The second has a tenth of the weight, the third ten times the weight."""
     torch.manual_seed(0)
     model = Mixed().double().eval()
     datasets = [(torch.randint(5, (40, 3)), torch.randint(3, (40,))) for _ in range(num)]
@@ -151,7 +151,7 @@ def test_which_sums_stay_structured() -> None:
     identity = Kronecker(Factor.identity(4, torch.ones(1).double()), Factor.identity(3, torch.ones(1).double()))
     scalar = Kronecker(Factor.dense(definite(4)[None]), Factor.identity(3, torch.ones(1).double()))
     shifted = (of_structure(scalar, (3, 4)) + other).shift(0.5)
-    # Damping is added to the factor beside an identity, so that there is a closed form with exact damping.
+    # Damping is added to the factor beside an identity, so exact damping keeps a closed form.
     assert isinstance(shifted, BlockDiagonal)
     assert len(shifted.structures["W"].terms) == 2  # type: ignore[attr-defined]
     close(shifted.to_dense(), multiple.to_dense() + other.to_dense() + 0.5 * identity.to_dense()[0])
@@ -203,7 +203,7 @@ def test_two_singular_terms_can_have_a_sum_that_is_not() -> None:
     K = total(one_block(low, full), one_block(high, definite(3, 5)))
     assert torch.linalg.matrix_rank(one_block(low, full).to_dense()) == 6
     close(product_by_product(K.inverse()), torch.linalg.inv(K.to_dense()))
-    # A direction that neither has makes the sum singular, and so does one that both lose on different sides.
+    # If both are zero in one direction, the sum is singular, and also if they are zero in two, on different sides.
     for singular in (
         total(one_block(low, full), one_block(low @ low, low)),
         one_block(low, high) + one_block(high, low),
@@ -225,7 +225,7 @@ def test_two_singular_terms_can_have_a_sum_that_is_not() -> None:
 
 
 def test_a_large_diagonal_stays_one() -> None:
-    """The factor of a large vocabulary must not become a dense matrix."""
+    """The factor of a large vocabulary must not be turned into a dense matrix."""
     size = 5000
     table = Factor.diagonal(torch.rand(1, size, dtype=torch.float64) + 0.1)
     other = Factor.diagonal(torch.rand(1, size, dtype=torch.float64) + 0.1)
@@ -300,7 +300,7 @@ def test_large_blocks_in_float32_are_not_taken_for_singular() -> None:
 
 
 def test_logits_have_a_direction_without_curvature() -> None:
-    """Adding a number to all logits changes nothing, so that both terms are singular there: not negative by chance."""
+    """Adding a number to all logits changes nothing, so both terms are singular there, not negative by round-off."""
     torch.manual_seed(0)
     model = nn.Linear(6, 5).double()
     X, y = torch.randn(2, 30, 6, dtype=torch.float64), torch.randint(5, (2, 30))

@@ -1,4 +1,4 @@
-"""Layouts: where entries of a block's matrix are in its parameters."""
+"""Layouts: positions of a block's entries in its parameters."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Lifetimes of tensors that are kept."""
+"""Lifetimes of tensors that outlive a pass."""
 
 import gc
 from typing import Any
@@ -12,7 +12,7 @@ from kfs import EKFAC, KFAC, EmpiricalRisk
 
 
 class Keeps(nn.Module):
-    """Keeps its predictions, as some models do for later use, and with them the graph that they come from."""
+    """Keeps its predictions, as some models do for later use, and therefore also their graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize("make", [KFAC, EKFAC])
 @pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
 def test_activations_are_freed_when_they_have_been_used(make: Any, fisher: str) -> None:
-    """A graph that is still there after the last backward pass holds no activations any more."""
+    """A graph that still exists after the last backward pass holds no activations any more."""
     model = Keeps()
     make(EmpiricalRisk(model, nn.MSELoss(), (torch.randn(5, 3), torch.randn(5, 2))), fisher)
     assert model.kept.grad_fn is not None
@@ -41,7 +41,7 @@ def test_activations_are_freed_when_they_have_been_used(make: Any, fisher: str) 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", ["type-2", "forward-only"])
 def test_sums_are_freed_with_the_factors(fisher: Any, sharing: Any) -> None:
-    """Sums are as large as factors; no garbage collection is needed to free those of every step of an optimizer."""
+    """Sums are as large as factors, and are freed after every step of an optimizer without a garbage collection."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     risk = EmpiricalRisk(model, nn.MSELoss(), (torch.randn(5, 3), torch.randn(5, 2)))
     gc.disable()

@@ -1,4 +1,4 @@
-"""The `meta` device: a model without memory gives the table that it gives with memory, and nothing else is computed."""
+"""The `meta` device: a model without memory gives the same table as with memory; other computations are refused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +47,7 @@ def without_rule() -> nn.Module:
 
 
 def collect() -> dict[str, tuple[Callable[[], nn.Module], Any]]:
-    """Return the models of all collections of the tests, and some more, with samples."""
+    """Return the models of all collections in the tests, and some more, with samples."""
     tokens, sequences = torch.randint(5, (3, 4)), torch.randn(3, 5, 4)
     text = {"input_ids": tokens, "use_cache": False}
     mask = {"attention_mask": torch.ones(3, 4, dtype=torch.int64)}
@@ -75,7 +75,7 @@ def collect() -> dict[str, tuple[Callable[[], nn.Module], Any]]:
         found[f"convolution: {name}"] = (make, torch.randn(3, *size))
     for exact in EXACT:
         if exact.name.startswith("ragged"):
-            continue  # values decide how many rows there are
+            continue  # the number of rows depends on values
         found[f"conformance: {exact.name}"] = (exact.model, exact.inputs(3))
     return found
 
@@ -98,7 +98,7 @@ def test_the_table_is_the_same(name: str) -> None:
         table = inspect(without_memory, to_device(sample, META), **settings)
         assert table == real
         assert table.rows
-        # A sample that has values is moved to where the model is.
+        # A sample with values is moved to the device of the model.
         assert inspect(without_memory, sample, **settings) == real
 
 
@@ -116,7 +116,7 @@ def test_functions_and_large_models() -> None:
 
 
 class Asks(nn.Module):
-    """Asks for values in some way."""
+    """Reads values in one of several ways."""
 
     def __init__(self, ask: Callable[[Tensor], Any]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Mixtures of experts: tokens are sent to some of the experts, whose weights are stacked in one parameter.
+"""Mixtures of experts: tokens are sent to some experts, whose weights are stacked in one parameter.
 
-Oracles are the GGN, and the same mixture with layers of its own for each expert.
+Oracles are the GGN, and the same mixture with separate layers for each expert.
 """
 
 from pathlib import Path
@@ -34,8 +34,8 @@ class Mixture(nn.Module):
 
     Args:
         style: `"layers"` for experts that are modules; `"loop"`, `"capacity"` or `"grouped"` for stacked weights, which
-            multiply tokens one expert after the other, or all at once.
-        k: How many experts a token is sent to.
+        multiply the tokens of one expert after the other, or all at once.
+        k: Number of experts per token.
     """
 
     def __init__(self, style: str, k: int = 1) -> None:
@@ -61,7 +61,7 @@ class Mixture(nn.Module):
         return torch.zeros_like(tokens).index_add(0, token, outputs).reshape(x.shape)
 
     def experts(self, x: Tensor, expert: Tensor) -> Tensor:
-        """Apply experts to their tokens."""
+        """Apply each expert to its tokens."""
         up: Any = self.up
         down: Any = self.down
         counts = expert.bincount(minlength=EXPERTS)
@@ -89,7 +89,7 @@ def risk_of(model: nn.Module, X: Tensor) -> EmpiricalRisk:
 
 
 def sent_to(experts: list[int], num_data: int) -> Tensor:
-    """Return data, one token each, that are sent to given experts, one after the other."""
+    """Return examples of one token each that are sent to given experts, in order."""
     router = Mixture("loop").router
     tokens = torch.randn(1000, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     chosen = (tokens @ router.T).argmax(1)
@@ -114,7 +114,7 @@ def test_factors_are_those_of_layers(style: str, k: int) -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_experts_without_tokens(style: str) -> None:
-    """A batch may use some experts only, and so may all data. What is not used has no curvature."""
+    """A batch may use only some of the experts, and so may all data. Unused experts have no curvature."""
     X = torch.cat([sent_to([0], 4), sent_to([1, 0], 4)])
     risk, layers = risk_of(Mixture(style), X), risk_of(Mixture("layers"), X)
     K, L = KFAC(risk), KFAC(layers)
@@ -132,7 +132,7 @@ def test_experts_without_tokens(style: str) -> None:
 
 @pytest.mark.parametrize("style", ["loop", "grouped"])
 def test_eigenvalues_of_experts_without_tokens(style: str) -> None:
-    """Tokens of a batch that one expert has are all data of the batch, or none of them."""
+    """An expert gets tokens of all examples in a batch, or of none."""
     X = torch.cat([sent_to([0], 4), sent_to([1], 4)])
     exact = GGN(risk_of(Mixture("loop"), X)).to_dense()
     for sharing in ("expand", "reduce"):
@@ -142,7 +142,7 @@ def test_eigenvalues_of_experts_without_tokens(style: str) -> None:
 
 
 class Skips(Mixture):
-    """Does not even look at experts without tokens."""
+    """Skips experts without tokens."""
 
     def experts(self, x: Tensor, expert: Tensor) -> Tensor:
         up: Any = self.up
@@ -152,7 +152,7 @@ class Skips(Mixture):
 
 
 def test_experts_that_are_not_used(tmp_path: Path) -> None:
-    """Nothing is known about them, and they have no block; files, inverses and products do not mind."""
+    """Unused experts have no block; files, inverses and products work without them."""
     X = torch.cat([sent_to([0], 4), sent_to([2], 4)])
     risk = risk_of(Skips("loop"), X)
     K = KFAC(risk)
@@ -169,7 +169,7 @@ def test_experts_that_are_not_used(tmp_path: Path) -> None:
 
 
 def test_more_data_may_use_other_experts() -> None:
-    """Blocks are those of all data at once."""
+    """Blocks equal those of all data at once."""
     some, others, rest = sent_to([0, 2], 7), sent_to([1], 5), sent_to([2, 1], 6)
     K = KFAC(risk_of(Skips("loop"), some))
     second = KFAC(risk_of(Skips("loop"), others))
@@ -179,14 +179,14 @@ def test_more_data_may_use_other_experts() -> None:
     assert list(K.blocks) == list(together.blocks)
     for block, expected in zip(K.blocks.values(), together.blocks.values(), strict=True):
         close(block.A, expected.A)
-    close(second.to_dense(), before)  # it shares nothing that was changed
+    close(second.to_dense(), before)  # it shares no tensor that was changed
     model = Function(lambda m, x: x @ m.up[0].T, up=normal(EXPERTS, HIDDEN, WIDTH))
-    with pytest.raises(ModelError, match="The blocks differ"):  # not all parameters are there
+    with pytest.raises(ModelError, match="The blocks differ"):  # some parameters are missing
         K.update(EmpiricalRisk(model, nn.MSELoss(), (some, normal(7, HIDDEN))))
 
 
 class SkipsLayers(Mixture):
-    """Does not even call experts without tokens, which are modules."""
+    """Does not call experts without tokens, which are modules."""
 
     def experts(self, x: Tensor, expert: Tensor) -> Tensor:
         up: Any = self.up
@@ -195,7 +195,7 @@ class SkipsLayers(Mixture):
 
 
 def test_more_data_may_use_other_layers() -> None:
-    """Experts may be modules. Whatever each part of the data uses, the result is that of all data at once."""
+    """Experts may be modules. Parts of the data may use different experts; the result is that of all data at once."""
     some, others = sent_to([0, 2], 7), sent_to([1, 2], 5)
     K, second = KFAC(risk_of(SkipsLayers("layers"), some)), KFAC(risk_of(SkipsLayers("layers"), others))
     assert set(K.blocks) != set(second.blocks)
@@ -216,7 +216,7 @@ def test_every_expert_has_a_row_in_the_table() -> None:
 
 
 def test_weights_that_are_gathered_for_every_datum() -> None:
-    """Such a product has no rule. It is said which operation is to blame, and the diagonal is exact."""
+    """Such a product has no rule. The error names the operation, and the diagonal is exact."""
     model = Function(lambda m, x: (x.unsqueeze(1) @ m.W[(x[:, 0] > 0).long()]).squeeze(1).tanh(), W=normal(2, 4, 3))
     X = normal(6, 4)
     assert "__getitem__" in inspect(model, X).uncovered["W"]
@@ -235,7 +235,7 @@ def test_what_is_computed_from_stacked_weights(some: Any) -> None:
 
 
 def test_whole_and_by_experts() -> None:
-    """One block for all experts and one for each of them do not fit together."""
+    """A block of all experts cannot be combined with a block for each expert."""
     model = Function(
         lambda m, x: torch.einsum("nd,edf->nef", x, m.W).sum(1) + torch.einsum("nd,df->nf", x, m.W[1]),
         W=normal(3, 4, 2),
@@ -244,7 +244,7 @@ def test_whole_and_by_experts() -> None:
 
 
 def test_contracted_at_once_is_one_block() -> None:
-    """If the data have no axis of experts, all experts have the same input, and share a factor."""
+    """If the data have no axis of experts, all experts have the same input and share a factor."""
     model = Function(lambda m, x: torch.einsum("nd,edf->nef", x, m.W).tanh().sum(1), W=normal(3, 4, 2))
     risk = EmpiricalRisk(model, nn.MSELoss(), (normal(1, 4), normal(1, 2)))
     K = KFAC(risk)
@@ -255,7 +255,7 @@ def test_contracted_at_once_is_one_block() -> None:
 
 @pytest.mark.parametrize("first", ["embedding", "matmul"])
 def test_tied_experts(first: str) -> None:
-    """An expert that decodes with the transpose of its own weight has one block, with both roles."""
+    """An expert that decodes with the transpose of its own weight has one block with both roles."""
 
     def stacked(m: Any, x: Tensor) -> Tensor:
         return layers([m.W[0], m.W[1]], x)
@@ -299,7 +299,7 @@ def test_vectors_of_a_stack() -> None:
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 @pytest.mark.parametrize("beta", [0.0, 1.0, 0.5])
 def test_scaled_baddbmm(alpha: float, beta: float) -> None:
-    """Scales enter predictions and curvature; the bias has a block of its own, unless it joins those of weights."""
+    """Scales enter predictions and curvature; the bias has a block of its own, unless it joins the weights' block."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         z = torch.baddbmm(m.b.unsqueeze(1), x.expand(2, -1, -1), m.W, alpha=alpha, beta=beta)
@@ -320,7 +320,7 @@ def test_scaled_baddbmm(alpha: float, beta: float) -> None:
 @pytest.mark.parametrize("shape", [(2, 1, 3), (2, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("names", [["W"], ["c"], ["W", "c"]], ids=str)
 def test_baddbmm_with_another_input(names: list[str], shape: tuple[int, ...]) -> None:
-    """What is not a bias of each expert, `[E, out]`, is added; what is no parameter is not looked at."""
+    """An input that is not a bias of each expert, `[E, out]`, is added; an input that is not a parameter is ignored."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         c = m.c if m.c.ndim == 3 else m.c.unsqueeze(1)
@@ -364,7 +364,7 @@ def test_experts_with_several_output_axes() -> None:
 
 
 def test_mixtral() -> None:
-    """Everything is covered, and both implementations of Hugging Face have the same factors."""
+    """All parameters are covered, and both implementations of Hugging Face have the same factors."""
     t: Any = pytest.importorskip("transformers")
     config: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "vocab_size": 11}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 2}

@@ -1,4 +1,4 @@
-"""Names of arguments: few come first, wrong ones are refused, and one name has one meaning."""
+"""Names of arguments: few are positional, wrong ones are refused, and each name has one meaning."""
 
 import pydoc
 import re
@@ -22,7 +22,7 @@ from tests.operators.problems import PROBLEMS
 
 
 def test_few_arguments_come_first_and_the_others_are_advanced() -> None:
-    """The first screen of help has at most eight of them, and all that exist are documented."""
+    """The signature has at most eight arguments; all others are documented as advanced."""
     parameters = signature(KFAC).parameters
     assert [p.kind.name for p in parameters.values()].count("VAR_KEYWORD") == 1
     assert len(parameters) - 1 <= 8
@@ -72,7 +72,7 @@ def test_monte_carlo_has_one_name_and_one_meaning(mc_samples: int) -> None:
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC, exact_blocks])
 def test_type_1_is_another_name_for_mc(make: Any, tmp_path: Path) -> None:
-    """Inside, in descriptions and in files, it has one name."""
+    """Settings, descriptions and files use a single name."""
     risk, *_ = PROBLEMS[1].make((2, 3))
     drawn, same, other = (make(risk, fisher=fisher, seed=5) for fisher in ("mc", "type-1", "type-2"))
     assert torch.equal(drawn.to_dense(), same.to_dense())

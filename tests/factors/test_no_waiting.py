@@ -1,6 +1,6 @@
-"""Sums never ask an accelerator for a number while data are added, and change only tensors in place and counts.
+"""Sums never synchronize with an accelerator while data are added, and change only counts, and tensors in place.
 
-There is no accelerator here: the CPU is taken for one, and operations that would make the host wait are errors.
+There is no accelerator here: the CPU is treated as one, and operations that would synchronize raise errors.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ WAITING = ("_local_scalar_dense", "nonzero", "unique", "is_nonzero", "masked_sel
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses operations for which the host would wait."""
+    """Refuses operations that would synchronize."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Net(nn.Module):
 
 
 class Routed(nn.Module):
-    """Some data are sent to an expert."""
+    """Sends some examples to an expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Routed(nn.Module):
 
 
 def problem() -> tuple[EmpiricalRisk, list[Batch]]:
-    """A model, and three batches of one shape, with as many positions but different numbers that count."""
+    """A model, and three batches of one shape, with equal numbers of positions, of which different numbers count."""
     torch.manual_seed(0)
     X, y = torch.randint(VOCABULARY, (3 * N, LENGTH)), torch.randn(3 * N, 3, dtype=torch.float64)
     X[N : 2 * N, :3] = 0
@@ -114,7 +114,7 @@ KINDS = [*map(", ".join, product(("type-2", "forward-only"), ("expand", "reduce"
 
 
 class Passes:
-    """Passes of batches through a model and back, with two columns of vectors."""
+    """Forward and backward passes of batches, with two columns of vectors."""
 
     def __init__(self, risk: EmpiricalRisk, sums: Statistic) -> None:
         self.risk, self.sums = risk, sums
@@ -128,7 +128,7 @@ class Passes:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Go through all tensors of a state."""
+    """Iterate over all tensors of a state."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -137,12 +137,12 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the CPU for an accelerator."""
+    """Treat the CPU as an accelerator."""
     monkeypatch.setattr(sync, "is_asynchronous", lambda device: True)  # noqa: ARG005
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Compare states number by number."""
+    """Compare all tensors of two states."""
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         one, other = list(one.values()), list(other.values())
@@ -157,14 +157,14 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_waiting(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes neither wait nor move tensors, and give the same sums as those that may ask for numbers."""
+    """Passes neither synchronize nor move tensors, and give the same sums as those that may read numbers."""
     risk, batches = problem()
     expected = Passes(risk, sums_of(kind, risk))
     found = Passes(risk, sums_of(kind, risk))
     for batch in batches:
         expected.add(batch)
     behind(monkeypatch)
-    found.add(batches[0])  # plans are made
+    found.add(batches[0])  # this pass makes the plans
     places = [t.data_ptr() for t in tensors(found.sums.state())]
     before = found.sums.counts()
     differences = []
@@ -174,7 +174,7 @@ def test_no_waiting(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         after = found.sums.counts()
         differences.append({key: after[key] - before[key] for key in after})
         before = after
-    # Batches of one shape add the same numbers on the host, however many positions count.
+    # Batches of one shape add the same counts on the host, however many positions count.
     assert differences[0] == differences[1]
     assert [t.data_ptr() for t in tensors(found.sums.state())] == places
     assert_same(found.sums.state(), expected.sums.state())
@@ -200,7 +200,7 @@ def test_waiting_is_noticed() -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_counts_of_a_replayed_pass(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass whose kernels run, but no Python: counts are added, and those on the device are asked for again."""
+    """A replayed pass runs kernels but no Python: counts on the host are added, those on the device are read again."""
     risk, batches = problem()
     expected = Passes(risk, FactorSums(Settings(sharing=sharing)))
     for batch in batches:
@@ -213,14 +213,14 @@ def test_counts_of_a_replayed_pass(sharing: Any, monkeypatch: pytest.MonkeyPatch
     found.add(batches[1])
     recorded = {key: count - before[key] for key, count in sums.counts().items()}
     sums.read_counts()
-    # What Python counts in the last pass is taken back.
+    # Counts that Python has added in the last pass are taken back.
     unchanged = sums.counts()
     found.add(batches[2])
     sums.add_counts({key: unchanged[key] - count for key, count in sums.counts().items()})
     assert sums.counts() == unchanged
     for block in sums.blocks.values():
         for role in block.roles.values():
-            role.counts_are_read = True  # a replay cannot say that it has counted something
+            role.counts_are_read = True  # a replay does not announce that it has counted
     sums.add_counts(recorded)
     sums.complete()
     expected_sums = expected.sums
@@ -230,7 +230,7 @@ def test_counts_of_a_replayed_pass(sharing: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_question_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts of all blocks are asked for together, and not before the end."""
+    """Counts of all blocks are read together, and only at the end."""
     asked: list[int] = []
     numbers = sync.numbers
 
@@ -261,9 +261,9 @@ def test_one_question_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     sums.read_counts()
     for block in sums.blocks.values():
         block.complete()
-        assert block.terms == 6  # three positions count, in two passes
+        assert block.terms == 6  # three positions count, in each of two passes
     assert asked == [2]
-    # A block with counts that were not read is right as well.
+    # A block whose counts were not read yet is right as well.
     passes = Passes(passes.risk, FactorSums(Settings()))
     passes.add(Batch(X, y, 0))
     for settle in (False, True):
@@ -274,7 +274,7 @@ def test_one_question_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_data_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `reduce`, data without any position do not count: the number of others is on the device, too."""
+    """With `reduce`, examples without any position do not count: the number of others is on the device, too."""
     torch.manual_seed(0)
     X = torch.randn(9, 3, dtype=torch.float64)
     risk = EmpiricalRisk(Routed().double(), nn.MSELoss(), (X, X))
@@ -287,7 +287,7 @@ def test_data_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_inverse_squares_stay_where_they_are() -> None:
     input_sum, gradient_sum = (OuterProductSum.zeros(2, 1, False, False, torch.float64, "cpu") for _ in range(2))
-    role = RoleSums(input_sum, gradient_sum, inverse_squares=0.5)  # as in a file
+    role = RoleSums(input_sum, gradient_sum, inverse_squares=0.5)  # like a file
     role.add_positions(torch.tensor([1.0, 0.0, 2.0]))
     where = role.inverse_squares
     assert isinstance(where, Tensor)
@@ -297,7 +297,7 @@ def test_inverse_squares_stay_where_they_are() -> None:
 
 
 def test_a_role_without_inputs() -> None:
-    """A table whose second role has seen only zeros: nothing to rescale by, and nothing that is not finite."""
+    """A table whose second role has seen only zeros: there is nothing to rescale by, and all numbers are finite."""
     input_sum, gradient_sum = (OuterProductSum.zeros(2, 1, False, False, torch.float64, "cpu") for _ in range(2))
     gradient_sum.add(torch.ones(3, 2, dtype=torch.float64))
     other = RoleSums(gradient_sum, gradient_sum, 3.0)
@@ -310,7 +310,7 @@ def test_a_role_without_inputs() -> None:
 @pytest.mark.parametrize("basis", [False, True])
 @pytest.mark.parametrize("owners", ["batch first", "batch last", "listed", "no tokens"])
 def test_squares_of_embeddings(owners: str, basis: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each example's gradient for a token is a sum over its positions; squares are added for every example."""
+    """Each example's gradient for a token is a sum over its positions; squares are added up over examples."""
     torch.manual_seed(1)
     inputs = OneHot(VOCABULARY, torch.float64, padding=2)
     shape = (LENGTH, N) if owners == "batch last" else (N, 0) if owners == "no tokens" else (N, LENGTH)
@@ -337,7 +337,7 @@ def test_squares_of_embeddings(owners: str, basis: bool, monkeypatch: pytest.Mon
     for there in (False, True):
         monkeypatch.setattr(sync, "is_asynchronous", lambda _, there=there: there)
         use = Use(inputs, x, own, ones=False)
-        for _ in range(2):  # the second column uses what the first has found
+        for _ in range(2):  # the second column uses a result that the first one has cached
             found = torch.zeros(1, 3, VOCABULARY, dtype=torch.float64)
             inputs.add_squares(found, use, g, None, Q if basis else None)
             close(found[0], expected)

@@ -12,7 +12,7 @@ from kfs import GGN, KFAC, EmpiricalRisk
 from tests.factors.models import Function
 from tests.operators.contract import close
 
-EPS = 0.5  # so large that ignoring it is seen
+EPS = 0.5  # so large that ignoring it changes results
 MEAN = torch.linspace(-1, 1, 4, dtype=torch.float64)
 VARIANCE = torch.linspace(0.5, 2, 4, dtype=torch.float64)
 
@@ -50,7 +50,7 @@ def test_eps(name: str) -> None:
 
 
 def test_running_statistics_change_once() -> None:
-    """What a scale multiplied is computed again when gradients arrive, which must not move running statistics."""
+    """The input of a scale is recomputed when gradients arrive, which must not update running statistics."""
     X, y = normal(6, 4), normal(6, 4)
     averages = torch.zeros(2).double(), torch.ones(2).double()
 
@@ -63,6 +63,6 @@ def test_running_statistics_change_once() -> None:
     assert (averages[0] != 0).all()
     averages[0].zero_()
     averages[1].fill_(1)
-    KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), audit=False)  # an audit runs the model more often
+    KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), audit=False)  # an audit calls the model several times
     for actual, once in zip(averages, expected, strict=True):
         close(actual, once)

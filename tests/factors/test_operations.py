@@ -42,7 +42,7 @@ def test_one_datum(case: Case, sharing: Any) -> None:
             actual = K.submatrix(block.layout.params).to_dense()
             if case.reduce_only and sharing == "expand":
                 assert not torch.allclose(actual, expected)
-            elif case.name == "rows":  # two blocks, which do not see each other
+            elif case.name == "rows":  # two independent blocks
                 mask = torch.block_diag(torch.ones(8, 8), torch.ones(8, 8)).bool()
                 close(actual, torch.where(mask, expected, 0))
             else:
@@ -61,7 +61,7 @@ def test_coverage_does_not_depend_on_the_number_of_data(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ONE_POSITION, ids=str)
 def test_joint_and_separate_bias(case: Case) -> None:
-    """Separate blocks are the joint block without what is between weight and bias."""
+    """Separate blocks equal the joint block without the blocks between weight and bias."""
     risk = EmpiricalRisk(make(case), nn.MSELoss(), data(case, 3))
     joint, separate = KFAC(risk), KFAC(risk, joint_bias=False)
     assert all(block.layout.bias is None for block in separate.blocks.values())
@@ -70,7 +70,7 @@ def test_joint_and_separate_bias(case: Case) -> None:
 
 
 class Around(nn.Module):
-    """Predicts given numbers, at which a linear layer acts."""
+    """Predicts given numbers, at which a linear layer is applied."""
 
     def __init__(self, f: Tensor) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("case", LOSSES, ids=str)
 def test_every_loss(case: Any) -> None:
-    """With one example, KFAC equals the Fisher (or GGN) of any loss, and is refused where they are."""
+    """With one example, KFAC equals the Fisher (or GGN) of any loss, and raises the same errors."""
     torch.manual_seed(0)
     loss, f, y = case.make()
     risk = EmpiricalRisk(Around(f[1:2]), loss, (torch.randn(1, 3, dtype=torch.float64), y[1:2]))
@@ -113,7 +113,7 @@ def test_every_loss(case: Any) -> None:
 
 
 def test_rules_and_what_they_leave_alone() -> None:
-    """Operations that look like a rule's but are not give up, and end up as not covered."""
+    """Operations that only resemble one with a rule return no plan, and are reported as not covered."""
     W = torch.randn(4, 4)
     uncovered = {
         "scaled addmm": lambda m, x: torch.addmm(x, x, m.W, beta=2.0),

@@ -1,7 +1,7 @@
-"""Which example a row belongs to: all models, with data along axes in all ways, against loops over data one by one.
+"""Row maps: all models, with data along all kinds of axes, against loops over single examples.
 
-Two oracles. The trace of EKFAC, restricted to a parameter, is the sum of squares of the gradients of every example
-alone. And nothing changes if data come in other batches, or in another order.
+Two oracles. The trace of EKFAC, restricted to a parameter, is the sum of squared gradients of the single examples. And
+other batches, or another order of examples, do not change the result.
 """
 
 import copy
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 @pytest.fixture(autouse=True)
 def _groups(request: pytest.FixtureRequest) -> None:
-    """Let models with `torch._grouped_mm` run in float64. Others run without, which takes less time."""
+    """Let models with `torch._grouped_mm` run in float64. Others run without this slower mode."""
     if "grouped" in request.node.name:
         request.getfixturevalue("grouped_in_double")
 
@@ -58,7 +58,7 @@ def instance(problem: Problem, num_data: int = N) -> Instance:
 
 
 def columns(one: Instance, f: Tensor, y: Tensor, fisher: str) -> Iterator[Tensor]:
-    """Yield the vectors that are sent back for one example, given its prediction and target without batch axis."""
+    """Yield the vectors that are sent back for one example, for its prediction and target without batch axis."""
     if fisher == "type-2":
         factor = hessian_factor(one.loss, f.detach(), y)
         yield from factor.reshape(f.numel(), -1).T.reshape(-1, *f.shape)
@@ -70,7 +70,7 @@ def columns(one: Instance, f: Tensor, y: Tensor, fisher: str) -> Iterator[Tensor
 
 
 def squares(one: Instance, fisher: str) -> dict[str, float]:
-    """Sum squared gradients of every parameter: one example and one column after the other, by autograd."""
+    """Sum squared gradients of every parameter, with loops over examples and columns, by autograd."""
     params = {name: p for name, p in one.model.named_parameters() if p.requires_grad}
     totals = dict.fromkeys(params, 0.0)
     for n, y in enumerate(one.ys):
@@ -84,12 +84,12 @@ def squares(one: Instance, fisher: str) -> dict[str, float]:
 
 
 def traces(E: EKFAC) -> dict[str, float]:
-    """Return the trace of every parameter's part."""
+    """Return the trace of each parameter's part."""
     return {name: float(d.sum()) for name, d in E.domain.unflatten(E.diagonal().unsqueeze(0)).items()}
 
 
 def check_traces(one: Instance, fisher: Any, sharing: Any, *batches: Sequence[int], **settings: Any) -> EKFAC:
-    """Compare traces with sums of squares. Biases have blocks of their own, so that traces are exact for each."""
+    """Compare traces with sums of squares. Biases have blocks of their own, so that each trace is exact."""
     E = EKFAC(one.risk(*batches), fisher, sharing, joint_bias=False, **settings)
     assert traces(E) == pytest.approx(squares(one, fisher), rel=1e-9, abs=1e-12)
     return E
@@ -103,7 +103,7 @@ def same_factors(K: KFAC, L: KFAC) -> None:
 
 
 def check_batches(one: Instance, *splits: Sequence[Sequence[int]]) -> None:
-    """Compare factors, and eigenvalues in one basis, of one batch with those of other batches."""
+    """Compare factors, and eigenvalues in one basis, of one batch with those of smaller batches."""
     whole = one.risk()
     for sharing in SHARING:
         K = KFAC(whole, "empirical", sharing)
@@ -115,7 +115,7 @@ def check_batches(one: Instance, *splits: Sequence[Sequence[int]]) -> None:
 
 
 def check_traces_and_batches(one: Instance, *split: Sequence[int]) -> None:
-    """Do both with fewer passes: biases have blocks of their own, and sharing is `"reduce"`, where rows matter."""
+    """Do both with fewer passes: biases have separate blocks, and sharing is `"reduce"`, for which rows matter."""
     parts = one.risk(*split)
     E = check_traces(one, "type-2", "reduce")
     same_factors(E.factors, KFAC(parts, "type-2", "reduce", joint_bias=False))
@@ -123,7 +123,7 @@ def check_traces_and_batches(one: Instance, *split: Sequence[int]) -> None:
 
 
 class TestKnownModels:
-    """All models of other tests."""
+    """The models of all other tests."""
 
     @pytest.mark.parametrize("problem", KNOWN, ids=str)
     def test_one_by_one(self, problem: Problem) -> None:
@@ -133,7 +133,7 @@ class TestKnownModels:
 
     @pytest.mark.parametrize("problem", [p for p in KNOWN if p.name.startswith("derived")], ids=str)
     def test_other_numbers_of_data(self, problem: Problem) -> None:
-        """What was found out for four data holds for two, also if a table has two rows."""
+        """The audit of four examples is valid for two, even if a table has two rows."""
         check_batches(instance(problem), [[3, 0], [1, 2]])
 
 
@@ -148,7 +148,7 @@ def in_precision(one: Instance, dtype: torch.dtype) -> Instance:
 
 
 class TestPrecision:
-    """Rows are found in any precision; factors are those in float64, up to rounding errors of the passes."""
+    """Row maps are found in any precision; factors agree with float64, up to rounding errors of the passes."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(
@@ -165,18 +165,18 @@ class TestPrecision:
     def test_precision(self, name: str, dtype: torch.dtype) -> None:
         (problem,) = [one for one in (*KNOWN, *ARRANGEMENTS) if one.name == name]
         low = in_precision(instance(problem, 9), dtype)
-        high = in_precision(low, torch.float64)  # of the very same numbers
+        high = in_precision(low, torch.float64)  # of the same rounded numbers
         for sharing in SHARING:
             K, L = (KFAC(each.risk(), "empirical", sharing) for each in (low, high))
             for one, other in zip(K.blocks.values(), L.blocks.values(), strict=True):
                 for found, exact in ((one.A, other.A), (one.B, other.B)):
-                    # Each of some ten operations in a row loses 8 bits at worst; a row that goes to a wrong example, or
-                    # a sum over data, changes far more.
+                    # Each of some ten consecutive operations loses 8 bits at worst; a row of a wrong example, or a sum
+                    # over examples, changes much more.
                     assert float((found.double() - exact).norm()) < 0.05 * float(exact.norm()) + 1e-6, one.name
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_gradients_of_different_sizes(self, dtype: torch.dtype) -> None:
-        """Rows of an example with small gradients are found next to those with large ones, also where data route."""
+        """Rows with small gradients are found next to rows with large ones, also where data are routed."""
 
         class Scaled(Experts):
             def forward(self, x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class TestPrecision:
             assert float(K.trace()) == pytest.approx(float(L.trace()), rel=0.05)
 
 
-# What is refused although it is well-defined: numbers of examples, and why.
+# Models that are refused although they are well-defined: numbers of examples, and the reason.
 IMAGES = "an image counts as a row, so that data along its spatial axis are refused"
 Limits = Mapping[str, tuple[tuple[int, ...], str]]
 LIMITS: Limits = {"spatial axis": ((2, N, 9), IMAGES)}
@@ -208,7 +208,7 @@ def arrangements(limits: Limits, *numbers: int) -> list[Any]:
 
 
 class TestArrangements:
-    """Data along axes in all ways."""
+    """Data along all kinds of axes."""
 
     @pytest.mark.parametrize(("problem", "num_data"), arrangements(LIMITS, 1, 2, N, 9))
     def test_traces(self, problem: Problem, num_data: int) -> None:
@@ -232,13 +232,13 @@ class TestArrangements:
         [("siamese", 65), ("sorted", 65), ("experts, masks", 65), ("graphs, all of one size", 65), ("sorted", 513)],
     )
     def test_many_data(self, name: str, num_data: int) -> None:
-        """Where every batch is measured, indices of data have several digits."""
+        """If every batch is measured, indices of examples have several digits."""
         (problem,) = [one for one in ARRANGEMENTS if one.name == name]
         check_traces(instance(problem, num_data), "empirical", "reduce")
 
     @pytest.mark.parametrize("how", SUMS)
     def test_regular_only_at_first(self, how: str) -> None:
-        """All sets of the first batch have the same size. The next batch has as many elements, in other sets."""
+        """All sets of the first batch have the same size. The next batch has equally many elements in other sets."""
         one = Problem(how, lambda: Sets(how), set_of([3, 3, 3, 3, 1, 5, 4, 2]), join_sets).instance(8)
         check_traces(one, "empirical", "expand", range(4), range(4, 8))
         together, alone = (
@@ -262,7 +262,7 @@ class TestArrangements:
             same_factors(whole, parts)
 
     def test_checkpoints(self) -> None:
-        """Parts of a model that run again in the backward pass, as often as vectors are sent back."""
+        """Parts of a model that run again in the backward pass, once for each vector that is sent back."""
 
         def saving(m: Any, x: Tensor) -> Tensor:
             return checkpoint(lambda x: time_major(m, x), x, use_reentrant=False)  # type: ignore[no-any-return]
@@ -271,7 +271,7 @@ class TestArrangements:
         check_traces_and_batches(one, [2], [3, 0, 1])
 
     def test_a_graph_without_nodes_alone(self) -> None:
-        """Its prediction does not depend on any data, so that the use of the head is not seen: an error, no silence."""
+        """Its prediction does not depend on any data, so the use of the head is missed, which is an error."""
         (problem,) = [one for one in ARRANGEMENTS if one.name == "graphs, as many nodes as data"]
         with pytest.raises(ModelError, match=r"'o\.(weight|bias)': .* not seen"):
             KFAC(instance(problem, N).risk([0], [1], [2], [3]))
@@ -279,8 +279,8 @@ class TestArrangements:
 
 @pytest.mark.parametrize("features", [3, 1009])
 def test_few_directions_tell_rows_apart(features: int) -> None:
-    """Also rows that differ in one feature only."""
-    measure._directions.cache_clear()  # other tests, which are not measured, may have filled it
+    """This includes rows that differ in one feature only."""
+    measure._directions.cache_clear()  # tests without measuring may have filled it
     g = torch.randn(2, 1, features, dtype=torch.float64).repeat(1, 3, 1)
     g[1, 2, -1] += 1
     found = measure.project(g)
@@ -291,7 +291,7 @@ def test_few_directions_tell_rows_apart(features: int) -> None:
 
 @pytest.mark.parametrize("num_data", [1, 5, 8])
 def test_digits_beyond_the_number_of_data(num_data: int) -> None:
-    """A row whose gradients belong to an example that does not exist belongs to several examples."""
+    """A row whose gradients belong to a nonexistent example is treated as a row of several examples."""
     g = torch.randn(1, 3, dtype=torch.float64)
     for n in range(measure.BASE):
         (found,) = measure.measured([g, 2**n * g], [1], num_data, torch.float64)

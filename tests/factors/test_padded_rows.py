@@ -1,6 +1,6 @@
-"""Rows that no counted prediction depends on do not change a factor: results are the same for any padding.
+"""Rows that do not affect any counted prediction do not change a factor: results are the same for any padding.
 
-The oracle sees every sequence alone, without padding, and asks for the whole Jacobian of all predictions that count
+The oracle evaluates every sequence alone, without padding, and reads from the Jacobian of all counted predictions
 whether they depend on a position.
 """
 
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, h: Tensor, allowed: Tensor) -> Tensor:
-        """Attend to allowed positions, `[N, S, S]`; a position without any attends to itself."""
+        """Attend to allowed positions, `[N, S, S]`; a position without allowed ones attends to itself."""
         allowed = allowed | torch.eye(h.shape[1], dtype=torch.bool, device=h.device)
         q, k, v = (part(h).unflatten(2, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         weights = (q @ k.mT).masked_fill(~allowed.unsqueeze(1), -torch.inf).softmax(-1)
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two blocks; predictions for every token, for one, or for the whole sequence."""
+    """Two blocks; predictions for every token, for one token, or for the whole sequence."""
 
     def __init__(self, causal: bool, pooled: str = "", activation: type[nn.Module] = nn.GELU) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Transformer(nn.Module):
         allowed = (there != 0).unsqueeze(1).expand(-1, length, -1)
         if self.causal:
             allowed = allowed & torch.ones(length, length, dtype=torch.bool, device=allowed.device).tril()
-        if documents is not None:  # packed: each document sees itself alone
+        if documents is not None:  # packed: each document attends only to itself
             allowed = allowed & (documents.unsqueeze(1) == documents.unsqueeze(2))
         numbers = torch.arange(length, device=input_ids.device)
         places = numbers.expand_as(input_ids) if position_ids is None else position_ids
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
 
 
 def sequences(lengths: Sequence[int] = (5, 2, 4, 3, 6), seed: int = 0, prompt: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Return tokens and labels of some sequences, of which the first `prompt` labels do not count."""
+    """Return tokens and labels of some sequences. The first `prompt` labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for length in lengths:
@@ -115,7 +115,7 @@ def padded(data: Sequence[tuple[Tensor, Tensor]], left: int, right: int, inside:
 def oracle(
     model: nn.Module, layer: nn.Module, data: Sequence[tuple[Tensor, Tensor]], loss: TokenCrossEntropy, sharing: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute factors of a linear layer for the empirical Fisher, sequence by sequence, position by position."""
+    """Compute factors of a linear layer for the empirical Fisher, with loops over sequences and positions."""
     A, B, terms, count = torch.zeros(()), torch.zeros(()), 0, 0.0
     for tokens, labels in data:
         calls: list[tuple[Tensor, Tensor]] = []
@@ -146,7 +146,7 @@ PADDINGS = {"right": (0, 6), "left": (5, 0), "both": (3, 2), "inside": (2, 1, 2)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    # Gradients of keys sum up to zero over positions, so that nothing but round-off is left with `reduce`.
+    # Gradients of keys sum to zero over positions, so with `reduce` only round-off is left.
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-20))
 
 
@@ -163,11 +163,11 @@ def test_any_padding_gives_the_factors_of_sequences_alone(causal: bool, padding:
         assert difference(K.blocks[name].A, A) < 1e-12, name
         assert difference(K.blocks[name].B, B) < 1e-12, name
     assert "attention_mask says which positions of inputs are there" in str(K.audit)
-    assert "measured" not in str(K.audit)  # masks explain everything, so that no vector is sent back for it
+    assert "measured" not in str(K.audit)  # masks explain all rows, so no vector is sent back to find them
 
 
 def test_rows_of_padding_would_change_factors() -> None:
-    # The wrong variant that the tests above reject: all rows count.
+    # The wrong variant that these tests reject: all rows count.
     model, loss, data = Transformer(causal=True), TokenCrossEntropy(shift=True), sequences(prompt=2)
     K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, padded(data, 0, 6)), "empirical", audit=False)
     A, B = oracle(model, model.get_submodule("up.0.0"), data, loss, "expand")
@@ -199,7 +199,7 @@ def test_expand_is_exact_with_different_numbers_of_positions() -> None:
     assert difference(everything.submatrix(names).to_dense(), G.submatrix(names).to_dense()) > 0.1
 
 
-# EKFAC of singular factors, as sums over positions of six data have, depends on the basis of what they leave out.
+# EKFAC of singular factors, such as sums over positions of six examples, depends on the basis of their null space.
 @pytest.mark.parametrize(("kind", "sharing"), [(kfs.KFAC, "expand"), (kfs.KFAC, "reduce"), (kfs.EKFAC, "expand")])
 def test_batches_by_length_and_by_one(kind: Any, sharing: Any) -> None:
     model, loss, data = Transformer(causal=True), TokenCrossEntropy(shift=True), sequences((5, 2, 4, 2, 5, 4), prompt=1)
@@ -215,7 +215,7 @@ def test_batches_by_length_and_by_one(kind: Any, sharing: Any) -> None:
 def test_packed_documents_count_as_if_they_were_alone() -> None:
     model, loss, data = Transformer(causal=True), TokenCrossEntropy(shift=True), sequences((3, 4, 2, 5))
     packs = [data[:2], data[2:]]
-    first = [torch.cat([torch.tensor([IGNORED]), labels[1:]]) for _, labels in data]  # nothing predicts a first token
+    first = [torch.cat([torch.tensor([IGNORED]), labels[1:]]) for _, labels in data]  # first tokens have no prediction
     unpacked = [(tokens, labels) for (tokens, _), labels in zip(data, first, strict=True)]
     batch = {
         "input_ids": torch.stack([torch.cat([tokens for tokens, _ in pack]) for pack in packs]),
@@ -230,7 +230,7 @@ def test_packed_documents_count_as_if_they_were_alone() -> None:
         A, B = oracle(model, model.get_submodule(name), unpacked, loss, "expand")
         assert difference(K.blocks[name].A, A) < 1e-12, name
         assert difference(K.blocks[name].B, B) < 1e-12, name
-    assert "measured in every batch" in str(K.audit)  # documents are in no mask
+    assert "measured in every batch" in str(K.audit)  # documents are not part of any mask
 
 
 @pytest.mark.parametrize("pooled", ["first", "last"])
@@ -239,7 +239,7 @@ def test_after_a_class_token_one_row_counts(pooled: str) -> None:
     data = sequences()
     batch = padded(data, 0, 4) | {"labels": torch.tensor([0, 1, 2, 3, IGNORED])}
     K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, batch), "empirical")
-    assert K.blocks["up.1.0"].sums.terms == 4  # one row of each example whose label counts
+    assert K.blocks["up.1.0"].sums.terms == 4  # one row for each example whose label counts
     assert K.blocks["attention.1.v"].sums.terms == 5 + 2 + 4 + 3
     alone = [
         {"input_ids": tokens.unsqueeze(0), "labels": y.unsqueeze(0)}
@@ -271,7 +271,7 @@ def test_a_mask_of_another_name(mask: Any) -> None:
         A, B = oracle(model.model, model.get_submodule(f"model.{name}"), data, loss, "expand")
         assert difference(K.blocks[f"model.{name}"].A, A) < 1e-12, name
         assert difference(K.blocks[f"model.{name}"].B, B) < 1e-12, name
-    # Without its name, it is measured which rows count.
+    # Without a name for the mask, counted rows are measured.
     K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, batch), "empirical")
     assert "measured in every batch" in str(K.audit)
     A, _ = oracle(model.model, model.get_submodule("model.up.0.0"), data, loss, "expand")
@@ -288,7 +288,7 @@ def test_a_mask_that_is_not_one(mask: Any, message: str) -> None:
 
 
 class Pooled(nn.Module):
-    """Rows that lack a gradient because of their values count: rectifiers that are off, and positions that lose."""
+    """Rows without a gradient due to their values count: inactive ReLUs, and positions that lose a maximum."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -342,14 +342,14 @@ def test_training_does_not_depend_on_padding(options: dict[str, Any]) -> None:
 
 
 def test_draws_belong_to_positions() -> None:
-    # Labels are drawn by example and position: padding on the right leaves them as they are.
+    # Labels are drawn by example and position, so padding on the right does not change them.
     model, loss, data = Transformer(causal=True), TokenCrossEntropy(shift=True), sequences()
     K, padded_K = (kfs.KFAC(kfs.EmpiricalRisk(model, loss, padded(data, 0, n)), "mc", seed=1) for n in (0, 7))
     assert difference(padded_K.blocks["up.0.0"].B, K.blocks["up.0.0"].B) < 1e-12
 
 
 class Hidden(nn.Module):
-    """Sees padding by its tokens: no input is a mask."""
+    """Recognizes padding by its tokens: no input is a mask."""
 
     def __init__(self, pooled: str = "") -> None:
         super().__init__()
@@ -361,7 +361,7 @@ class Hidden(nn.Module):
 
 
 def hidden(lengths: Sequence[int], width: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return sequences whose padding is a token of its own."""
+    """Return sequences whose padding is a special token."""
     data = [(tokens.clamp(max=TOKENS - 2), labels) for tokens, labels in sequences(lengths, seed)]
     batch = padded(data, 0, width - max(lengths))
     ids = torch.where(batch["attention_mask"] > 0, batch["input_ids"], TOKENS - 1)
@@ -372,10 +372,10 @@ def hidden(lengths: Sequence[int], width: int, seed: int = 0) -> dict[str, Tenso
     "lengths",
     [
         [[6, 6, 6, 6, 6], [2, 5, 3, 4]],  # the first batch has no padding
-        [[2, 3, 6, 6, 6, 6]],  # the audited data have none
-        [[3, 3, 3, 3, 3], [6, 5, 2, 4]],  # they are all of one length
-        [[3], [6], [2]],  # two copies of an example look alike
-        [[7, 7, 7, 7], [6, 6, 6, 6], [5, 8, 3, 4]],  # rules of one length hold for others, until padding shows
+        [[2, 3, 6, 6, 6, 6]],  # the audited examples have none
+        [[3, 3, 3, 3, 3], [6, 5, 2, 4]],  # all have the same length
+        [[3], [6], [2]],  # two copies of an example are indistinguishable
+        [[7, 7, 7, 7], [6, 6, 6, 6], [5, 8, 3, 4]],  # rules of one length are applied to others, until padding occurs
     ],
 )
 def test_padding_that_the_audited_data_do_not_show(lengths: list[list[int]]) -> None:
@@ -397,7 +397,7 @@ def test_padding_that_the_audited_data_do_not_show(lengths: list[list[int]]) -> 
 
 
 class Translation(nn.Module):
-    """An encoder with a mask of its own, beside predictions of as many positions."""
+    """An encoder with a mask of its own, and one prediction per position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ def test_encoders_are_not_masked_by_targets_of_decoders() -> None:
 
 
 def test_attention_that_ends_in_nan_without_keys() -> None:
-    """A model may not take a mask that is none of the user's."""
+    """The attention returns NaN for masks that a user would not pass."""
 
     class Strict(Attention):
         def forward(self, h: Tensor, allowed: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Positions that do not count: padding of token sequences, and several images of one example that all count."""
+"""Positions that do not count, such as padding of token sequences; several images of one example all count."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.factors.models import Function
 from tests.operators.contract import close
 
 SHARING = ("expand", "reduce")
-SIZE = 5  # of the vocabulary
+SIZE = 5  # size of the vocabulary
 
 
 def normal(*shape: int) -> Tensor:
@@ -23,7 +23,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def predictions(rows: Tensor) -> Tensor:
-    """Predict from all positions `[N, S, 3]`, so that gradients also arrive at those that are padding."""
+    """Predict from all positions `[N, S, 3]`, so that gradients also arrive at padding."""
     weights = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64).unsqueeze(1)
     return (rows * weights).tanh().sum(1)
 
@@ -36,7 +36,7 @@ def table(padding: int) -> nn.Module:
 @pytest.mark.parametrize("padding", [0, 3, SIZE - 1, -1, -2])
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_one_token_and_padding(times: int, padding: int, sharing: Any) -> None:
-    """If one position of one example counts, KFAC is exact, whatever stands around it."""
+    """If one position of one example counts, KFAC is exact, for any padding around it."""
     risk = EmpiricalRisk(table(padding), nn.MSELoss(), (torch.tensor([[2] + times * [padding % SIZE]]), normal(1, 3)))
     exact = GGN(risk).to_dense()
     for make in (KFAC, EKFAC):
@@ -46,7 +46,7 @@ def test_one_token_and_padding(times: int, padding: int, sharing: Any) -> None:
 
 @pytest.mark.parametrize("padding", [1, -1])
 def test_padding_among_many_data(padding: int) -> None:
-    """Both factors against loops over data, vectors and positions that count."""
+    """Both factors against loops over examples, vectors and positions that count."""
     X, y, loss = torch.randint(SIZE, (6, 4)), normal(6, 3), nn.MSELoss()
     model = table(padding)
     counts = X.ne(padding % SIZE)
@@ -101,11 +101,11 @@ class Words(nn.Module):
 @pytest.mark.parametrize("padding", [None, -2])
 @pytest.mark.parametrize("mode", ["sum", "weighted sum", "mean", "max"])
 def test_bags_of_embeddings(mode: str, padding: int | None, form: str) -> None:
-    """They are what they are written out: predictions, KFAC, EKFAC, GGN."""
+    """They agree with written-out bags: predictions, KFAC, EKFAC, GGN."""
     torch.manual_seed(0)
     X, y = torch.randint(SIZE, (5, 4)), normal(5, 2)
     X[0, :2] = 1  # one word twice
-    X[1] = 3  # a bag of padding alone
+    X[1] = 3  # a bag with padding only
     models = [Words(mode, padding, one) for one in ("rows", form)]
     models[1].load_state_dict(models[0].state_dict())
     plain, bags = (EmpiricalRisk(model, nn.MSELoss(), (X, y)) for model in models)
@@ -114,14 +114,14 @@ def test_bags_of_embeddings(mode: str, padding: int | None, form: str) -> None:
     for make in (KFAC, EKFAC):
         for sharing in SHARING:
             found, expected = (make(one, sharing=sharing) for one in (bags, plain))  # type: ignore[arg-type]
-            # Copies of a parameter are other positions than the parameter.
+            # Positions of a copied parameter are separate positions.
             names = [name for name in found.domain.shapes if name != "scale" or form == "bags"]
             close(found.submatrix(names).to_dense(), expected.submatrix(names).to_dense())
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_several_lengths(mode: str) -> None:
-    """Offsets say where they start; rows are those of bags that are padded to one length."""
+    """Offsets mark their starts; rows are those of bags that are padded to one length."""
     torch.manual_seed(0)
     tokens, y = torch.tensor([1, 1, 0, 2, 4, 0]), normal(4, 2)
     padded = torch.tensor([[1, 1, 0], [3, 3, 3], [2, 4, 3], [0, 3, 3]])
@@ -143,7 +143,7 @@ def test_bags_of_several_lengths(mode: str) -> None:
 
 @pytest.mark.parametrize("make", [lambda: nn.Conv1d(1, 2, 3), lambda: nn.Conv1d(2, 2, 2, groups=2, stride=2)])
 def test_all_images_of_a_datum_count(make: Any) -> None:
-    """With equal patches everywhere, `reduce` is exact for one example: gradients are summed, whatever their number."""
+    """If all patches are equal, `reduce` is exact for one example: gradients are summed over any number of images."""
     layer = make()
     channels, num_images = layer.in_channels, 3
     X = torch.arange(1.0, 1 + channels).reshape(1, channels, 1).expand(1, channels, 6 * num_images).double()
@@ -165,6 +165,6 @@ def test_all_images_of_a_datum_count(make: Any) -> None:
     exact = GGN(risk).to_dense()
     if layer.groups == 1:
         close(K.to_dense(), exact)
-    else:  # groups of channels do not see each other
+    else:  # groups of channels are independent
         close(K.to_dense(), torch.where(K.to_dense() != 0, exact, 0.0))
         assert (K.to_dense() != 0).double().mean() > 0.3

@@ -27,7 +27,7 @@ def risk_of(name: str) -> EmpiricalRisk:
 
 
 def places(K: BlockDiagonal, names: list[str]) -> Tensor:
-    """Where some parameters are in flat vectors."""
+    """Return the positions of some parameters in flat vectors."""
     index = K.domain.unflatten(torch.arange(K.shape[0]).unsqueeze(0))
     return torch.cat([t.flatten() for name, t in index.items() if name in names])
 
@@ -77,7 +77,7 @@ def test_which_structures_parts_have() -> None:
             assert [type(structure) for structure in result.structures.values()] == [kind]
             index = places(operator, names)  # type: ignore[arg-type]
             close(product_by_product(result), operator.to_dense()[index][:, index])
-    # Other rows than columns, or entries, have no such structure.
+    # If rows and columns differ, or single entries are chosen, the structure is lost.
     assert not isinstance(K.submatrix([weight], [bias]), BlockDiagonal)
     close(K.submatrix([weight], [bias]).to_dense(), K.to_dense()[places(K, [weight])][:, places(K, [bias])])
     assert not isinstance(K.submatrix([0, 1]), BlockDiagonal)
@@ -89,7 +89,7 @@ def test_which_structures_parts_have() -> None:
 
 
 def test_parts_of_large_blocks_without_structure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of a large dense matrix, the result is an operator without structure, with the same products."""
+    """The result is an operator without structure, with the same products, not a large dense matrix."""
     E = EKFAC(risk_of("groups"))
     name = next(block.layout.weight for block in E.blocks.values() if block.layout.bias is not None)
     monkeypatch.setattr(congruence, "_LARGEST_DENSE", 1)
@@ -100,7 +100,7 @@ def test_parts_of_large_blocks_without_structure(monkeypatch: pytest.MonkeyPatch
 
 
 def test_products_of_diagonals_have_noise_of_their_own() -> None:
-    """Round-off that is known for each eigenvalue is cut out with them."""
+    """The known round-off of each eigenvalue is cut out with the eigenvalues."""
     K = exact_diagonal(risk_of("groups")).power(0.5)
     name = next(layout.weight for stack in K.stacks for layout in stack.layouts if layout.bias is not None)
     part: Any = K.submatrix([name])
@@ -123,7 +123,7 @@ def test_draws_by_name() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_matrices_of_blocks_and_back(name: str) -> None:
-    """A product with the operator is `B M A`, block by block, and all blocks together make the vector again."""
+    """A product with the operator is `B M A`, block by block, and all blocks together give the vector again."""
     K = KFAC(risk_of(name))
     v = {n: torch.randn(s, dtype=torch.float64) for n, s in K.domain.shapes.items()}
     several = {n: torch.stack([t, 2 * t]) for n, t in v.items()}
@@ -144,7 +144,7 @@ def test_matrices_of_blocks_and_back(name: str) -> None:
         assert all(torch.equal(t, torch.stack([back[n], 2 * back[n]])) for n, t in twice.items())
         if all(v[n].shape == shape for n, shape in block.layout.param_shapes().items()):
             one = block.matrix({n: t[:1] for n, t in several.items()})
-            assert one.shape == (1, *M.shape)  # an axis for several stays, also for one
+            assert one.shape == (1, *M.shape)  # an axis for several vectors is kept, even if its length is one
     for n, t in again.items():
         assert torch.equal(t, v[n])
 

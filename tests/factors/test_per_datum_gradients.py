@@ -1,4 +1,4 @@
-"""Per-example gradients by rows, against autograd, one example after the other."""
+"""Per-example gradients as rows, against autograd for single examples."""
 
 from collections.abc import Iterator
 from functools import cache, partial
@@ -22,7 +22,7 @@ PROBLEMS = (
 
 @pytest.fixture(autouse=True)
 def _groups(request: pytest.FixtureRequest) -> None:
-    """Let models with `torch._grouped_mm` run in float64. Others run without, which takes less time."""
+    """Let models with `torch._grouped_mm` run in float64. Others run without this slower mode."""
     if "grouped" in request.node.name:
         request.getfixturevalue("grouped_in_double")
 
@@ -34,14 +34,14 @@ def instance(problem: Problem) -> Instance:
 
 
 def collected(batches: Iterator[GradientBatch]) -> dict[str, Tensor]:
-    """Put the gradients of all batches one after the other."""
+    """Concatenate the gradients of all batches."""
     parts = [batch.tensors() for batch in batches]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_every_model(problem: Problem) -> None:
-    """Gradients, their inner products and their norms, whatever the model does with its rows."""
+    """Gradients, their inner products and their norms, for any row map."""
     one = instance(problem)
     expected = gradients(one)
     G = flat(expected)

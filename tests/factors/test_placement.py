@@ -1,4 +1,4 @@
-"""Placement: which blocks uses belong to, over batches, steps and processes."""
+"""The blocks that uses belong to, over batches, steps and processes."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def normal(*shape: int) -> Tensor:
 
 
 class Steps:
-    """Trains a model that computes in different ways; a call is a step, and says `how`."""
+    """Trains a model that computes in different ways; a call is a step, and `how` selects the way."""
 
     def __init__(self, compute: Any, outputs: int, **params: Tensor) -> None:
         self.outputs = outputs
@@ -40,7 +40,7 @@ class Steps:
 
 
 def test_other_uses_of_a_weight_in_a_later_step() -> None:
-    """Every step decides anew which blocks there are: rows that are used apart get curvature, too."""
+    """Every step chooses blocks anew: rows that are used apart get curvature, too."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         if m.how == "apart":
@@ -74,7 +74,7 @@ def test_plans_that_fit_one_by_one_but_not_together() -> None:
 
 
 def test_blocks_of_a_checkpoint_are_known(tmp_path: Path) -> None:
-    """Batches that were done decide which blocks there are, also after the process was started again."""
+    """Completed batches determine the blocks, also after a restart of the process."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         return F.linear(x, m.W) if float(x.detach().sum()) > 0 else F.linear(x, m.W, m.b)
@@ -120,7 +120,7 @@ def test_a_bias_that_is_added_by_itself_in_another_step() -> None:
 
 
 def test_data_that_cannot_be_added_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if an error comes after the first block: memory may be short."""
+    """This is also true if an error, such as a lack of memory, comes after the first block."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     one, other = (KFAC(EmpiricalRisk(model, nn.MSELoss(), (normal(5, 3), normal(5, 2)))) for _ in range(2))
     before, plus, calls = one.to_dense(), OuterProductSum.plus, []

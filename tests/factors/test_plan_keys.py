@@ -1,6 +1,6 @@
-"""Everything that a plan depends on: two calls that differ in one respect only must not share a plan.
+"""Everything that a plan depends on: two calls that differ in one respect must not share a plan.
 
-Where nothing else is said, the oracle is the exact matrix: EKFAC's trace is that of the GGN, whatever the uses are.
+Unless stated otherwise, the oracle is the exact matrix: for any uses, EKFAC's trace is that of the GGN.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def trace_is_exact(model: nn.Module, data: Any, *names: str) -> None:
 
 
 def test_number_of_data() -> None:
-    """As many rows, from fewer data with more positions each."""
+    """Equal numbers of rows, from fewer examples with more positions each."""
     model = Function(
         lambda m, x: F.linear(x.flatten(0, 1), m.W).tanh().unflatten(0, x.shape[:2]).mean(1),
         W=normal(2, 3),
@@ -36,7 +36,7 @@ def test_number_of_data() -> None:
 
 
 def test_batch_axis() -> None:
-    """Attention's output projection works on `[sequence * batch, features]`, and the same call below on the reverse."""
+    """Attention's output projection is applied to `[sequence * batch, features]`, the call below to another order."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -45,7 +45,7 @@ def test_batch_axis() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.attention(x, x, x, need_weights=False)[0].tanh()
-            h = F.linear(h.flatten(0, 1), self.attention.out_proj.weight, None)  # as attention calls it
+            h = F.linear(h.flatten(0, 1), self.attention.out_proj.weight, None)  # in the same way as attention
             out: Tensor = h.unflatten(0, x.shape[:2]).mean(1)
             return out
 
@@ -74,7 +74,7 @@ def test_keyword_arguments() -> None:
 
 
 def test_strides_of_views() -> None:
-    """The first rows of a weight, and their transpose, start at the same place and have the same shape."""
+    """The first rows of a weight, and their transpose, have the same first element and the same shape."""
     model = Function(lambda m, x: F.linear(F.linear(x, m.W[:3]).tanh(), m.W[:3].T), W=normal(4, 3))
     trace_is_exact(model, (normal(5, 3), normal(5, 3)), "W")
 
@@ -92,7 +92,7 @@ def test_constants_that_take_their_type_from_data() -> None:
 
 
 def test_precision_of_autocast() -> None:
-    """Inputs are rounded as the operation has rounded them, also if that is another precision than before."""
+    """Inputs are rounded in the precision of the operation, even if it differs from that of an earlier batch."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16 if float(x.detach()[0, 0]) > 0 else torch.float16):
@@ -136,6 +136,6 @@ def test_a_bias_that_only_some_batches_use() -> None:
 
 
 def test_convolutions_that_crop() -> None:
-    """A transposed convolution with more padding than its kernel leaves pixels out."""
+    """A transposed convolution with more padding than its kernel crops pixels."""
     model = nn.Sequential(nn.ConvTranspose1d(2, 4, 1, padding=1, bias=False), nn.Tanh(), nn.Flatten()).double()
     trace_is_exact(model, (normal(3, 2, 5), normal(3, 12)), "0.weight")

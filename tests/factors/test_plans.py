@@ -1,4 +1,4 @@
-"""Plans outlive batches: their keys, their lifetime, and tensors that they must not hold."""
+"""Plans outlive batches: their keys, their lifetimes, and tensors that they must not hold."""
 
 import gc
 import weakref
@@ -74,7 +74,7 @@ def test_rules_are_asked_once_for_every_shape_and_storage() -> None:
         run(trace, sums, model, normal(data, 3))
         assert asked.times == times
     with torch.no_grad():
-        weight.add_(1.0)  # other values at the same place
+        weight.add_(1.0)  # other values in the same memory
     run(trace, sums, model, normal(5, 3))
     assert asked.times == 4
     weight.data = weight.data.clone()
@@ -121,7 +121,7 @@ def test_plans_keep_no_activation_alive() -> None:
 
 
 def test_two_equations_with_the_same_shapes() -> None:
-    """Operands in a list: the equation is what differs."""
+    """Operands are in a list; only the equation differs."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         x = x.reshape(-1, 3, 1)
@@ -162,7 +162,7 @@ def test_two_results_of_one_function_of_a_parameter() -> None:
 
 
 def test_products_of_constants_with_a_bias_of_its_own() -> None:
-    """Without data in front of it, a bias that does not join its weight is followed, too."""
+    """A bias that does not join its weight is tracked, too, if there are no data before it."""
     constant, params, data = normal(4, 3), {"W": normal(2, 3), "b": normal(2)}, (normal(5, 2), normal(5, 2))
     model = Function(lambda m, x: x + F.linear(constant, m.W, m.b).mean(0), **params)
     copies = Function(lambda m, x: x + F.linear(constant + 0 * x[:, :1, None], m.W, m.b).mean(1), **params)
@@ -211,7 +211,7 @@ def test_dropout_between_recurrent_layers_is_noticed_in_every_mode(kind: Any) ->
 
 
 def test_a_model_that_changes_its_parameters_in_a_sweep() -> None:
-    """The risk's own parameters are used for all batches, wherever the model's went."""
+    """The risk's own parameters are used for all batches, even if a layer of the model is replaced in between."""
     model = mlp()
     data = [(normal(4, 3), normal(4, 2)) for _ in range(3)]
 
@@ -234,7 +234,7 @@ def mlp_like(model: nn.Sequential) -> nn.Sequential:
 
 
 class Custom(torch.autograd.Function):
-    """A product that modes do not see."""
+    """A product that is hidden from modes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class Custom(torch.autograd.Function):
 
 @pytest.mark.parametrize("plain_first", [False, True])
 def test_hidden_uses_in_later_batches(plain_first: bool) -> None:
-    """As many operations and uses as in a batch before, but one of them is hidden."""
+    """The number of operations and uses is that of an earlier batch, but one use is hidden."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         if float(x.detach().sum()) > 0:
@@ -279,7 +279,7 @@ def test_parameters_that_give_a_type_only(convert: Any) -> None:
 
 
 def test_operations_while_torch_func_runs() -> None:
-    """Gradients cannot be seen there, also of an operation that has nothing to do with the transformation."""
+    """Gradients are hidden there, including those of operations that are independent of the transformation."""
 
     def inside(m: Any, x: Tensor) -> Tensor:
         seen: list[Tensor] = []
@@ -299,7 +299,7 @@ def test_operations_while_torch_func_runs() -> None:
 
 
 def test_functions_of_a_parameter_inside_of_a_checkpoint() -> None:
-    """A parameter is expanded before it is tapped, which a checkpoint notices when it runs again; the error says so."""
+    """A parameter is expanded before it is tapped, which changes the rerun of a checkpoint; the error explains it."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         h = checkpoint(lambda h: h * torch.sigmoid(m.p), x @ m.W, use_reentrant=False)
@@ -330,7 +330,7 @@ def test_plans_die_with_the_strides_of_a_parameter() -> None:
 
 
 def test_models_that_use_torch_func() -> None:
-    """Inside of `torch.func` there is no parameter here."""
+    """Inside `torch.func`, tensors are not parameters of the risk."""
 
     def cosine(m: Any, x: Tensor) -> Tensor:
         z, pull_back, *_ = torch.func.vjp(torch.sin, x @ m.W)

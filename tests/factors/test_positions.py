@@ -1,4 +1,4 @@
-"""Positions, tokens that are tied to the head, and where the batch axis is."""
+"""Positions, tokens that are tied to the head, and the choice of the batch axis."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("num_data", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", ["row", "index", "scaled", "parameter"])
 def test_positions_without_batch_axis(kind: str, num_data: int, sharing: Any) -> None:
-    """Gradients are taken before they are summed over the batch, also if its size divides the length."""
+    """Gradients are taken before they are summed over the batch, even if its size divides the length."""
     results = []
     torch.manual_seed(0)
     X, y = torch.randint(7, (num_data, 8)), torch.randint(2, (num_data,))
@@ -109,12 +109,12 @@ def test_a_tied_embedding_has_both_roles(sharing: Any) -> None:
     for role in block.sums.roles.values():
         role.gradient.total *= 9.0
     close(torch.kron(block.B, block.A), 9.0 * before)
-    K @ torch.ones(K.shape[0], dtype=torch.float64)  # a product puts factors of one size together
+    K @ torch.ones(K.shape[0], dtype=torch.float64)  # products combine factors of equal sizes
     close(torch.kron(block.B, block.A), 9.0 * before)
 
 
 def test_batch_axis() -> None:
-    """Where it matters, the batch axis is found, split off, or asked for."""
+    """If the batch axis matters, it is measured, split off, or an argument is required."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 2).double()
     X, y = normal(4, 6, 3), normal(4, 2)
@@ -142,7 +142,7 @@ def test_batch_axis() -> None:
     lost = Function(lambda m, x: m.layer(x.reshape(3, 8, 3)).reshape(4, 6, 2).mean(1))
     lost.layer = layer
     risk = EmpiricalRisk(lost, nn.MSELoss(), (X, y))
-    same(KFAC(risk, sharing="reduce"), results[0])  # it is measured
+    same(KFAC(risk, sharing="reduce"), results[0])  # its axis is measured
     with pytest.raises(DataError, match=r"leading axes \[3, 8\].*batch of 4 examples.*batch_axis="):
         KFAC(risk, sharing="reduce", audit=False)
     KFAC(risk, audit=False)

@@ -1,4 +1,4 @@
-"""Factors in another precision or place than the model, and operators that are moved."""
+"""Factors whose precision or device differs from the model's, and operators that are moved."""
 
 from pathlib import Path
 from typing import Any
@@ -64,13 +64,13 @@ def test_bad_devices(tmp_path: Path) -> None:
 
 
 def test_devices_are_stored_by_name() -> None:
-    """As files have it."""
+    """Device names, as in files."""
     settings = KFAC(risk_of(torch.float64), factor_device=torch.device("cpu")).settings
     assert settings.factor_device == "cpu"
 
 
 def test_a_sum_elsewhere() -> None:
-    """Sums on another device arrive; the transfer itself is tested on a GPU."""
+    """Sums on another device are complete; the transfer itself is tested on a GPU."""
     for diagonal in (False, True):
         for groups in (1, 2):
             mine, other = (OuterProductSum.zeros(3, groups, diagonal, True, torch.float64, "cpu") for _ in range(2))
@@ -91,7 +91,7 @@ def test_a_sum_elsewhere() -> None:
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("size", [3, 200])  # in one product, and in strips
 def test_a_sum_that_is_completed_several_times(size: int, diagonal: bool) -> None:
-    """It is right whenever it is complete, and can be added to afterwards."""
+    """A sum is right whenever it is completed, and can be added to afterwards."""
     total = OuterProductSum.zeros(size, 1, diagonal, True, torch.float64, "cpu")
     expected = torch.zeros(size + 1, size + 1, dtype=torch.float64)
     for _ in range(2):

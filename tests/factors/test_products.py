@@ -1,4 +1,4 @@
-"""The precision of outer products by choice. What a GPU does with it is tested by `test_devices`."""
+"""The precision of outer products as an option. `test_devices` tests its effect on a GPU."""
 
 from itertools import product
 from pathlib import Path
@@ -19,8 +19,8 @@ from kfs.factors.settings import Settings
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.precision import uses_tf32
 
-# bfloat16 has eight significant bits: a number that is rounded is off by at most 2^-8 of it, and a product of two of
-# them by 2^-7 + 2^-16. Sums of a few hundred products in float32 add less than 2^-12.
+# bfloat16 has eight significant bits: a rounded number is off by at most 2^-8 of it, and a product of two of them
+# by 2^-7 + 2^-16. Sums of a few hundred products in float32 add less than 2^-12.
 BFLOAT16 = 2**-7 + 2**-12
 FLOAT32 = 2**-16  # a few hundred times the unit roundoff of float32
 
@@ -33,7 +33,7 @@ def risk_of(part: slice = slice(0, 30), dtype: torch.dtype = torch.float32) -> E
 
 
 def outer_products(vectors: Tensor) -> Tensor:
-    """Add outer products one by one, in float64."""
+    """Sum outer products in a loop, in float64."""
     total = torch.zeros(vectors.shape[1], vectors.shape[1], dtype=torch.float64)
     for v in vectors.double():
         total += torch.outer(v, v)
@@ -41,7 +41,7 @@ def outer_products(vectors: Tensor) -> Tensor:
 
 
 def patches(x: Tensor, stride: int) -> Tensor:
-    """Cut images `[images, channels, width]` into patches of width three, one after the other."""
+    """Cut images `[images, channels, width]` into patches of width three, in a loop."""
     starts = range(0, x.shape[2] - 2, stride)
     return torch.stack([x[image, :, start : start + 3].flatten() for image in range(len(x)) for start in starts])
 
@@ -50,7 +50,7 @@ def convolution(stride: int) -> Patches:
     return Patches((5, 4, 9), (3,), (stride,), ((0, 0),), (1,), 1)
 
 
-# Inputs, their shape, and how vectors are read from them.
+# Inputs, their shape, and the way in which vectors are read from them.
 CASES: dict[str, tuple[Inputs, tuple[int, ...], Any]] = {
     "vectors": (Vectors(5), (40, 5), lambda x: x),
     "one vector": (Vectors(5), (5,), lambda x: x.unsqueeze(0)),
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Inputs, tuple[int, ...], Any]] = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_rounded_inputs(case: str, bias: bool) -> None:
-    """With bf16, vectors are rounded, and everything else is in float32."""
+    """With bf16, vectors are rounded, and all other operations are in float32."""
     inputs, shape, read = CASES[case]
     torch.manual_seed(0)
     x = torch.randn(shape)
@@ -85,7 +85,7 @@ def test_rounded_inputs(case: str, bias: bool) -> None:
     assert ((found["auto"] - exact).abs() <= FLOAT32 * sizes).all()
     assert ((found["bf16"] - rounded).abs() <= FLOAT32 * sizes).all()
     assert ((found["bf16"] - exact).abs() <= BFLOAT16 * sizes).all()
-    # Vectors that were not rounded, or rounded sums, would not pass.
+    # Vectors that were not rounded, or rounded sums, would fail.
     for wrong in (exact, rounded.bfloat16().double()):
         assert not ((wrong - rounded).abs() <= FLOAT32 * sizes).all()
 
@@ -125,7 +125,7 @@ def test_half_precision() -> None:
 
 
 def test_no_negative_eigenvalues() -> None:
-    """A feature that is nearly constant depends on the bias coordinate; rounding only one of them is noticed."""
+    """A feature that is nearly constant correlates with the bias coordinate; rounding only one of them is noticed."""
     x = 1 + 1e-3 * torch.rand(50, 2)
     total = OuterProductSum.zeros(2, 1, False, True, torch.float32, "cpu", "bf16")
     total.add(x, ones=True)
@@ -153,7 +153,7 @@ def test_factors(make: Any, sharing: Any) -> None:
 
 
 def test_autocast() -> None:
-    """With float32, gradients that are in float32 stay there, also under autocast."""
+    """With float32, gradients in float32 stay in float32, also under autocast."""
     risk = risk_of()
     with torch.autocast("cpu", torch.bfloat16):
         narrow, wide = (KFAC(risk, "empirical", products=products) for products in ("auto", "float32"))
@@ -180,7 +180,7 @@ def test_more_data(tmp_path: Path) -> None:
     torch.testing.assert_close(updated.to_dense(), whole.to_dense(), rtol=1e-5, atol=1e-7)
     with pytest.raises(ModelError, match="The settings differ"):
         KFAC(risk_of(parts[0])).merge(KFAC(risk_of(parts[1]), products="bf16"))
-    # What a checkpoint has is continued in the same precision.
+    # The sums of a checkpoint are resumed in the same precision.
     X, y = torch.randn(8, 3), torch.randint(2, (8,))
     model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss()
     expected = KFAC(EmpiricalRisk(model, loss, [(X[:4], y[:4]), (X[4:], y[4:])]), products="bf16")
@@ -217,7 +217,7 @@ def test_bad_choices() -> None:
 
 
 def test_tf32_is_switched_around_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The switch is set while products are computed, and left as it was, also after errors."""
+    """The switch is set while products are computed, and restored afterwards, also after errors."""
     seen: list[bool] = []
     add_product = products_module._add_product
 

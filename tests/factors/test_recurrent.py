@@ -1,4 +1,4 @@
-"""Recurrent networks: the same as a loop over times in which every product is captured on its own."""
+"""Recurrent networks: results equal those of a loop over times in which every product is captured on its own."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Return a function that runs another one, with recurrent networks as explicit loops."""
+    """Return a function that runs another one, with recurrent networks replaced by explicit loops."""
 
     def run(program: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patched:
@@ -71,7 +71,7 @@ def test_factors(kind: str, arrangement: str, sharing: Any, loop: Any) -> None:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_other_structures(kind: str, loop: Any) -> None:
-    """Eigenvalues and exact blocks come from each example's gradients, summed over times."""
+    """Eigenvalues and exact blocks are computed from each example's gradients, summed over times."""
     risk = risk_of(make(kind, learned=True, **ARRANGEMENTS["two layers, two directions"]))
     close(EKFAC(risk).to_dense(), loop(lambda: EKFAC(risk)).to_dense())
     close(exact_blocks(risk).to_dense(), loop(lambda: exact_blocks(risk)).to_dense())
@@ -82,7 +82,7 @@ def test_other_structures(kind: str, loop: Any) -> None:
     "names", [["rnn.weight_hh_l0"], ["rnn.weight_ih_l1", "head.weight"], ["rnn.bias_hh_l1"]], ids=str
 )
 def test_some_parameters(kind: str, names: list[str], loop: Any) -> None:
-    """Others are constant: they are not tracked, or need no gradient at all."""
+    """Other parameters are constant: they are not tracked, or need no gradient."""
     model = make(kind, num_layers=2)
     data = [batch[:2] for batch in risk_of(model).batches()]
     for frozen in (False, True):
@@ -93,7 +93,7 @@ def test_some_parameters(kind: str, names: list[str], loop: Any) -> None:
 
 
 def test_checkpoints_are_refused() -> None:
-    """Nobody watches when a layer runs again, so it does not run as the same operations."""
+    """The rerun of a layer in a checkpoint is not captured, so it does not consist of the same operations."""
 
     class Recomputed(nn.Module):
         def __init__(self) -> None:
@@ -130,7 +130,7 @@ def test_columns_together(kind: str) -> None:
 
 
 def watched(model: nn.Module, x: Tensor) -> Tensor:
-    """Evaluate a model while all its parameters are watched."""
+    """Evaluate a model while all its parameters are tracked."""
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (x, torch.zeros(len(x), dtype=torch.int64)))
     (batch,) = risk.batches()
     with torch.enable_grad():
@@ -140,7 +140,7 @@ def watched(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "arrangement"), [*CASES, ("LSTM", "projection")])
 def test_predictions_and_gradients(kind: str, arrangement: str) -> None:
-    """Of all parameters, first states and inputs, twice: the graph is still there after a first backward pass."""
+    """Gradients of all parameters, first states and inputs, taken twice: the graph outlives a first backward pass."""
     model = make(kind, learned=True, **(ARRANGEMENTS | {"projection": PROJECTION})[arrangement])
     x = torch.randn(N, TIMES, INPUTS, dtype=torch.float64, requires_grad=True)
     wanted = (x, *model.parameters())
@@ -157,7 +157,7 @@ def test_predictions_and_gradients(kind: str, arrangement: str) -> None:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_only_some_outputs_matter(kind: str) -> None:
-    """No gradient comes back to outputs, or to last states."""
+    """Some outputs, or the last states, receive no gradient."""
     rnn = MODULES[kind](INPUTS, STATES).double()
 
     class Last(nn.Module):
@@ -192,7 +192,7 @@ def test_every_weight_is_used_once(loop: Any) -> None:
 def test_gradients_that_are_not_sent_back_in_time_are_noticed(
     kind: str, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong variant: the gradient at a state does not reach the state before."""
+    """A wrong variant: the gradient of a state is not sent back to the state before."""
     model = make(kind)
     nn.init.ones_(model.rnn.get_parameter("bias_ih_l0"))  # states of ReLUs are positive
     risk = risk_of(model)
@@ -212,7 +212,7 @@ def test_gradients_that_are_not_sent_back_in_time_are_noticed(
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_the_audit_notices_wrong_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong variant: states are those after each time, not before."""
+    """A wrong variant: the states after each time are used instead of those before it."""
     model = make(kind)
     nn.init.ones_(model.rnn.get_parameter("bias_ih_l0"))
     before = recurrent._Network._states_before
@@ -229,7 +229,7 @@ def test_the_audit_notices_wrong_products(kind: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_differentiating_twice_is_refused(kind: str) -> None:
-    """Slopes have no graph, so a second derivative would be wrong, also if nothing else depends on parameters."""
+    """Slopes have no graph, so a second derivative would be wrong, even if nothing else depends on parameters."""
     model = make(kind)
     x = torch.randn(N, TIMES, INPUTS, dtype=torch.float64, requires_grad=True)
     (g,) = torch.autograd.grad(watched(model, x).sum(), x, create_graph=True)
@@ -239,7 +239,7 @@ def test_differentiating_twice_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_training(kind: str, loop: Any) -> None:
-    """Steps of the optimizer are the same as with networks that are written out."""
+    """Steps of the optimizer are the same as with written-out networks."""
 
     def trained() -> list[Tensor]:
         model = make(kind, learned=True)
@@ -257,7 +257,7 @@ def test_training(kind: str, loop: Any) -> None:
 
 
 def without_autocast() -> bool:
-    """Whether PyTorch has no LSTM with autocast for this CPU: some lack its instructions for bfloat16."""
+    """Whether PyTorch has no LSTM with autocast for this CPU: some CPUs lack instructions for bfloat16."""
     try:
         with torch.autocast("cpu", torch.bfloat16):
             nn.LSTM(INPUTS, STATES)(torch.randn(1, 1, INPUTS))
@@ -284,7 +284,7 @@ def test_precisions(kind: str, how: str) -> None:
 
 
 def test_a_sequence_without_batch_axis() -> None:
-    """PyTorch gives it one."""
+    """PyTorch adds a batch axis."""
 
     class Single(nn.Module):
         def __init__(self) -> None:
@@ -326,7 +326,7 @@ def test_nothing_is_left_behind_and_nobody_is_warned() -> None:
 
 
 def test_compiled_models(loop: Any) -> None:
-    """A compiled model runs as it is while it is watched."""
+    """A compiled model runs without compilation while it is captured."""
     model = make("GRU")
     risk = EmpiricalRisk(
         torch.compile(model, backend="eager"), nn.CrossEntropyLoss(), next(iter(risk_of(model).batches()))[:2]
@@ -372,7 +372,7 @@ def test_outputs_may_be_changed_in_place(kind: str, batch_first: bool) -> None:
 
 
 def written_out_of_place(model: Any, x: Tensor) -> Tensor:
-    """Compute the same as `InPlace`; PyTorch does not let outputs of all its operations be changed in place."""
+    """Compute the same as `InPlace`; PyTorch does not allow changing the outputs of all its operations in place."""
     first = model.rnn.batch_first
     out, last = model.rnn(x if first else x.transpose(0, 1))
     result: Tensor = (3 * out).sum(1 if first else 0) + (last[-1] if isinstance(last, tuple) else last).exp()[0]
@@ -380,7 +380,7 @@ def written_out_of_place(model: Any, x: Tensor) -> Tensor:
 
 
 def test_columns_with_one_gradient_at_cells() -> None:
-    """Columns may differ at states alone. The gradient at the last cells is then the same for all of them."""
+    """Columns may differ only at states. The gradient of the last cells is then the same for all of them."""
     torch.manual_seed(0)
     p, q = torch.randn(2, 3, 2, 20, dtype=torch.float64)  # three times, two examples, four gates of five features
     before, cells, W = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 2, 5), (2, 2, 5), (20, 5)))

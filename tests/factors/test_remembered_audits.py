@@ -1,4 +1,4 @@
-"""Which audits are remembered, and which are not."""
+"""Audits that are remembered, and audits that are not."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ class NoReferences:
     __slots__ = ()
 
     def __call__(self, params: Any, x: Tensor) -> Tensor:
-        """Multiply."""
+        """Apply the model."""
         result: Tensor = x @ params["W"]
         return result
 
@@ -42,7 +42,7 @@ def test_models_that_cannot_be_remembered() -> None:
 
 
 def test_audits_need_a_batch() -> None:
-    """Nothing is there before the first one."""
+    """There is no audit result before the first batch."""
     model = nn.Linear(3, 3)
     risk = EmpiricalRisk(model, LOSS, (torch.randn(4, 3), torch.arange(4) % 3))
     unused = Audits(model, new_trace(risk.params))
@@ -52,7 +52,7 @@ def test_audits_need_a_batch() -> None:
 
 
 class Toggled(nn.Module):
-    """Takes sequences with either axis as the batch axis; counts calls and remembers what it has seen."""
+    """Takes sequences with either batch axis; counts calls and remembers their shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Toggled(nn.Module):
 
 @pytest.fixture
 def number_of_audits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows with every audit."""
+    """Return a list that grows by one entry per audit."""
     made: list[int] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def number_of_audits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def traces(model: nn.Module) -> tuple[float, float]:
-    x = torch.randn(4, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))  # as long as wide
+    x = torch.randn(4, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))  # as many rows as columns
     risk = EmpiricalRisk(model.double(), LOSS, (x, torch.arange(4) % 3))
     kfac, ekfac = KFAC(risk, sharing="reduce"), EKFAC(risk, "empirical", "reduce")
     return float(kfac.to_dense().trace()), float(ekfac.to_dense().trace())
@@ -101,7 +101,7 @@ def test_a_layout_that_changes_is_audited_again(number_of_audits: list[int]) -> 
     for time_first in (False, True, False):
         model.time_first = time_first
         assert traces(model) == pytest.approx(before, rel=1e-12)
-    assert len(number_of_audits) == made  # both are known
+    assert len(number_of_audits) == made  # both have been audited
     model.settings["layers"][1]["scale"] = 2.0  # type: ignore[index]
     traces(model)
     assert len(number_of_audits) == made + 1
@@ -127,5 +127,5 @@ def test_attributes_that_change_all_the_time_are_left_out(
     assert len(number_of_audits) == 4
     assert "'step'" in caplog.text
     expected = traces(model)
-    model.time_first = True  # still counts
+    model.time_first = True  # is still valid
     assert traces(model) == pytest.approx(expected, rel=1e-12)

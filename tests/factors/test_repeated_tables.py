@@ -1,7 +1,7 @@
-"""A learned table that is brought to one copy per example before it meets data, in all ways that people write it.
+"""A learned table that is copied for every example before it meets data, in all usual formulations.
 
-Nothing tells from its shape whether a row belongs to an example. Oracles: the same function of `p + 0 * x`, which
-depends on data; gradients of every example alone; and batches of other sizes.
+No shape shows whether a row belongs to an example. Oracles: the same function of `p + 0 * x`, which depends on data;
+gradients of single examples; and batches of other sizes.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(*shape, dtype=torch.float64)
 
 
-# The table as it is: `[L, H]` to `[N, L, H]`.
+# The table without changes: `[L, H]` to `[N, L, H]`.
 COPIES: dict[str, Form] = {
     "repeat": lambda p, n: p.repeat(n, 1, 1),
     "repeat of a row": lambda p, n: p.unsqueeze(0).repeat(n, 1, 1),
@@ -73,7 +73,7 @@ PICKS: dict[str, Form] = {
     "embedding": lambda p, n: F.embedding(order(p, n), p),
     "flip": lambda p, n: p.flip(0).repeat(n, 1, 1),
 }
-# Functions of it.
+# The table after a function is applied.
 FUNCTIONS: dict[str, Form] = {
     "function, repeat": lambda p, n: p.exp().repeat(n, 1, 1),
     "repeat, function": lambda p, n: p.repeat(n, 1, 1).exp(),
@@ -90,7 +90,7 @@ FORMS = COPIES | PICKS | FUNCTIONS
 
 
 class Table(nn.Module):
-    """A table that multiplies data `[N, L, 3]`, written in one of these forms, or as a function of `p + 0 * x`."""
+    """A table that multiplies data `[N, L, 3]`, in one of these forms, or as a function of `p + 0 * x`."""
 
     def __init__(self, form: str, rows: int, explicit: bool = False) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_as_many_data_as_rows(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_as_long_as_the_table(form: str) -> None:
-    """There are more data than rows, but one of the batches has as many."""
+    """There are more examples than rows, but one batch has as many examples as rows."""
     one = instance(form, 4, 2)
     check_traces_and_batches(one, [3], [2, 1], [0])
     same_factors(*(KFAC(risk, joint_bias=False) for risk in (one.risk(), one.risk([3], [2, 1], [0]))))
@@ -174,7 +174,7 @@ class FirstState(nn.Module):
     ids=lambda part: getattr(part, "__name__", None),
 )
 def test_learned_first_states(kind: Any, how: str, num_data: int) -> None:
-    """As many steps as data, so that axes cannot be told apart by their lengths."""
+    """There are as many steps as examples, so that lengths do not tell axes apart."""
     settings: dict[Any, dict[str, Any]] = {
         nn.RNN: {"batch_first": True},
         nn.LSTM: {},
@@ -235,7 +235,7 @@ class Tokens(nn.Module):
 
 
 class Queries(nn.Module):
-    """Learned queries, as many as data, which attend to a sequence."""
+    """Learned queries, as many as examples, which attend to a sequence."""
 
     def __init__(self, how: str, batch_first: bool) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def _attends_to_positions(m: Any, x: Tensor) -> Tensor:
     """Multiply two heads `[N, 2, 3, 2]` with keys `[1, 2, 2, 5]`, which do not depend on data, as DeBERTa does."""
     keys = F.linear(m.p.unsqueeze(0), m.W, m.b).view(1, 5, 2, 2).permute(0, 2, 1, 3)
-    keys /= 2.0  # in place, of a view
+    keys /= 2.0  # a view is changed in place
     queries = x.view(len(x), 3, 2, 2).transpose(1, 2)
     return (queries @ keys.transpose(-1, -2)).tanh().sum(1).flatten(1)
 
@@ -379,7 +379,7 @@ NETWORKS: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, tuple[int, 
 @pytest.mark.parametrize("joint", [True, False])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_of_positions(name: str, joint: bool) -> None:
-    """They have the factors that they have if positions are data, the same ones for all."""
+    """Their factors are those of a network whose positions are data, the same ones for all examples."""
     torch.manual_seed(0)
     network, shapes = NETWORKS[name]
     positions = normal(4, 2)
@@ -416,7 +416,7 @@ def test_queries_that_are_expanded(batch_first: bool, split: list[list[int]]) ->
 
 @pytest.mark.parametrize("like", [torch.ones_like, torch.zeros_like, lambda p: p.new_full(p.shape, 2.0)])
 def test_the_shape_of_a_parameter_is_not_a_use(like: Any) -> None:
-    """A mask that is made like a weight has none of its values."""
+    """A mask with the shape of a weight does not use its values."""
     W, b, X, y = normal(3, 3), normal(3), normal(4, 3), torch.arange(4) % 3
     found = []
     for mask in (like, lambda p: like(p.detach())):
@@ -432,7 +432,7 @@ def test_the_shape_of_a_parameter_is_not_a_use(like: Any) -> None:
 
 
 def test_casts_of_expanded_parameters() -> None:
-    """The cast has a row for every example, and counts like the parameter."""
+    """The cast has a row for every example, and is treated like the parameter."""
     p, X, y = normal(1, 3), normal(5, 3), torch.arange(5) % 3
     model = Function(lambda m, x: (m.p.expand(len(x), -1).type(torch.float64).clone() + x).tanh(), p=p).double()
     single = Function(lambda m, x: (m.p.float().expand(len(x), -1).double() + x).tanh(), p=p).double()

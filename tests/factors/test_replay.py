@@ -1,7 +1,7 @@
-"""Replayed passes compute what passes that run compute: with a stand-in for CUDA graphs, and with them on a GPU.
+"""Replayed passes agree with eager passes: with a stand-in for CUDA graphs, and with CUDA graphs on a GPU.
 
-The stand-in runs the pass again on the inputs that a graph would read, and takes back what a graph does not do: changes
-of sums while it is recorded, and of numbers on the host while it is replayed.
+The stand-in runs the pass again on the inputs that a graph would read, and reverts all other changes: those of sums
+during recording, and those of numbers on the host during replay.
 """
 
 import logging
@@ -33,7 +33,7 @@ def tensors_of(sums: Statistic) -> list[Tensor]:
 
 
 class StandIn:
-    """Stands in for a CUDA graph, and for what records it."""
+    """A stand-in for a CUDA graph and its recorder."""
 
     sums: Statistic  # the sums that the passes change
 
@@ -72,7 +72,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
-    """Record all passes by stand-ins; the last ones made are at the end."""
+    """Record all passes by stand-ins; the last stand-ins are at the end of the list."""
     made: list[StandIn] = []
 
     def recorder_for(*_: Any) -> Callable[[], StandIn]:
@@ -117,7 +117,7 @@ def make_risk(batches: int = 8, size: int = 4, last: int = 3, device: str = "cpu
 
 
 def padded_risk(device: str, packed: bool = False) -> EmpiricalRisk:
-    """Return a risk of padded sequences in eight batches; if packed, no mask says which positions see each other."""
+    """Return a risk of padded sequences in eight batches; if packed, no mask shows the documents."""
     model = Transformer(causal=True).to(device)
     data = []
     for seed in range(8):
@@ -165,7 +165,7 @@ def test_second_passes(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_that_count(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch, packed: bool, sharing: Any) -> None:
-    """Masks are part of what a graph repeats, and so are the vectors that show which rows count."""
+    """Masks are inputs of a recording, and so are the vectors that measure which rows count."""
     risk = padded_risk("cpu", packed)
     K = KFAC(risk, "empirical", sharing)
     assert [(one.recorded, one.replayed) for one in stand_ins] == [(1, 6)]
@@ -176,7 +176,7 @@ def test_rows_that_count(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("ignored", [0, 5])
 def test_ignored_targets(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch, ignored: int) -> None:
-    """All targets are taken to count, unless the first batch has others; if a later one has, all is done again."""
+    """All targets are assumed to count, unless the first batch ignores some; if a later one does, all is done again."""
     risk = make_risk()
     batches = [batch[:2] for batch in risk.batches()]
     batches[ignored][1][1] = -100
@@ -185,11 +185,11 @@ def test_ignored_targets(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPat
     assert [one.replayed for one in stand_ins] == ([6] if ignored == 0 else [6, 6])
     monkeypatch.undo()
     same_factors(K, KFAC(risk, "empirical"))
-    assert K.blocks["head.2"].sums.terms == 34 * 6  # one example of 35 does not count
+    assert K.blocks["head.2"].sums.terms == 34 * 6  # one example of 35 has an ignored target
 
 
 def test_draws_advance(stand_ins: list[StandIn]) -> None:
-    """All batches are equal, so that a graph that repeats its draws would make all sums multiples of one batch's."""
+    """All batches are equal, so a graph that repeats its draws would make all sums multiples of one batch's."""
     risk = make_risk(1, last=0)
     repeated = EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), [next(iter(risk.batches()))[:2]] * 8)
     K = KFAC(repeated, "mc")
@@ -203,7 +203,7 @@ def test_draws_advance(stand_ins: list[StandIn]) -> None:
 
 
 class TestWhatIsRecorded:
-    """Which passes are recorded, and what happens if they cannot be."""
+    """Passes that are recorded, and the fallback if recording fails."""
 
     def test_not_worth_it(self, stand_ins: list[StandIn]) -> None:
         KFAC(make_risk(4, last=0))
@@ -255,14 +255,14 @@ class TestWhatIsRecorded:
         assert shape_of((torch.ones(2).to_sparse(), y)) is None
 
     def test_waits_unless_recorded(self, stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Models may look whether they are recorded, and not wait then."""
+        """Models may check whether they are recorded, and avoid synchronizing then."""
         made = StandIn.__init__
         monkeypatch.setattr(StandIn, "__init__", lambda self: made(self, "called a synchronizing operation"))
         KFAC(make_risk(), "mc")
         assert stand_ins[0].replayed > 0
 
     def test_second_try(self, stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
-        """On the way that a model takes while it is recorded, something may have to be made first."""
+        """The model takes another branch while it is recorded, which may need an initialization first."""
         made, record = StandIn.__init__, StandIn.record
 
         def fails_once(self: StandIn, run: Callable[[], None]) -> StandIn:
@@ -309,7 +309,7 @@ class TestWhatIsRecorded:
         same_factors(K, KFAC(risk, "mc", sharing))
 
     def test_parameters_used_in_another_way(self, stand_ins: list[StandIn]) -> None:
-        """A use that is new while a pass is recorded would have sums in the memory of the graph."""
+        """A use that is first seen during recording would have sums in the memory of the graph."""
 
         class Odd(Net):
             calls = 0
@@ -332,7 +332,7 @@ class TestWhatIsRecorded:
 @pytest.mark.parametrize("fisher", FISHERS)
 @pytest.mark.parametrize("ekfac", [False, True])
 def test_no_waiting(monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any, ekfac: bool) -> None:
-    """Between the first batch and the end, nothing waits for an accelerator; a CPU is taken for one."""
+    """Between the first batch and the end, no operation synchronizes; a CPU is treated as an accelerator."""
     if ekfac and fisher == "forward-only":
         return
     risk = make_risk(last=0)
@@ -341,7 +341,7 @@ def test_no_waiting(monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any, 
     mode = NoWaiting()
 
     def run_batch(_: Replayer, batch: Any, run: Callable[[Any], None], *__: Any, **___: Any) -> None:
-        with mode if batch.first else nullcontext():  # plans for the first batch take notes on the host
+        with mode if batch.first else nullcontext():  # plans of the first batch write to the host
             run(batch)
 
     monkeypatch.setattr(Replayer, "run_batch", run_batch)

@@ -1,4 +1,4 @@
-"""Replayed passes and what lives on the host: structures of batches, attributes of models, memory that others free."""
+"""Replayed passes and state on the host: structures of batches, attributes of models, memory that others free."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ def labels(num_data: int = N) -> Tensor:
 
 
 class Net(nn.Module):
-    """Sums up what it is given in different ways."""
+    """Sums its inputs in different ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 
 class Typed(Net):
-    """Asks for the type of a number, and for its sign."""
+    """Reads the type of a number, and its sign."""
 
     def forward(self, x: Tensor, kind: Any) -> Tensor:  # type: ignore[override]
         factors = {"True": 1.0, "1": 2.0, "1.0": 3.0, "0.0": 4.0, "-0.0": 5.0}
@@ -65,14 +65,14 @@ class Typed(Net):
 
 
 class Pair(NamedTuple):
-    """One argument, that has two tensors."""
+    """One argument with two tensors."""
 
     x: Tensor
     shift: Tensor
 
 
 class Either(Net):
-    """Takes two arguments, or one that has two tensors."""
+    """Two arguments, or one with two tensors."""
 
     def forward(self, x: Any, shift: Any = None, scale: Any = None) -> Tensor:
         return 2 * super().forward(*x) if isinstance(x, Pair) else super().forward(x, shift)
@@ -84,7 +84,7 @@ def risk_of(model: Callable[[], nn.Module], batches: Callable[[], list[Any]]) ->
 
 
 def several(*xs: Callable[[], Any]) -> list[Any]:
-    """Return six batches of each kind, one kind after the other."""
+    """Return six batches of each kind, in order of kinds."""
     return [(x(), labels()) for x in xs for _ in range(6)]
 
 
@@ -99,7 +99,7 @@ STRUCTURES: dict[str, tuple[Any, list[Callable[[], Any]]]] = {
 
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_structures(kind: str, tapes: list[Tapes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches whose tensors have the same shapes, and which differ in what is around them."""
+    """Batches whose tensors have the same shapes, but whose structure differs."""
     model, xs = STRUCTURES[kind]
     K = KFAC(risk_of(model, lambda: several(*xs)), "mc")
     assert len(tapes[0].made) >= 1
@@ -109,7 +109,7 @@ def test_structures(kind: str, tapes: list[Tapes], monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("fisher", FISHERS)
 def test_fishers(fisher: Any, tapes: list[Tapes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any Python, passes compute the same."""
+    """Passes compute the same without Python."""
     K = KFAC(make_risk(), fisher)
     assert len(tapes[0].made) == 1
     monkeypatch.undo()
@@ -117,14 +117,14 @@ def test_fishers(fisher: Any, tapes: list[Tapes], monkeypatch: pytest.MonkeyPatc
 
 
 class Pieces(list[Any]):
-    """A list that models know by its type."""
+    """A list that models recognize by its type."""
 
 
 class TestWhatBelongsToOthers:
     """Inputs and attributes of a model."""
 
     def test_inputs_are_not_changed(self, tapes: list[Tapes]) -> None:
-        """A list of another type is not copied, so that another batch would be written to the user's data."""
+        """A list of another type is not copied, so a replay would overwrite the user's data."""
 
         class Listed(Net):
             def forward(self, x: Any, shift: Any = None, scale: Any = None) -> Tensor:
@@ -137,7 +137,7 @@ class TestWhatBelongsToOthers:
         assert not tapes[0].made
 
     def test_batch_sizes_of_packed_sequences(self) -> None:
-        """They are on the CPU, where a graph does not look again."""
+        """They are on the CPU, and a graph would not read them again."""
         risk = make_risk(1)
         packed = pack_sequence([inputs(3), inputs(2)])._replace(batch_sizes=torch.ones(2, device="meta"))
         assert shape_of((packed, next(iter(risk.batches())).y)) is None
@@ -150,7 +150,7 @@ class TestWhatBelongsToOthers:
         assert shape_of((marked, next(iter(make_risk(1).batches())).y)) is None
 
     def test_attributes(self, tapes: list[Tapes], monkeypatch: pytest.MonkeyPatch) -> None:
-        """A model that keeps the last activation: it has one, and not memory of a graph."""
+        """A model that keeps the last activation holds the right one, not memory of a graph."""
 
         class Keeps(Net):
             last: Tensor | None = None
@@ -175,7 +175,7 @@ class TestWhatBelongsToOthers:
         same_factors(K, KFAC(make(), audit=False))
 
     def test_hooks(self, tapes: list[Tapes]) -> None:
-        """They run with every pass."""
+        """Hooks run in every pass."""
         risk = risk_of(Net, lambda: several(lambda: (inputs(), inputs())))
         outputs: list[Tensor] = []
         assert isinstance(risk.model, nn.Module)
@@ -186,7 +186,7 @@ class TestWhatBelongsToOthers:
         assert all(output.isfinite().all() for output in outputs)
 
     def test_hooks_of_the_first_pass(self, tapes: list[Tapes]) -> None:
-        """A hook that the model registers when it runs first runs with every pass."""
+        """A hook that the model registers in its first call runs in every pass."""
         outputs: list[Tensor] = []
 
         class Hooked(Net):
@@ -202,7 +202,7 @@ class TestWhatBelongsToOthers:
         assert all(output.isfinite().all() for output in outputs)
 
     def test_sizes_as_attributes(self, tapes: list[Tapes]) -> None:
-        """Values that are the same in every pass do not matter."""
+        """Values that are the same in every pass have no effect."""
 
         class Sizes(Net):
             def forward(self, x: Any, shift: Any = None, scale: Any = None) -> Tensor:
@@ -214,7 +214,7 @@ class TestWhatBelongsToOthers:
 
 
 class Positions(nn.Module):
-    """Has factors for positions, and computes them again if sequences have another length than those before."""
+    """Caches factors for positions, and recomputes them if the length of sequences changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,8 +232,8 @@ class Positions(nn.Module):
 class TestFreedMemory:
     """Memory that a graph reads must not be freed before the graph."""
 
-    # The model's factors for length 5 are replaced after they were recorded; or constants for many other sizes are kept
-    # instead of those that were recorded.
+    # The model's factors for length 5 are replaced after they were recorded; or constants of many other sizes push the
+    # recorded ones out of the cache.
     @pytest.mark.parametrize("others", [[(N, 6)], [(n, 5) for n in range(5, 90)]], ids=["model", "constants"])
     def test_replaced(self, others: list[Any], tapes: list[Tapes], monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = [(N, 5)] * 4 + others + [(N, 5)] * 5
@@ -247,7 +247,7 @@ class TestFreedMemory:
         same_factors(K, KFAC(make(), "mc"))
 
     def test_model_afterwards(self, tapes: list[Tapes]) -> None:
-        """Factors that were computed while a pass was recorded are memory of the graph: the model keeps its others."""
+        """Factors that were computed during recording are memory of the graph: the model keeps its earlier ones."""
         sizes = [(N, 5), (N, 5), (2, 6), (N, 5), *[(N, 5)] * 5, (2, 5)]
         risk = risk_of(Positions, lambda: [(inputs(*size), labels(size[0])) for size in sizes])
         KFAC(risk, "mc", audit=False)

@@ -20,7 +20,7 @@ LOG = logging.getLogger("kfs.runtime")
 
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tapes]:
-    """Let the CPU count as an accelerator whose graphs are tapes."""
+    """Treat the CPU as an accelerator whose graphs are tapes."""
     made: list[Tapes] = []
 
     def make() -> Tapes:
@@ -32,7 +32,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tapes]:
 
 
 class Sum:
-    """Adds inputs, times a number, to a total, and counts rows on the host."""
+    """Adds inputs, scaled, to a total, and counts rows on the host."""
 
     def __init__(self) -> None:
         self.total = torch.zeros(3)
@@ -60,7 +60,7 @@ def replayer(**limits: Any) -> Replayer:
 
 
 def test_stages(tapes: list[Tapes]) -> None:
-    """The first run is eager, the second is rehearsed, the third is recorded; all add the same."""
+    """The first run is eager, the second is rehearsed, the third is recorded; the total of all runs is right."""
     one, add = replayer(), Sum()
     expected = torch.zeros(3)
     for step in range(1, 7):
@@ -90,10 +90,10 @@ def test_eager(settings: dict[str, Any], tapes: list[Tapes], caplog: pytest.LogC
 
 
 class TestGuards:
-    """A recording is used only if nothing that it depends on has changed."""
+    """A recording is used only if its guard is unchanged."""
 
     def test_place(self, tapes: list[Tapes]) -> None:
-        """Recordings of a kind are freed, and those of others are not."""
+        """Recordings of one kind are freed, and those of others are not."""
         one, add = replayer(), Sum()
         for kind in ("a", "b"):
             for _ in range(3):
@@ -103,10 +103,10 @@ class TestGuards:
         assert [tape.freed for tape in tapes[0].made] == [True, False]
         for _ in range(3):
             one.run(RunKey("a"), add, torch.ones(2, 3), Guard(place=2), [1.0])
-        assert len(tapes[1].made) == 1  # A memory pool whose graphs were freed is not used again.
+        assert len(tapes[1].made) == 1  # A memory pool whose graphs were freed is not reused.
 
     def test_attributes_that_change_often(self, tapes: list[Tapes], caplog: pytest.LogCaptureFixture) -> None:
-        """Each change delays the next recording, unless the last one was used; the third one is logged."""
+        """Each change delays the next recording, unless the last one was used; the third change is logged."""
         one, add, model = replayer(), Sum(), nn.Linear(2, 2)
         seen: list[int] = []
 
@@ -158,7 +158,7 @@ class TestGuards:
 
 
 class TestLimits:
-    """Numbers of recordings, and of what is remembered."""
+    """Limits on the number of recordings, and on remembered shapes and kinds."""
 
     def test_recordings(self, tapes: list[Tapes]) -> None:
         """Further shapes of a kind are not recorded. Recordings of other kinds are freed."""
@@ -173,7 +173,7 @@ class TestLimits:
         assert sum(not tape.freed for some in tapes for tape in some.made) == 2
 
     def test_what_is_remembered(self, tapes: list[Tapes]) -> None:
-        """Shapes and kinds that came last, and those with recordings."""
+        """The most recent shapes and kinds are kept, and those with recordings."""
         one, add = replayer(), Sum()
         for _ in range(3):
             one.run(RunKey("recorded", "recorded"), add, torch.ones(2, 3), numbers=[1.0])
@@ -186,7 +186,7 @@ class TestLimits:
         assert not one.is_repeated(RunKey(0))
 
     def test_memory_of_runs(self, tapes: list[Tapes]) -> None:
-        """It is kept for as many shapes without recordings as may be recorded, and as long as the guard is the same."""
+        """It is limited to as many unrecorded shapes as may be recorded, and is kept while the guard is the same."""
         one = replayer(most=2)
         for shape in range(3):
             assert not one.is_repeated(RunKey(shape=shape), Guard())
@@ -200,7 +200,7 @@ class TestLimits:
     def test_out_of_memory(
         self, tapes: list[Tapes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """All recordings are freed, and the kind is not recorded again, although the rehearsal has waited."""
+        """All recordings are freed, and the kind is not recorded again, although the rehearsal synchronized."""
         one, add = replayer(), Sum()
         for _ in range(3):
             one.run(RunKey("a"), add, torch.ones(2, 3), numbers=[1.0])

@@ -1,4 +1,4 @@
-"""Eigenvalues that are zero up to round-off: which ones these are, and that others are left alone."""
+"""Eigenvalues that are zero up to round-off: they are recognized, and others are not changed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ WIDE = 50
 
 
 def rank_one(side: str) -> KFAC:
-    """A block whose factor on one side is wide and has one eigenvalue that is not zero; the other one is a number."""
+    """A block with a wide factor that has one nonzero eigenvalue, and a single number on the other side."""
     torch.manual_seed(0)
     wide, narrow = ((1, WIDE), (WIDE, 1)) if side == "B" else ((WIDE, 1), (1, 1))
     model = nn.Sequential(nn.Linear(*wide, bias=False), nn.Linear(*narrow, bias=False)).double()
@@ -34,9 +34,9 @@ def rank_one(side: str) -> KFAC:
 @pytest.mark.parametrize("side", ["A", "B"])
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20, -1e-20])
 def test_what_is_zero_up_to_round_off(side: str, scale: float) -> None:
-    """Eigenvalues of a matrix with `d` rows are known up to `d` times its precision times the largest one.
+    """Eigenvalues of a matrix with `d` rows are accurate to `d` eps times the largest one.
 
-    On the other side there is one row, so that only the wide factor's size can tell. What is added must be more.
+    The other side has one row, so only the wide factor's size matters. Damping must be larger.
     """
     K = rank_one(side)
     largest = float(K.eigenvalues().max())
@@ -53,7 +53,7 @@ def test_what_is_zero_up_to_round_off(side: str, scale: float) -> None:
 
 
 def test_a_singular_matrix_does_not_change_others() -> None:
-    """Of matrices that are inverted together, the singular ones are shifted, and the others are exact."""
+    """Among matrices that are inverted together, singular ones are shifted, and the others are exact."""
     ones = torch.ones(2, 2, dtype=torch.float64)
     small = torch.tensor([1.0, 1e-13], dtype=torch.float64)  # a shift by round-off would change its inverse by 1 %
     with pytest.warns(KfsWarning, match="1 of 2 factors are singular"):
@@ -64,9 +64,9 @@ def test_a_singular_matrix_does_not_change_others() -> None:
 
 
 def singular() -> Any:
-    """KFAC of a layer with six inputs and five data: its input-based factor has an eigenvalue of zero.
+    """KFAC of a layer with six inputs and five examples: its input-based factor has an eigenvalue of zero.
 
-    Round-off makes it positive here. A negative one would never be inverted, whatever the noise.
+    Round-off makes it positive here. A negative one would never be inverted, for any noise level.
     """
     for seed in range(100):
         torch.manual_seed(seed)
@@ -80,7 +80,7 @@ def singular() -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_last_layer_of_a_classifier_is_singular(seed: int, dtype: torch.dtype) -> None:
-    """Adding a number to all logits changes nothing, whatever round-off makes of it, and corrected eigenvalues know."""
+    """Adding a number to all logits changes nothing, despite round-off, and corrected eigenvalues show it."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).to(dtype)
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (torch.randn(12, 4, dtype=dtype), torch.arange(12) % 3))
@@ -98,7 +98,7 @@ def test_the_last_layer_of_a_classifier_is_singular(seed: int, dtype: torch.dtyp
 
 
 def as_matrices(K: Any) -> Any:
-    """The same operator, as a plain matrix."""
+    """Convert the operator to a dense matrix."""
     return K._with_structures([Dense(K.to_dense().unsqueeze(0), 2, 6)])
 
 
@@ -133,7 +133,7 @@ def test_what_is_made_of_singular_blocks_is_singular(name: str) -> None:
 
 
 def test_products_of_matrices_are_singular_too() -> None:
-    """Such products are not symmetric, so that no eigenvalues tell."""
+    """Such products are not symmetric, so there are no eigenvalues to check."""
     K = singular()
     matrices = as_matrices(K)
     for made in (K @ K, (K @ K).T, 1e9 * (K @ K), matrices @ matrices, matrices @ matrices.shift(1e9), K @ matrices):
@@ -190,7 +190,7 @@ NOISE = 1e-12
 
 
 def diagonal(*values: float, noise: float = NOISE) -> Eigenbasis:
-    """Eigenvalues that are known up to some noise."""
+    """Eigenvalues with a known noise."""
     basis = Eigenbasis.of_diagonal(torch.tensor([[values]], dtype=torch.float64))
     return Eigenbasis(basis.Q_A, basis.Q_B, basis.values, torch.tensor([noise], dtype=torch.float64))
 

@@ -1,4 +1,4 @@
-"""Row maps, by themselves: given, guessed, measured, and in other batches."""
+"""Row maps alone: given, guessed, measured, and applied to other batches."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_number_of_owners() -> None:
 
 
 def test_orders_in_other_batches() -> None:
-    """An order carries over if the batch axis alone has another length."""
+    """An order is valid for other batches if only the batch axis has another length."""
     first, last = (KnownUse(("linear", "W"), shape, 4, inner) for shape, inner in (((4, 5), 5), ((5, 4), 1)))
     assert first.row_map(8, (8, 5)) == StridedRows(8, 5)
     assert last.row_map(8, (5, 8)) == StridedRows(8, 1)

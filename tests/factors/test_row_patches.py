@@ -1,4 +1,4 @@
-"""The patch covariance by shifts along the first axis, as accelerators compute it, against loops over patches."""
+"""The patch covariance by shifts along the first axis, as on accelerators, against loops over patches."""
 
 from itertools import product
 
@@ -14,7 +14,7 @@ SPATIAL = (5, 6, 4)
 
 
 def written_down(x: Tensor, P: Patches) -> Tensor:
-    """Return all patches, `[positions, channels * kernel]`, number by number; zeros outside of the image."""
+    """Return all patches, `[positions, channels * kernel]`, by a loop over entries; zeros outside the image."""
     found = []
     for image, p in product(x, product(*map(range, P.out))):
         for channel in image:
@@ -28,7 +28,7 @@ def written_down(x: Tensor, P: Patches) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the CPU for an accelerator, and shifts for cheap."""
+    """Treat the CPU as an accelerator, and shifts as cheap."""
     monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
     monkeypatch.setattr(patches, "rows_pay", lambda windows, _: windows.stride[0] == 1)
 
@@ -57,7 +57,7 @@ def test_covariance(
 
 
 def test_border_matters() -> None:
-    """Without the rows at the border taken off, the result would be another one."""
+    """Without subtracting the rows at the border, the result would be wrong."""
     P = Patches((2, 1, 4), (3,), (1,), ((1, 1),), (1,), 1)
     x = torch.randn(2, 1, 4, dtype=torch.float64)
     total = OuterProductSum.zeros(3, 1, False, False, torch.float64, "cpu")
@@ -78,7 +78,7 @@ def test_when_it_pays(kernel: int, stride: int, height: int, out: int, pays: boo
 
 @pytest.mark.parametrize(("kernel", "padding"), [(3, 2), (7, 3)])
 def test_kernel_higher_than_image(kernel: int, padding: int) -> None:
-    """No row has a partner at the distance of the kernel's outermost rows, some of which see zeros only."""
+    """No row has a partner at the distance of the kernel's outermost rows, some of which read only zeros."""
     P = Patches((2, 1, 2), (kernel,), (1,), ((padding, padding),), (1,), 1)
     x = torch.randn(2, 1, 2, dtype=torch.float64)
     total = OuterProductSum.zeros(kernel, 1, False, False, torch.float64, "cpu")

@@ -1,4 +1,4 @@
-"""Gradients by rows: their algebra against matrices that are written down, and the counts that decide between both."""
+"""Gradients as rows: their algebra against explicit matrices, and the operation counts that choose between both."""
 
 from itertools import product
 
@@ -30,7 +30,7 @@ def unit(num_data: int, shared: int, size: int) -> UnitVectors:
 
 
 def made(kind: str, num_data: int, shared: int) -> RowProducts:
-    """Make rows with `d_A = 4`, `d_B = 3`."""
+    """Return rows with `d_A = 4`, `d_B = 3`."""
     torch.manual_seed(num_data + shared)
     if kind == "groups":
         return RowProducts(plain(2, num_data, shared, 4), plain(2, num_data, shared, 3))
@@ -46,7 +46,7 @@ def made(kind: str, num_data: int, shared: int) -> RowProducts:
 
 
 def matrices(rows: RowProducts) -> Tensor:
-    """Sum outer products, one example and one row after the other."""
+    """Sum outer products by loops over examples and rows."""
     x, g = rows.x.dense(), rows.g.dense()
     result = torch.zeros(rows.num_data, x.shape[0], g.shape[3], x.shape[3], dtype=torch.float64)
     for n, group, s in product(range(rows.num_data), range(x.shape[0]), range(rows.shared)):
@@ -60,7 +60,7 @@ PAIRS = [*product(KINDS, KINDS), ("groups", "groups")]
 
 @pytest.fixture(params=[False, True], ids=["together", "a few at a time"])
 def few(request: pytest.FixtureRequest) -> None:
-    """Let hardly anything be computed together."""
+    """Compute all gradients together, or a few at a time."""
     if request.param:
         request.getfixturevalue("small_chunks")
 
@@ -105,7 +105,7 @@ def test_other_bases(kind: str) -> None:
     ("first", "second"), [("tokens", "tokens"), ("bias", "bias"), ("bias", "unused bias"), ("plain", "tokens")]
 )
 def test_joined(first: str, second: str) -> None:
-    """Data with fewer rows get rows of zeros; unit vectors stay unit vectors."""
+    """Examples with fewer rows are padded with zero rows; unit vectors stay unit vectors."""
     parts = [made(first, 2, 1), made(second, 3, 4)]
     both = joined_products(parts)
     close(matrices(both), torch.cat([matrices(part) for part in parts]))
@@ -124,7 +124,7 @@ def test_counts() -> None:
     # By rows 20. By matrices of 6 numbers: 24 for products, 24 more unless they are formed.
     assert cheaper((2, 2), one, (3, 2), 6, (False, False)) == "rows"
     assert cheaper((2, 2), one, (3, 2), 4, (True, True)) == "matrices"
-    # Unit vectors are compared: a table of a thousand rows is never written down.
+    # Unit vectors are compared by index; a table of a thousand rows is never formed.
     assert cheaper((10, 10), (64, 64), (1, 16), 16_000, (False, False)) == "rows"
     assert cheaper_within(one, (30, 20), 600) == "rows"
     assert cheaper_within(many, (30, 20), 600) == "matrices"

@@ -1,7 +1,7 @@
-"""Which entries of which parameter an operation uses: rows, neighbours in memory, shared biases, repeated tensors.
+"""Entries of parameters that an operation uses: rows, neighbors in memory, shared biases, repeated tensors.
 
-For one example and one position, KFAC's blocks are those of the exact curvature, so that nothing can go to a wrong
-place.
+For one example and one position, KFAC's blocks equal those of the exact curvature, so a misplaced entry would be
+noticed.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def one_datum(model: nn.Module, inputs: int, outputs: int) -> EmpiricalRisk:
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
 def test_rows_in_any_order(order: tuple[int, ...], sharing: Any) -> None:
-    """Parts of a matrix that touch do not overlap, whichever is used first."""
+    """Adjacent parts of a matrix do not overlap, in any order of use."""
     parts = [slice(0, 2), slice(2, 3), slice(3, 5)]
 
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def test_rows_that_overlap_are_not_covered() -> None:
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("swapped", [False, True])
 def test_parameters_that_are_neighbours_in_memory(sharing: Any, swapped: bool) -> None:
-    """As those of a model that was flattened into one buffer."""
+    """This is the case in a model that was flattened into one buffer."""
     buffer = normal(20)
     params = {"W": buffer[:8].view(2, 4), "V": buffer[8:14].view(3, 2), "b": buffer[14:17], "s": buffer[17:]}
     params = dict(reversed(params.items())) if swapped else params
@@ -72,7 +72,7 @@ def test_parameters_that_are_neighbours_in_memory(sharing: Any, swapped: bool) -
 
 
 def test_a_bias_of_two_weights() -> None:
-    """It has no single block, nor has the weight that it joined first; but the second weight is like any other."""
+    """The bias has no single block, and neither has the weight that it joined first; the second weight is as usual."""
     model = Function(
         lambda m, x: F.linear(F.linear(x, m.W, m.b).tanh(), m.V, m.b), W=normal(4, 4), V=normal(4, 4), b=normal(4)
     )
@@ -86,7 +86,7 @@ def test_a_bias_of_two_weights() -> None:
 
 @pytest.mark.parametrize("num_data", [1, 3])
 def test_rows_that_are_repeated(num_data: int) -> None:
-    """A parameter with several rows, repeated as often as there are data, has no batch axis where it was repeated."""
+    """A parameter with several rows, repeated once per example, has no batch axis before it is repeated."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         rows = m.t.repeat(len(x), 1).unflatten(0, (len(x), 2))  # [N, 2, 4]
@@ -101,7 +101,7 @@ def test_rows_that_are_repeated(num_data: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_a_single_number(place: int) -> None:
-    """A part of one number belongs to its parameter, also if it is the last one in memory."""
+    """A view of a single number belongs to its parameter, even if it is the last one in memory."""
     model = Function(
         lambda m, x: (F.linear(x, m.W) * m.scales[place : place + 1]).tanh(), W=normal(2, 3), scales=normal(5)
     )
@@ -115,7 +115,7 @@ def test_a_single_number(place: int) -> None:
 @pytest.mark.parametrize("equation", ["nj,ij->ni", "nj,ij->in"])
 @pytest.mark.parametrize("size", [3, 4])
 def test_einsum_with_a_transposed_weight(equation: str, size: int) -> None:
-    """Inputs belong to rows of the parameter then, and outputs to its columns; square ones tell by values only."""
+    """Inputs belong to rows of the parameter, and outputs to its columns; in square matrices, only values show this."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         out = torch.einsum(equation, x, m.W.T)
@@ -130,14 +130,14 @@ def test_einsum_with_a_transposed_weight(equation: str, size: int) -> None:
 @pytest.mark.parametrize("beta", [1.0, 0.5])
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_scaled_addmm(alpha: float, beta: float) -> None:
-    """Scales of a product and of what is added to it enter predictions and curvature."""
+    """Scales of the product and of the added term enter predictions and curvature."""
     model = Function(lambda m, x: torch.addmm(m.b, x, m.W, alpha=alpha, beta=beta).tanh(), W=normal(4, 3), b=normal(3))
     risk = one_datum(model, 4, 3)
     close(KFAC(risk, uncovered="diagonal").diagonal(), GGN(risk).diagonal())
 
 
 def test_steps_of_some_rows() -> None:
-    """An optimizer leaves rows that nothing uses where they are, and moves others as if they were the parameter."""
+    """An optimizer does not move unused rows, and moves others as if they were the whole parameter."""
     X, y, W = normal(12, 3), normal(12, 2), normal(5, 3)
     settings: dict[str, Any] = {"fisher": "type-2", "lr": 0.5, "factors_every": 1}
     part = Function(lambda m, x: F.linear(x, m.W[1:3]), W=W.clone())
@@ -155,7 +155,7 @@ def test_rows_of_a_bias_that_are_not_used_have_no_curvature(tmp_path: Path) -> N
     close(K.to_dense(), GGN(risk).to_dense())
     v = normal(K.shape[0])
     for _ in range(3):
-        torch.full((5,), torch.nan, dtype=torch.float64)  # memory that the next tensor of this size may get
+        torch.full((5,), torch.nan, dtype=torch.float64)  # memory that the next tensor of this size may reuse
         close(K @ v, GGN(risk) @ v)
     K.save(tmp_path / "k")
     close(load(tmp_path / "k").to_dense(), K.to_dense())

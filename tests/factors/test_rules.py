@@ -1,7 +1,7 @@
 """Every rule alone: a pure function from descriptions of arguments to plans.
 
-The oracle is autograd. For a plan, each example's outer products of what came back and what went in, summed over data,
-must be the gradient of the parameter.
+The oracle is autograd. For a plan, the sum over examples of outer products of output gradients and inputs must be the
+gradient of the parameter.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def r(*shape: int) -> Tensor:
 
 @dataclass
 class Case:
-    """One call of an operation: arguments by name, of which some are parameters."""
+    """One call of an operation: named arguments, some of which are parameters."""
 
     name: str
     func: Any
@@ -89,7 +89,7 @@ CASES = [
 
 
 def described(case: Case, args: tuple[Any, ...], meta: bool = False) -> list[Any]:
-    """Describe arguments; by tensors that have no values if asked for."""
+    """Describe arguments, optionally by tensors without values."""
     parts = []
     for place, part in enumerate(args):
         if not isinstance(part, Tensor):
@@ -102,7 +102,7 @@ def described(case: Case, args: tuple[Any, ...], meta: bool = False) -> list[Any
 
 
 def uses(planned: Any) -> list[Plan | Broadcast]:
-    """Return all uses, those of biases that may join included."""
+    """Return all uses, including those of biases that may join."""
     found: list[Plan | Broadcast] = []
     for step in planned:
         found.append(step)
@@ -112,7 +112,7 @@ def uses(planned: Any) -> list[Plan | Broadcast]:
 
 
 def gradient(case: Case, step: Plan | Broadcast, args: tuple[Any, ...]) -> tuple[Plan, Tensor, Tensor]:
-    """Return a use's plan, the parameter's gradient by it as matrices, and by autograd."""
+    """Return a use's plan, and the parameter's gradient as matrices, by the plan and by autograd."""
     plan = step.plan if isinstance(step, Broadcast) else step
     assert plan is not None
     place = int(plan.layout.weight[1:])
@@ -125,7 +125,7 @@ def gradient(case: Case, step: Plan | Broadcast, args: tuple[Any, ...]) -> tuple
     v = torch.randn_like(out)
     (exact,) = torch.autograd.grad(out, leaf, v)
     g = exact if isinstance(step, Broadcast) else v
-    if isinstance(step, Broadcast):  # what was expanded has the sum of all gradients
+    if isinstance(step, Broadcast):  # the gradient of an expanded parameter is the sum of all gradients
         shape = case.make()[place].shape
         exact = exact.sum_to_size(shape)
     x = prepared(plan, args, {})
@@ -149,12 +149,12 @@ def test_plans_give_the_parameters_gradients(case: Case) -> None:
         close(found, exact)
         assert plan.operation
         wrong = exact.roll(1, 1) if exact.shape[1] > 1 else exact + 1
-        assert (found - wrong).abs().max() > 1e-6  # the comparison sees where entries are
+        assert (found - wrong).abs().max() > 1e-6  # misplaced entries would be noticed
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rules_look_at_no_values(case: Case) -> None:
-    """Tensors without values give the same plans: layouts, kinds of inputs, and places of arguments."""
+    """Tensors without values give the same plans: layouts, kinds of inputs, and positions of arguments."""
     args, call = case.make(), Call(case.func, N)
     rule = RULES[case.func]
     real, meta = (uses(rule(call, *described(case, args, meta))) for meta in (False, True))
@@ -212,7 +212,7 @@ def test_layouts() -> None:
 
 
 def test_which_biases_may_join() -> None:
-    """All of a bias joins all of a weight, and a part of it the same part of a weight."""
+    """A whole bias joins a whole weight, and a part of it the same part of a weight."""
     x = data(N, 4)
     rows = parameter(6, 4, view=lambda t: t[2:5])
     for bias, joins in (
@@ -235,7 +235,7 @@ def test_which_biases_may_join() -> None:
 
 
 def test_arguments_by_name() -> None:
-    """Named arguments are where their names say, whatever their order is."""
+    """Named arguments are found by name, in any order."""
     b, x, w = parameter(2, name="b", place="input"), data(N, 4, place="mat1"), parameter(4, 2, place="mat2")
     (plan,) = plan_of(torch.addmm, mat2=w, mat1=x, input=b)
     assert plan.arguments == (x,)
@@ -251,7 +251,7 @@ def test_autocast_narrows_inputs() -> None:
                       narrow=torch.bfloat16)  # fmt: skip
     assert prepared(plan, (torch.randn(N, 4),), {}).dtype == torch.bfloat16
     (plan,) = plan_of(F.linear, data(N, 4), parameter(2, 4), narrow=torch.bfloat16)
-    assert plan.prepare is None  # autocast leaves float64 alone
+    assert plan.prepare is None  # autocast does not change float64
 
 
 def test_inputs_that_are_no_data_are_followed() -> None:

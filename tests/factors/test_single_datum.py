@@ -1,6 +1,6 @@
-"""A batch of one example: gradients through normalizations, and factors, are those of this example in a larger batch.
+"""A batch of one example: its gradients through normalizations, and its factors, equal those in a larger batch.
 
-PyTorch misreads gradients of some strides there, on the CPU. Permuted axes, as in vision transformers, make them.
+On the CPU, PyTorch misreads gradients with some strides there. Permuted axes, as in vision transformers, cause them.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ N, CHANNELS = 3, 4
 
 
 class Pixels(nn.Module):
-    """Convolution, normalization, and a layer for all pixels, which are sorted by place first."""
+    """Convolution, normalization, and a layer for all pixels, whose positions are moved to the front."""
 
     def __init__(self, norm: nn.Module, dimensions: int = 2, checkpointed: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def model_and_data(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a model, all of whose numbers are random, and data."""
+    """Return a model with random parameters and buffers, and data."""
     torch.manual_seed(0)
     model = MODELS[name]().double().eval()
     for t in (*model.parameters(), *model.buffers()):
@@ -81,7 +81,7 @@ def model_and_data(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def whole_and_single(name: str, **options: Any) -> tuple[EmpiricalRisk, EmpiricalRisk]:
-    """Return the risk for all data at once, and for one example after the other."""
+    """Return the risk for all examples at once, and for single examples."""
     model, X, y = model_and_data(name)
     singles = list(zip(X.split(1), y.split(1), strict=True))
     return EmpiricalRisk(model, nn.MSELoss(), (X, y), **options), EmpiricalRisk(model, nn.MSELoss(), singles, **options)
@@ -104,7 +104,7 @@ def test_operators(name: str) -> None:
 @pytest.mark.parametrize("columns_at_once", [None, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_factors(name: str, columns_at_once: int | None) -> None:
-    """Of all parameters, and of those before the normalization alone."""
+    """Factors of all parameters, and of those before the normalization alone."""
     settings: dict[str, Any] = {"columns_at_once": columns_at_once}
     for params in (None, ["first.weight", "first.bias"]):
         whole, single = whole_and_single(name, params=params)
@@ -117,7 +117,7 @@ def test_factors(name: str, columns_at_once: int | None) -> None:
 
 
 def elementary(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalize example by example and channel by channel."""
+    """Normalize each example and each channel in a loop."""
     out = []
     for datum in x:
         channels = []
@@ -146,7 +146,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 
 def misread(g: Tensor) -> Tensor:
-    """Return the same gradient in another order in memory: place, example, channel."""
+    """Return the same gradient with another memory order: position, example, channel."""
     return g.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
 
 
@@ -170,7 +170,7 @@ def test_values_and_gradients(name: str, mode: Any, affine: tuple[bool, bool]) -
 
 @pytest.mark.parametrize("name", CALLS)
 def test_pytorch_is_wrong(name: str) -> None:
-    """If this test fails, PyTorch has fixed it, and the replacements can go when older versions have."""
+    """If this test fails, PyTorch has fixed the error; the replacements can go with the last affected version."""
     x = torch.randn(1, CHANNELS, 4, 3, dtype=torch.float64, requires_grad=True)
     out = CALLS[name](x, None, None, 0.2)
     g = torch.randn_like(out)
@@ -180,7 +180,7 @@ def test_pytorch_is_wrong(name: str) -> None:
 
 @pytest.mark.parametrize("mode", [ExactDerivatives, RightGradients])
 def test_what_is_left_alone(mode: Any) -> None:
-    """Larger batches, other shapes and statistics that are updated: results are PyTorch's to the last bit."""
+    """For larger batches, other shapes and updated statistics, results are PyTorch's to the last bit."""
     eps = 0.2
     for shape in ((2, CHANNELS, 4, 3), (1, CHANNELS, 5), (1, CHANNELS)):
         x = torch.randn(shape, dtype=torch.float64)
@@ -209,7 +209,7 @@ def test_where_instance_norms_are_looked_for() -> None:
 
 
 class Perceiver(nn.Module):
-    """Learned latents that are repeated over the batch, and look at a sequence."""
+    """Learned latents that are repeated over the batch and attend to a sequence."""
 
     def __init__(self, repeat: Callable[[Tensor, int], Tensor]) -> None:
         super().__init__()
@@ -238,13 +238,13 @@ def test_latents_that_are_repeated_over_a_batch_of_one(sharing: Any, repeat: Any
         K = KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), sharing=sharing)
         results.append(K.to_dense())
         assert K.audit is not None
-        assert K.audit.num_data == min(sizes)  # the smallest number that was looked at
+        assert K.audit.num_data == min(sizes)  # the smallest number of audited examples
     close(results[1], results[0])
     close(results[2], results[0])
 
 
 def test_models_that_take_one_datum_only() -> None:
-    """Their audit cannot look at two copies of it."""
+    """Their audit cannot use two copies of it."""
     linear = nn.Linear(3, 2).double()
 
     class OneByOne(nn.Module):

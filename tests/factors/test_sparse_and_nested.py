@@ -22,7 +22,7 @@ Product = Callable[["Net", Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """Two layers, of which the first one multiplies its input in some way."""
+    """Two layers; the first one multiplies its input in a given way."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_kfac_asks_for_dense_inputs(name: str, layout: str) -> None:
             inspect(model, x)
         return
     assert list(inspect(model, x).uncovered) == ["first.weight"]
-    # The rest is as for dense inputs, and the exact diagonal is that of the dense model.
+    # Other results equal those for dense inputs, and the exact diagonal is that of the dense model.
     expected = EmpiricalRisk(Net(dense), LOSS, (X, y))
     skipped = KFAC(risk, uncovered="skip")
     for params in (["second.weight"], ["second.bias"]):
@@ -127,7 +127,7 @@ def test_kfac_works_if_the_model_makes_inputs_dense(layout: str) -> None:
 
 
 def test_sparse_constants_are_no_business_of_kfac() -> None:
-    """A graph's neighbors, as a sparse matrix, multiply the activations of its nodes, which are features here."""
+    """A sparse adjacency matrix of a graph multiplies the activations of its nodes, which are features here."""
     neighbors = (torch.rand(4, 4) > 0.5).double()
     sparse = neighbors.to_sparse()
     products: list[Product] = [
@@ -159,7 +159,7 @@ def nested(x: Tensor, layout: torch.layout) -> Tensor:
 
 
 def length(t: Tensor) -> int:
-    """Return how much of a sequence counts: that depends on the sequence, not on its place in the batch."""
+    """Return the number of positions that count: it depends on the sequence, not on its index in the batch."""
     return 2 + int(9 * t[0, 0].abs()) % 3
 
 
@@ -172,7 +172,7 @@ def test_nested_tensors_are_refused_with_advice(layout: torch.layout, inside: bo
     risk = EmpiricalRisk(model, LOSS, [(x, y)])
     assert risk.value() == pytest.approx(LOSS(model(x), y).item(), rel=1e-14)
     computations = every_computation(risk, x)
-    if layout is torch.jagged:  # PyTorch knows first derivatives of these
+    if layout is torch.jagged:  # PyTorch has only first derivatives of these
         (expected,) = torch.autograd.grad(LOSS(model(x), y), model.first.weight)
         close(computations.pop("gradient")()["first.weight"], expected)
     for call in computations.values():

@@ -1,4 +1,4 @@
-"""Stacks: blocks of one size, stored and processed together, and operators that have other blocks."""
+"""Stacks: blocks of one size, stored and processed together, and operators with different blocks."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def test_what_no_operation_uses_has_zero_curvature() -> None:
 
 
 def test_operators_with_other_blocks_are_combined_as_operators() -> None:
-    """Blocks of (W b) and blocks of W and b: there is no block by block, but there are sums and products."""
+    """(W b) as one block or as two blocks: no result has blocks, but sums and products exist as operators."""
     X, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     risk = EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), (X, y))
     joint, separate = KFAC(risk), KFAC(risk, joint_bias=False)

@@ -1,4 +1,4 @@
-"""Operations on any statistic: several in one pass, reset, files. `tests/distributed` has sums over ranks."""
+"""Operations on any statistic: several in one pass, reset, files. `tests/distributed` tests sums over ranks."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from kfs.problem.risk import EmpiricalRisk
 
 
 class GradientNorms(Statistic):
-    """The sum of squared gradients of the outputs of all uses, and the number of their rows, on the host."""
+    """The sum of squared gradients of the outputs of all uses, and the number of their rows, a count on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def squares_of(K: KFAC) -> PerDatumSums:
 
 
 def run(risk: EmpiricalRisk, statistics: list[Statistic]) -> None:
-    """Make a pass over each batch; an example has one row."""
+    """Make a pass over each batch; each example has one row."""
     trace = new_trace(risk.params)
     with risk.untouched(first_order=True), torch.enable_grad():
         for batch in risk.batches():
@@ -97,7 +97,7 @@ def kinds(risk: EmpiricalRisk) -> list[Statistic]:
 
 @pytest.mark.parametrize("place", range(5))
 def test_several_in_one_pass(place: int) -> None:
-    """Each statistic is, to the last bit, what it is alone. Some of them need rows."""
+    """Each statistic has the same value, to the last bit, as in a pass alone. Some of them need rows."""
     risk = tied_risk()
     together, alone = kinds(risk), kinds(risk)[place]
     run(risk, together)
@@ -111,7 +111,7 @@ def test_several_in_one_pass(place: int) -> None:
 
 @pytest.mark.parametrize("place", range(5))
 def test_reset(place: int) -> None:
-    """After a reset in place, the next data give what they give alone."""
+    """After a reset in place, the next data give the same result as alone."""
     risk = tied_risk()
     statistic = kinds(risk)[place]
     run(risk, [statistic])
@@ -128,7 +128,7 @@ def test_reset(place: int) -> None:
 
 @pytest.mark.parametrize("place", range(4))
 def test_files(place: int) -> None:
-    """The content of a file is added to nothing, or to sums over other data."""
+    """The contents of a file are added to an empty statistic, or to sums over other data."""
     risk = tied_risk()
     one, other, empty = (kinds(risk)[place] for _ in range(3))
     run(risk, [one])
@@ -144,7 +144,7 @@ def test_files(place: int) -> None:
 
 
 def test_conflicts_reach_all_statistics() -> None:
-    """A weight with a bias that is also used as its transpose: one of the uses does not fit."""
+    """A weight with a bias that is also used as its transpose: one of the uses is in conflict."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -176,7 +176,7 @@ def test_a_pass_without_statistics_finds_row_maps() -> None:
 
 
 def test_sweep_of_a_new_statistic() -> None:
-    """One process needs nothing else; the audit of the sweep does not reach the statistic."""
+    """One process needs no further code; the audit of the sweep does not affect the statistic."""
     risk, found = tied_risk(), GradientNorms()
     sweep(risk, found, Settings(fisher="empirical"), "norms")
     assert found.number == 4 * 7  # uses, examples
@@ -184,7 +184,7 @@ def test_sweep_of_a_new_statistic() -> None:
 
 
 def test_counts_are_listed_once() -> None:
-    """All counts of a role add up, and are in files."""
+    """All counts of a role are summed and stored in files."""
     K = KFAC(tied_risk())
     (_, role), *_ = K.blocks["layer"].sums.roles.items()
     role.counts = RoleCounts(1.0, 2.0, 3.0, 4.0)

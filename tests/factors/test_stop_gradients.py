@@ -1,6 +1,6 @@
 """A tensor that is detached from a parameter is a constant, whether or not the parameter requires gradients.
 
-The oracle is the GGN, by backward passes: for one example and one position, KFAC equals its blocks.
+The oracle is the GGN, computed by backward passes: for one example and one position, KFAC equals its blocks.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def risks(name: str, params: Params, batch: tuple[Tensor, Tensor]) -> dict[str, 
 
 
 def exact_blocks(name: str, params: Params, X: Tensor, y: Tensor) -> Params:
-    """Differentiate the only prediction, entry by entry, and the criterion twice."""
+    """Differentiate the only prediction entry by entry, and the criterion twice."""
     leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
     f = function(STOPPED[name])(leaves, X)[0]
     H = torch.autograd.functional.hessian(lambda f: LOSS(f, y[0]), f.detach())
@@ -113,7 +113,7 @@ def test_results_do_not_depend_on_the_form(name: str, sharing: Any) -> None:
 
 
 class Watched(nn.Module):
-    """Takes note of which parameters require gradients while it runs, and may fail."""
+    """Records which parameters require gradients while it runs, and optionally fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_flags_are_restored_whatever_happens() -> None:
     risk = EmpiricalRisk(model, LOSS, (X, y), params=["first.weight", "first.bias", "second.weight"])
     given = risk.params
     KFAC(risk)
-    # What is not asked for stays frozen.
+    # Parameters that were not requested stay frozen.
     assert all(seen == [True, True, True, False] for seen in model.seen)
     assert flags(model) == before
     assert all(p.grad is None for p in model.parameters())
@@ -179,7 +179,7 @@ def test_parameters_of_functions_are_left_alone() -> None:
 
 
 class Checkpointed(Watched):
-    """Forgets activations, and runs its layers again in the backward pass."""
+    """Recomputes activations in the backward pass."""
 
     def __init__(self, saving: bool) -> None:
         torch.manual_seed(0)
@@ -204,14 +204,14 @@ def test_activation_checkpointing(frozen: bool) -> None:
     )
     for columns in (1, 2):
         close(KFAC(saving, columns_at_once=columns).to_dense(), KFAC(plain).to_dense())
-    # With other values a checkpoint would run the module with its own.
+    # With other parameter values, a checkpoint would use the module's own ones.
     given = {name: p.detach() + 1 for name, p in saving.params.items()}
     with pytest.raises(ModelError, match="activation checkpointing"):
         KFAC(EmpiricalRisk(Checkpointed(True).requires_grad_(not frozen), LOSS, batch, params=given))
 
 
 def test_hooks_run_as_for_trainable_models() -> None:
-    """Forward hooks run as often, and change what the model computes."""
+    """Forward hooks run equally often, and change the predictions."""
     batch = data(4)
     names = ["first.weight", "second.weight"]
     found = []

@@ -1,6 +1,6 @@
-"""A trace over batches: plans of every kind are found again, do not change sums, and keep nothing alive.
+"""A trace over batches: plans of every kind are reused, do not change sums, and keep no tensors alive.
 
-What plans depend on is tested by `test_plans`.
+`test_plans` tests what plans depend on.
 """
 
 import gc
@@ -29,10 +29,10 @@ from tests.operators.contract import close
 
 
 class CountedRules(dict[Any, Any]):
-    """All rules; every call of one is counted by the operation's name.
+    """All rules; calls are counted by the operation's name.
 
     Attributes:
-        asked: How often rules were asked, by name of the operation.
+        asked: Number of calls of rules, by name of the operation.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ class Sweep:
     """Passes over batches that share one trace, as `kfs.factors.compute.sweep` makes them.
 
     Attributes:
-        rules: Says how often rules were asked.
+        rules: Counts calls of rules.
         trace: Outlives batches.
-        sums: What inputs and gradients are added to.
+        sums: The sums that inputs and gradients are added to.
         derived: References to the derived parameters of the last batch.
     """
 
@@ -98,7 +98,7 @@ def of_all_kinds() -> nn.Module:
         x = nn.functional.linear(x, m.W, m.b).tanh()
         x = x * m.scale  # a broadcast parameter
         x = x @ m.copied.clone()
-        x = x + m.derived.exp()  # no rule; it is followed until it meets the data
+        x = x + m.derived.exp()  # no rule; its result is tracked until it meets the data
         x = torch.cat([x.unsqueeze(1), m.token.repeat(len(x), 1, 1)], dim=1).sum(1)
         result: Tensor = x @ m.W
         return result
@@ -134,7 +134,7 @@ def test_rules_are_asked_once_for_every_kind_of_plan() -> None:
 
 
 def test_plans_do_not_change_sums() -> None:
-    """Two batches through one trace add up to what two traces see, one for each."""
+    """Two batches with one trace give the same sums as with a trace for each batch."""
     model = of_all_kinds()
     together = Sweep(model)
     torch.manual_seed(1)
@@ -162,7 +162,7 @@ def test_autocast_has_its_own_plans() -> None:
 
 
 def test_arguments_that_are_no_tensors_have_their_own_plans() -> None:
-    """The same tensors under another stride of a convolution are another call."""
+    """The same tensors with another stride of a convolution are another call."""
     stride = 1
 
     def function(m: Any, x: Tensor) -> Tensor:
@@ -207,13 +207,13 @@ def activations(model: nn.Module) -> Iterator[list["weakref.ref[Any]"]]:
 
 
 def test_no_activation_is_kept_alive() -> None:
-    """Neither plans nor adders have data: they hold descriptions of arguments, and sums."""
+    """Neither plans nor adders hold data, only descriptions of arguments, and sums."""
     model = two_layers()
     sweep = Sweep(model)
     for seen in activations(model):
         X, one = sweep.batch()
         assert len(seen) == 8
-        assert alive(seen) > 0  # by X, at least
+        assert alive(seen) > 0  # X, at least
         del X, one
         assert alive(seen) == 0
     assert sweep.settled
@@ -221,11 +221,11 @@ def test_no_activation_is_kept_alive() -> None:
 
 
 def test_a_batch_leaves_nothing_behind() -> None:
-    """Copies and derived parameters of a batch are forgotten with it, and so is what has seen it."""
+    """Copies and derived parameters of a batch are dropped with it, and so are the objects that refer to it."""
     sweep = Sweep(of_all_kinds())
     for _ in range(2):
         X, one = sweep.batch()
-        assert sweep.derived  # there was something to forget
+        assert sweep.derived  # there were derived parameters
         references: list[weakref.ref[Any]] = [weakref.ref(one), *sweep.derived]
         del X, one
         assert alive(references) == 0
@@ -234,7 +234,7 @@ def test_a_batch_leaves_nothing_behind() -> None:
 
 
 def test_backward_passes_without_taps() -> None:
-    """Gradients of what was asked for are there, also if no use was seen."""
+    """The requested gradients exist even if no use was found."""
     W = torch.randn(4, 3, requires_grad=True)
     one = CapturedPass(new_trace({"W": W}), [GradientSums()], 2)
     f = torch.randn(2, 3) @ W.T @ W
@@ -246,7 +246,7 @@ def test_backward_passes_without_taps() -> None:
 
 
 def test_a_pass_is_entered_once() -> None:
-    """Rules enter `intercepting()`: the end of the pass would remove marks."""
+    """Rules enter `intercepting()`: leaving the pass would remove marks."""
     with (
         CapturedPass(new_trace({"W": torch.ones(2, requires_grad=True)}), [GradientSums()], 2) as one,
         pytest.raises(ModelError, match="intercepting"),

@@ -1,4 +1,4 @@
-"""Cases that KFAC code gets wrong silently, each against an equivalent model that is safe."""
+"""Cases in which KFAC code is often silently wrong, each against an equivalent safe model."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def same(K: KFAC, L: KFAC, names: dict[str, str] | None = None) -> None:
-    """Compare all blocks of two approximations; names translate the first one's blocks."""
+    """Compare all blocks of two approximations; `names` maps blocks of the first one to those of the second."""
     assert len(K.blocks) == len(L.blocks)
     for name, block in K.blocks.items():
         other = L.blocks[(names or {}).get(name, name)]
@@ -96,7 +96,7 @@ def test_activation_checkpointing() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("fisher", ["empirical", "mc", "type-2"])
 def test_weights_and_ignored_labels(fisher: Any, reduction: str) -> None:
-    """With one example KFAC is exact; many examples with equal inputs are like one."""
+    """With one example, KFAC is exact; many examples with equal inputs are equivalent to one."""
     model = mlp()
     loss = nn.CrossEntropyLoss(torch.tensor([0.3, 2.0], dtype=torch.float64), ignore_index=0, reduction=reduction)
     X = normal(1, 3).expand(4, 3)
@@ -107,7 +107,7 @@ def test_weights_and_ignored_labels(fisher: Any, reduction: str) -> None:
     for block in K.blocks.values():
         close(K.submatrix(block.layout.params).to_dense(), Fisher(risk, kind).submatrix(block.layout.params).to_dense())
     wrong = KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(reduction=reduction), (X, y)), fisher)
-    equal = fisher == "type-2" and reduction == "mean"  # a mean of equal matrices, whatever their weights
+    equal = fisher == "type-2" and reduction == "mean"  # a mean of equal matrices, for any weights
     assert torch.allclose(wrong.to_dense(), K.to_dense()) == equal
 
 
@@ -122,7 +122,7 @@ class Once:
 
 
 def test_data_that_can_be_iterated_once() -> None:
-    """KFAC needs one pass over the data, and makes no other one."""
+    """KFAC needs exactly one pass over the data."""
     model, (X, y) = mlp(), (normal(6, 3), torch.randint(2, (6,)))
     batches = list(zip(X.split(2), y.split(2), strict=True))
     one, other = (KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)) for data in (Once(batches), batches))
@@ -166,7 +166,7 @@ def test_mean_and_sum_differ_by_their_reduction_factor(sharing: Any) -> None:
 
 
 class Scaled(nn.Linear):
-    """A layer that does not look like a `Linear`."""
+    """A layer that does not resemble `nn.Linear`."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return 2 * F.linear(input, self.weight, self.bias) if self.training else F.linear(input / 2, self.weight)
@@ -202,7 +202,7 @@ def test_strides_do_not_matter(sharing: Any) -> None:
 
 
 def test_sequence_lengths_that_vary() -> None:
-    """Positions are counted one by one with expand; reduce divides each example by its own number of positions."""
+    """With expand, all positions are counted; with reduce, each example is divided by its own number of positions."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 4)
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 2), Apply(lambda f: f.sum(1))).double()
@@ -299,7 +299,7 @@ COMPUTED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", COMPUTED)
 def test_computed_weights_are_refused_with_advice(kind: str) -> None:
-    """The advice works; the bias, which is not computed, is covered in any case."""
+    """The advice in the error works; the bias, which is not computed, is always covered."""
     torch.manual_seed(0)
     model, data = (
         nn.Sequential(COMPUTED[kind](), nn.Tanh(), nn.Linear(4, 2)).double(),
@@ -335,12 +335,12 @@ def test_half_precision(dtype: torch.dtype) -> None:
     L = KFAC(EmpiricalRisk(model.float(), nn.CrossEntropyLoss(), (X.float(), y)), "empirical")
     assert K.blocks["0"].A.dtype == torch.float32
     torch.testing.assert_close(K.blocks["0"].A, L.blocks["0"].A)  # inputs are the same numbers
-    for name in K.blocks:  # gradients went back through a network in half precision: 8 or 11 bits
+    for name in K.blocks:  # gradients were computed in half precision: 8 or 11 bits
         torch.testing.assert_close(K.blocks[name].B, L.blocks[name].B, rtol=0.1, atol=1e-3)
 
 
 def test_autocast() -> None:
-    """Operations run in bfloat16, factors are float32 all the same."""
+    """Operations run in bfloat16, but factors are in float32."""
     torch.manual_seed(0)
     model, X, y = mlp().float(), torch.randn(64, 3), torch.randint(2, (64,))
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
@@ -355,7 +355,7 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("fails", ["in the forward pass", "at predictions that are not finite", "nowhere"])
 def test_what_a_model_has_kept_can_be_differentiated_afterwards(fails: str) -> None:
-    """Taps do not listen any more, whatever happened."""
+    """Taps do not pass gradients on any more, even after an error."""
 
     class Keeps(nn.Module):
         def __init__(self) -> None:

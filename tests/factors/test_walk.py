@@ -1,6 +1,6 @@
-"""How much Python runs for a batch and for three calls that readers follow: functions, files, and depth.
+"""How much Python runs per batch, and in three calls that readers follow: functions, files, and depth.
 
-One can read an engine only if the way of a batch through it is short, and for small layers that way is what takes time.
+An engine is readable only if a batch passes through few functions, and for small layers Python overhead dominates.
 """
 
 import gc
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import kfs
 
 ROOT = Path(kfs.__file__).parent
-# Files of the engine; and all of them, with those of data and of the loss, where few functions are called.
+# Files of the engine; and all files, including those of data and of the loss, where few functions are called.
 MAX_CALLS, MAX_ENGINE_FILES, MAX_FILES = 141, 8, 20
-# Calls of their own until Python 3.11, and part of the function around them since.
+# These were calls of their own until Python 3.11, and are inlined since.
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
-# Modules of PyTorch that other tests may have imported; `kfs` asks for more where they are.
+# Modules of PyTorch that other tests may have imported; if they are loaded, `kfs` calls more functions.
 MODULES = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 
 
@@ -41,7 +41,7 @@ class Walk:
     depth: int = 0
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        """Take note of a call, as `sys.setprofile` asks for it."""
+        """Record a call; the arguments are those of `sys.setprofile`."""
         name = frame.f_code.co_name
         if event != "call" or name in COMPREHENSIONS or (file := _own_file(frame)) is None:
             return
@@ -67,7 +67,7 @@ class Walk:
 
 
 class Batches:
-    """Data with five batches, which let `walk` see what happens to the third one, in every pass over them."""
+    """Five batches; `walk` is active during the third one in every pass."""
 
     def __init__(self, walk: Walk) -> None:
         """Make the batches."""
@@ -75,11 +75,11 @@ class Batches:
         self.batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(5)]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Hand out the batches, and watch from when the third is ready until the fourth is asked for."""
+        """Yield the batches; activate `walk` from the third batch until the fourth one is requested."""
         for place, batch in enumerate(self.batches):
             before = sys.getprofile()
             if place == 2:
-                # The backward pass on a CPU runs in this thread, so that its calls are seen, too.
+                # The backward pass on a CPU runs in this thread, so its calls are recorded, too.
                 sys.setprofile(self.walk)
             yield batch
             if place == 2:
@@ -102,7 +102,7 @@ def _own_frames(frame: FrameType | None) -> int:
 
 
 class Hooked(nn.Module):
-    """A linear layer that notes which function watches calls when the gradient of its output arrives."""
+    """A linear layer that records which function profiles calls when the gradient of its output arrives."""
 
     def __init__(self) -> None:
         """Make the layer."""
@@ -119,7 +119,7 @@ class Hooked(nn.Module):
 
 
 def watched(model: nn.Module) -> Walk:
-    """Compute factors of a model, and return what happened to the third batch."""
+    """Compute factors of a model, and return the calls of the third batch."""
     walk = Walk()
     before = sys.getprofile()
     try:
@@ -201,7 +201,7 @@ ROUTES: dict[Callable[[], Callable[[], object]], Limits] = {
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
 def test_routes_get_shorter(route: Callable[[], Callable[[], object]]) -> None:
-    """These numbers may only fall: where a change makes a route shorter, lower its limits to what is measured then.
+    """These limits may only fall: if a change makes a route shorter, lower its limits to the measured numbers.
 
     The route is taken twice, with two models. The first time imports modules and fills caches.
     """

@@ -1,6 +1,6 @@
-"""The audit is tested: every wrong rule is noticed on the user's own data, and its operation and parameter are named.
+"""The audit itself is tested: it notices every wrong rule on the user's own data, and names operation and parameter.
 
-A wrong rule takes the place of the right one. Some change predictions, and are refused before anybody sees these.
+A wrong rule replaces the right one. Some change predictions, and are refused before the predictions are used.
 Others misread inputs or gradients, and the parameter is not covered.
 """
 
@@ -35,11 +35,11 @@ class Wrong:
     Attributes:
         func: The operation.
         rule: The wrong rule for it.
-        model: A model where it matters, with three classes.
-        says: What an error must say, next to the operation's name.
-        example: Makes the inputs of some data.
-        refused: Whether predictions are others, so that the model is refused altogether.
-        mixes: Whether it looks as if the model mixed data, so that it is refused, too, except in training.
+        model: A model with three classes on which the bug has an effect.
+        says: Text that an error must contain, next to the operation's name.
+        example: Makes the inputs of some examples.
+        refused: Whether predictions change, so that the model is refused altogether.
+        mixes: Whether examples seem to mix, so that the model is refused, too, except in training.
     """
 
     func: Any
@@ -52,7 +52,7 @@ class Wrong:
 
 
 def rewritten(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule that runs something else, under capture."""
+    """Return a rule that runs another function in a captured pass."""
 
     def run(seen: Discovery, *args: Any, **named: Any) -> Any:
         with seen.intercepting():
@@ -62,12 +62,12 @@ def rewritten(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def changed(rule: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
-    """Return a rule whose plans have other parts."""
+    """Return a rule whose plans have some fields replaced."""
     return lambda *args, **named: tuple(replace(plan, **changes) for plan in rule(*args, **named))
 
 
 def bias_everywhere() -> Callable[..., Any]:
-    """Return a rule that uses the last bias that it has seen, where there is none."""
+    """Return a rule that uses the last known bias in calls without bias."""
     seen: list[Argument] = []
 
     def rule(call: Any, input: Argument, weight: Argument, bias: Argument | None = None) -> Any:  # noqa: A002
@@ -79,7 +79,7 @@ def bias_everywhere() -> Callable[..., Any]:
 
 
 def not_causal(call: Any, *args: Any, **named: Any) -> Rewrite:
-    """Run attention as it is written, without its mask."""
+    """Run attention step by step, without its causal mask."""
     right = RIGHT_ATTENTION(call, *args, **named)
     return Rewrite(lambda one, *args, **named: right.body(one, *args, **(named | {"attn_mask": None})))
 
@@ -119,17 +119,17 @@ def strides_swapped(call: Any, x: Any, weight: Any, bias: Any, stride: Any, *res
 
 
 def scaled_by_inputs(call: Any, input: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:  # noqa: A002, ARG001
-    """Forget to normalize."""
+    """Leave out the normalization."""
     return normalization._scaled("layer_norm", input, weight, bias, torch.clone)
 
 
 def first_rows(call: Any, x: Any, weight: Any, bias: Any = None) -> Any:
-    """Take any rows of a matrix for the first ones."""
+    """Treat any rows of a matrix as the first ones."""
     return linear.linear(call, x, replace(weight, offset=0), bias)
 
 
 class Causal(nn.Module):
-    """Attention to earlier positions."""
+    """Attention to the current and earlier positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Causal(nn.Module):
 
 
 def swapped(func: Any, other: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
-    """Run something else for a function of data and a parameter, in which they are swapped."""
+    """Run another function, in which the data and a parameter are swapped."""
     return Wrong(
         func,
         rewritten(other),
@@ -224,7 +224,7 @@ ZOO: dict[str, Wrong] = {
 
 @pytest.fixture(params=ZOO)
 def wrong(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wrong:
-    """Put a wrong rule in the place of the right one."""
+    """Replace the right rule by a wrong one."""
     one = ZOO[request.param]
     assert one.func in RULES
     monkeypatch.setitem(RULES, one.func, one.rule)
@@ -237,7 +237,7 @@ def data(one: Wrong) -> tuple[Tensor, Tensor]:
 
 
 def test_right_rules_are_accepted() -> None:
-    """Otherwise the tests below would show nothing."""
+    """Otherwise the tests below would prove nothing."""
     for one in ZOO.values():
         torch.manual_seed(0)
         K = KFAC(EmpiricalRisk(one.model().double(), LOSS, data(one)), uncovered="skip")
@@ -251,7 +251,7 @@ def test_wrong_rules_are_rejected(wrong: Wrong) -> None:
     for compute in (lambda: KFAC(risk), lambda: EKFAC(risk), lambda: KFAC(risk, sharing="reduce")):
         with pytest.raises(ModelError, match=wrong.says) as caught:
             compute()
-        # A use that was misread is one of the operation that reads it.
+        # A misread use is reported with the operation that reads it.
         assert any(name in str(caught.value) for name in (wrong.func.__name__, "linear", "not seen"))
     if wrong.refused:
         with pytest.raises(ModelError, match="Predictions under capture differ"):
@@ -261,7 +261,7 @@ def test_wrong_rules_are_rejected(wrong: Wrong) -> None:
 
 
 def test_wrong_rules_do_not_change_training(wrong: Wrong) -> None:
-    """A rule that changes predictions is refused before the pass. Others leave the parameter to AdamW."""
+    """A rule that changes predictions is refused before the pass. Other rules leave the parameter to AdamW."""
     model = wrong.model().double()
     X, y = data(wrong)
     before = model(X).detach()
@@ -282,6 +282,6 @@ def test_wrong_rules_do_not_change_training(wrong: Wrong) -> None:
 
 
 def test_without_audit_nobody_notices(wrong: Wrong) -> None:
-    """So that it is the audit that does; only a parameter without any use is missed."""
+    """So the audit notices wrong rules; without it, only a parameter without any use is reported."""
     table = inspect(wrong.model().double(), data(wrong)[0], audit=False)
     assert all("no operation with a rule" in why for why in table.uncovered.values())

@@ -1,4 +1,4 @@
-"""Recurrent networks that are written out time by time, and small models with them."""
+"""Recurrent networks that are written out step by step in time, and small models with them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ PROJECTION: dict[str, Any] = {"proj_size": 1, "num_layers": 2, "bidirectional": 
 
 
 def step(kind: str, p: Tensor, q: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute one time, as PyTorch documents it."""
+    """Compute one step in time, as documented by PyTorch."""
     if kind == "LSTM":
         (i_p, f_p, g_p, o_p), (i_q, f_q, g_q, o_q) = p.chunk(4, -1), q.chunk(4, -1)
         c = torch.sigmoid(f_p + f_q) * c + torch.sigmoid(i_p + i_q) * torch.tanh(g_p + g_q)
@@ -42,7 +42,7 @@ def step(kind: str, p: Tensor, q: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor,
 
 
 def written_out(kind: str) -> Any:
-    """Return a rule that runs a network time by time: the recurrent weight is used as often as there are times."""
+    """Return a rule that runs a network step by step: the recurrent weight is used once per step."""
 
     def rule(call: Call, *arguments: Any) -> Planned:  # noqa: ARG001 (all rules take it)
         _, _, _, biases, layers, _, _, bidirectional, batch_first = arguments
