@@ -1,7 +1,7 @@
-"""The optimizer's mathematics written out: dense matrices, one example after the other. Nothing is shared with `kfs`.
+"""The optimizer's mathematics, written with dense matrices and loops over examples. No code is shared with `kfs`.
 
 The reference trains a `Sequential` of linear layers and activations. Every linear layer is one block: its weight and
-bias make a matrix `[d_B, d_A]`, and its curvature is a dense matrix over that matrix's entries, row by row.
+bias form a matrix `[d_B, d_A]`, and its curvature is a dense matrix over the entries of that matrix, row by row.
 """
 
 import math
@@ -18,7 +18,7 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of one block, with the defaults that the optimizer's documentation promises."""
+    """Settings of one block, with the documented defaults of the optimizer."""
 
     lr: float = 1.0
     damping: float = 0.003
@@ -33,7 +33,7 @@ class Options:
 
 @dataclass
 class Block:
-    """The averages of one layer, and the inverse that was last computed from them."""
+    """The averages of one layer, and its last inverse."""
 
     layer: nn.Linear
     options: Options
@@ -44,7 +44,7 @@ class Block:
     basis: tuple[Tensor, Tensor] | None = None
     inverse: Tensor | None = None
     inputs: float = 1.0  # root mean square of the layer's inputs
-    added: Tensor = field(default_factory=lambda: torch.zeros(()))  # what damping added to all eigenvalues
+    added: Tensor = field(default_factory=lambda: torch.zeros(()))  # the damping that was added to all eigenvalues
     momentum: Tensor = field(default_factory=lambda: torch.zeros(()))
     previous: Tensor = field(default_factory=lambda: torch.zeros(()))
     before: Tensor = field(default_factory=lambda: torch.zeros(()))  # the matrix before the last step
@@ -54,17 +54,17 @@ class Block:
         return joined([p.detach() for p in self.layer.parameters()])
 
     def assign(self, M: Tensor) -> None:
-        """Write the layer's parameters."""
+        """Set the layer's parameters."""
         with torch.no_grad():
             self.layer.weight.copy_(M[:, : self.layer.in_features])
             if self.layer.bias is not None:
                 self.layer.bias.copy_(M[:, -1])
 
     def add(self, pairs: list[list[tuple[Tensor, Tensor]]]) -> None:
-        """Let new statistics enter the averages.
+        """Add new statistics to the averages.
 
         Args:
-            pairs: For every example, an input and an output gradient for every backpropagated vector.
+            pairs: For every example, an input, and an output gradient for every backpropagated vector.
         """
         decay = self.options.decay
         A, B = torch.zeros(()), torch.zeros(())
@@ -93,7 +93,7 @@ class Block:
             Q_A, Q_B = (torch.linalg.eigh(factor).eigenvectors for factor in (A, B))
             Q = torch.kron(Q_B, Q_A)
             before = curvature if self.corrected is None else self.corrected
-            curvature = Q @ (Q.T @ before @ Q).diagonal().diag() @ Q.T  # all that a diagonal in the new basis can keep
+            curvature = Q @ (Q.T @ before @ Q).diagonal().diag() @ Q.T  # a diagonal in the new basis keeps only this
             self.basis, self.corrected = (Q_A, Q_B), curvature
         identity, I_A, I_B = (torch.eye(len(M), dtype=M.dtype) for M in (curvature, A, B))
         unit = curvature.trace() / len(curvature) if self.options.damping_unit == "relative" else curvature.new_ones(())
@@ -102,7 +102,7 @@ class Block:
             self.inverse = torch.linalg.inv(curvature + self.added * identity)
             return
         if len(A) == 1 or len(B) == 1:
-            # The Kronecker product with a number is a multiple of the other factor, to which damping is added.
+            # The Kronecker product with a number is a multiple of the other factor, which is damped.
             self.inverse = torch.linalg.inv((A[0, 0] * B if len(A) == 1 else B[0, 0] * A) + self.added * identity)
             return
         ratio = ((A.trace() / len(A)) / (B.trace() / len(B))).sqrt()
@@ -115,7 +115,7 @@ class Block:
         return (self.inverse @ u.flatten()).view_as(u)
 
     def trusted(self, D: Tensor) -> Tensor:
-        """Shorten a step that changes outputs by too much."""
+        """Shorten a step that changes outputs too much."""
         if self.options.trust is None:
             return D
         rows, columns = D.shape
@@ -130,22 +130,22 @@ class Block:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Put a weight, and a bias if there is one, into one matrix."""
+    """Combine a weight, and a bias if there is one, in one matrix."""
     return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
 class Reference:
-    """Trains a model by the optimizer's formulas.
+    """Trains a model with the formulas of the optimizer.
 
     Args:
-        model: Linear layers and activations in a row.
-        criterion: Of one example, `(f, y) -> scalar`; the loss is its average over examples.
-        groups: Settings of some layers that differ from the rest, by the layer's place.
+        model: A sequence of linear layers and activations.
+        criterion: For one example, `(f, y) -> scalar`; the loss is its average over examples.
+        groups: Settings of layers that differ from `options`, by the layer's position.
         options: Settings of all layers.
         fisher: `"type-2"` or `"empirical"`.
         kl_clip: As in the optimizer.
         factors_every: Likewise.
-        inverses_every: Likewise. How work is spread over several blocks is not in here: use it with one block.
+        inverses_every: Likewise. Spreading of inverses over steps is not modeled: use it with one block.
     """
 
     def __init__(
@@ -168,10 +168,10 @@ class Reference:
                 mine = dict((groups or {}).get(place, {}))
                 self.blocks.append(Block(layer, replace(Options(**options), **mine)))
         self.steps, self.work, self.changed, self.damping_scale = 0, 0.0, False, 1.0
-        self.shortened: list[bool] = []  # whether a trust region or `kl_clip` took a tenth of a step
+        self.shortened: list[bool] = []  # whether a trust region or `kl_clip` shortened a step to less than nine tenths
 
     def statistics(self, X: Tensor, y: Tensor) -> list[list[list[tuple[Tensor, Tensor]]]]:
-        """Return an input and an output gradient for every block, example and backpropagated vector."""
+        """Return an input, and output gradients, for every block, example and backpropagated vector."""
         result: list[list[list[tuple[Tensor, Tensor]]]] = [[] for _ in self.blocks]
         for n, columns in enumerate(self.columns(self.model(X).detach(), y)):
             inputs, outputs, z = [], [], X[n]
@@ -190,7 +190,7 @@ class Reference:
         return result
 
     def columns(self, f: Tensor, y: Tensor) -> list[list[Tensor]]:
-        """Return vectors whose outer products sum up to each example's Fisher matrix in the space of predictions."""
+        """Return vectors whose outer products sum to each example's Fisher matrix in prediction space."""
         if self.fisher == "empirical":
             return [[g] for g in vmap(grad(self.criterion))(f, y)]
         values, vectors = torch.linalg.eigh(self.hessians(f, y))
@@ -202,7 +202,7 @@ class Reference:
         return result
 
     def loss(self, X: Tensor, y: Tensor) -> Tensor:
-        """Return the average over examples."""
+        """Return the average of the criterion over examples."""
         result: Tensor = vmap(self.criterion)(self.model(X), y).mean()
         return result
 
@@ -211,20 +211,20 @@ class Reference:
         return self.derivatives(self.loss(X, y))
 
     def derivatives(self, value: Tensor) -> list[Tensor]:
-        """Return the gradient of any number with respect to every block."""
+        """Return the gradient of a scalar with respect to every block."""
         return [
             joined(torch.autograd.grad(value, list(block.layer.parameters()), retain_graph=True))
             for block in self.blocks
         ]
 
     def update_curvature(self, X: Tensor, y: Tensor, force: bool = False) -> None:
-        """Compute new factors and inverses if they are due."""
+        """Recompute factors and inverses in the steps of their schedules."""
         every = self.factors_every(self.steps) if callable(self.factors_every) else self.factors_every
         if force or self.steps % every == 0:
             for block, pairs in zip(self.blocks, self.statistics(X, y), strict=True):
                 block.add(pairs)
             self.changed = True
-        interval = min(self.inverses_every, 1 + self.steps // 2)  # curvature changes most at the beginning
+        interval = min(self.inverses_every, 1 + self.steps // 2)  # curvature changes fastest at the beginning
         self.work = min(1.0, self.work + 1 / interval)
         if force or (self.changed and self.work > 1 - 1e-9):
             for block in self.blocks:
@@ -256,7 +256,7 @@ class Reference:
 
 
 class QuadraticReference(Reference):
-    """Takes steps that minimise a quadratic model with the exact curvature of the batch (Martens & Grosse, 2015)."""
+    """Takes steps that minimize a quadratic model with the exact curvature of the batch (Martens & Grosse, 2015)."""
 
     predicted = 0.0
 
@@ -293,12 +293,12 @@ class QuadraticReference(Reference):
         self.steps += 1
 
     def decay_weights(self) -> None:
-        """Let weights decay, after the loss was looked at."""
+        """Decay the weights, after the loss was evaluated."""
         for block in self.blocks:
             block.assign(block.matrix() - block.options.lr * block.options.weight_decay * block.before)
 
     def adapt_damping(self, change: Tensor) -> None:
-        """Change damping by how much of the predicted change of the loss came true (Levenberg-Marquardt)."""
+        """Adapt damping by the ratio of the actual to the predicted change of the loss (Levenberg-Marquardt)."""
         came_true = float(change.detach()) / self.predicted
         if came_true > 0.9:
             self.damping_scale *= 0.5

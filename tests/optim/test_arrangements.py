@@ -1,4 +1,4 @@
-"""Passes of a training loop see whose rows are, however data lie along axes: factors are those of a risk."""
+"""Passes of a training loop find row maps for data along all kinds of axes: factors are those of a risk."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from kfs.factors.block import Block
 from tests.factors.arrangements import ARRANGEMENTS, Instance, Problem
 from tests.operators.contract import close
 
-# Images count as rows; and an optimizer takes nodes for data if there are fewer nodes than graphs.
+# Rows of images count; and with fewer nodes than graphs, an optimizer treats nodes as examples.
 NOT_HERE = ("spatial axis", "graphs, as many nodes as data")
 PROBLEMS = [problem for problem in ARRANGEMENTS if not problem.name.startswith(NOT_HERE)]
 
@@ -38,7 +38,7 @@ def check_pass(one: Instance, optimizer: optim.KFAC, loss: Any, chosen: list[int
     ids=str,
 )
 def test_factors_of_passes(problem: Problem, fisher: Any) -> None:
-    """More data than an audit looks at, and then fewer, in another order."""
+    """More examples than an audit uses, and then fewer, in another order."""
     one = problem.instance(9)
     loss = one.loss
     optimizer = optim.KFAC(one.model, loss, fisher=fisher, sharing="reduce", factors_every=1)

@@ -1,4 +1,4 @@
-"""Misuse: each is an error with cause and way out, before anything is stored."""
+"""Misuse raises an error with the cause and the way out, before any state changes."""
 
 import copy
 import pickle
@@ -30,7 +30,7 @@ class Mask(nn.Module):
 
 
 def test_a_closed_optimizer() -> None:
-    """It has no hooks, cannot step, and another one may have the model."""
+    """It has no hooks, cannot step, and its model may get another optimizer."""
     X, y = data()
     model = mlp()
     first = KFAC(model, LOSS)
@@ -44,7 +44,7 @@ def test_a_closed_optimizer() -> None:
 
 
 def test_a_model_that_has_changed() -> None:
-    """New and replaced parameters are named; added ones may be added to the optimizer."""
+    """New and replaced parameters are named; new ones may be added to the optimizer."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
@@ -77,13 +77,13 @@ def test_a_model_that_was_moved() -> None:
 
 
 def test_steps_without_passes() -> None:
-    """A step needs gradients, and where curvature is due a pass through the model itself."""
+    """A step needs gradients and, in steps with new curvature, a pass through the model itself."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
     with pytest.raises(ModelError, match=r"No parameter has a gradient.*backward\(\)"):
         optimizer.step()
-    value = LOSS(nn.Sequential(*model)(X), y)  # its parts, not the model
+    value = LOSS(nn.Sequential(*model)(X), y)  # calls the submodules, not the model
     value.backward()
     with pytest.raises(ModelError, match=r"No forward and backward pass.*model\(x\)"):
         optimizer.step()
@@ -99,7 +99,7 @@ def test_steps_without_passes() -> None:
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_another_loss(seen: bool) -> None:
-    """A loss that is not the declared one is refused, whether its targets are seen or not."""
+    """A loss that is not the declared one is refused, with or without known targets."""
     X, _ = data()
     y = torch.randn(12, 3, dtype=torch.float64)
     model = mlp()
@@ -116,7 +116,7 @@ def test_another_loss(seen: bool) -> None:
 
 
 def test_a_loss_with_an_additional_term() -> None:
-    """A small difference is declared once."""
+    """There is one warning about a small difference."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
@@ -127,7 +127,7 @@ def test_a_loss_with_an_additional_term() -> None:
 
 
 def test_labels_may_be_smoothed_weighted_or_soft() -> None:
-    """All of these are cross-entropies, and none is taken for another loss."""
+    """All of these are cross-entropies, and none is mistaken for another loss."""
     X, y = data()
     weight = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
     soft = F.one_hot(y, 3).double() * 0.7 + 0.1
@@ -148,7 +148,7 @@ def test_labels_may_be_smoothed_weighted_or_soft() -> None:
 
 
 def test_targets_that_are_needed() -> None:
-    """The empirical Fisher of a square loss cannot tell a scale from targets, and says so."""
+    """For the empirical Fisher of a square loss, the optimizer cannot separate scale and targets, and says so."""
     X, _ = data()
     y = torch.randn(12, 3, dtype=torch.float64)
     model = mlp()
@@ -196,7 +196,7 @@ _FOURTH = Custom(
     ],
 )
 def test_curvature_that_depends_on_targets_that_are_not_shown(loss: Any, function: Any, fisher: Any) -> None:
-    """Gradients do not show soft or smoothed labels that are weighted, nor targets that the Hessian has in it."""
+    """Soft or smoothed labels with weights, and targets that affect the Hessian, cannot be read off gradients."""
     X, _ = data()
     model: nn.Module = mlp()
     if isinstance(loss, TokenCrossEntropy):
@@ -213,7 +213,7 @@ def test_curvature_that_depends_on_targets_that_are_not_shown(loss: Any, functio
 
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_weighted_labels_that_are_shown(scale: float) -> None:
-    """Labels that explain the gradient are the true ones, also where predictions are nearly certain."""
+    """Labels that explain the gradient are accepted, even if predictions are nearly certain."""
     X, y = data()
     loss = nn.CrossEntropyLoss(_SKEWED)
     results = []
@@ -228,7 +228,7 @@ def test_weighted_labels_that_are_shown(scale: float) -> None:
 
 @pytest.mark.parametrize("fisher", ["type-2", "empirical", "forward-only"])
 def test_certain_predictions_count(fisher: Any) -> None:
-    """Where one class is left, the gradient is zero, as it is for labels that are ignored; these do not count."""
+    """If one class is left, the gradient is zero, as for ignored labels; but the prediction counts."""
     X, y = data()
     allowed = torch.ones(12, 3, dtype=torch.bool)
     allowed[:6] = F.one_hot(y[:6], 3).bool()
@@ -277,7 +277,7 @@ def test_options(options: dict[str, Any], match: str) -> None:
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "damping", "momentum", "trust"])
 def test_numbers_that_a_schedule_sets(name: str) -> None:
-    """Those of groups are looked at in every step, before anything changes."""
+    """Numbers in groups are checked in every step, before any state changes."""
     model, (X, y) = mlp(), data()
     with pytest.raises(ModelError, match=f"{name} is nan"):
         KFAC(model, LOSS, [{"params": list(model.parameters()), name: torch.nan}])
@@ -296,7 +296,7 @@ def test_numbers_that_a_schedule_sets(name: str) -> None:
 
 
 def test_what_is_no_model_or_no_loss() -> None:
-    """The types are checked, and so are parameters and groups."""
+    """Types of model and loss are checked, and so are parameters and groups."""
     model = mlp()
     with pytest.raises(ModelError, match=r"torch\.nn\.Module"):
         KFAC(lambda x: x, LOSS)  # type: ignore[arg-type]
@@ -324,7 +324,7 @@ class Constant(nn.Module):
 
 
 def test_inputs_and_outputs_without_batch_axis() -> None:
-    """The model is called with data, and predicts one thing for each."""
+    """The model takes examples, and returns one prediction for each."""
     X, _ = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
@@ -336,7 +336,7 @@ def test_inputs_and_outputs_without_batch_axis() -> None:
     other = KFAC(folded, LOSS)
     with pytest.raises(DataError, match="was called with 5 examples, but its prediction has shape"):
         folded(torch.randn(5, 3, 2)).sum().backward()
-    assert folded(torch.randn(5, 3, 2)).shape == (15, 2)  # not used for training
+    assert folded(torch.randn(5, 3, 2)).shape == (15, 2)  # not used by the training loop
     assert optimizer.steps == other.steps == keeper.steps == 0
     assert model(X).requires_grad
 
@@ -356,7 +356,7 @@ def test_inputs_and_outputs_without_batch_axis() -> None:
 
 
 def test_states_of_others() -> None:
-    """A state of another optimizer, or of another model, is refused before anything changes."""
+    """A state of another optimizer, or of another model, is refused before any state changes."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
@@ -372,7 +372,7 @@ def test_states_of_others() -> None:
 
 
 def test_states_of_other_versions() -> None:
-    """A state that lacks something is refused before anything changes."""
+    """A state with missing entries is refused before any state changes."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
@@ -388,7 +388,7 @@ def test_states_of_other_versions() -> None:
 
 
 def test_copies() -> None:
-    """An optimizer is not copied, since both would watch the model."""
+    """An optimizer cannot be copied, since both copies would watch the model."""
     optimizer = KFAC(mlp(), LOSS)
     with pytest.raises(ModelError, match="cannot be copied"):
         copy.deepcopy(optimizer)
@@ -397,7 +397,7 @@ def test_copies() -> None:
 
 
 def test_refused_groups_are_not_kept() -> None:
-    """After a refused group the optimizer is as before."""
+    """After a refused group, the optimizer is unchanged."""
     model = mlp()
     optimizer = KFAC(model, LOSS, model[0].parameters())
     with pytest.raises(ModelError, match="not parameters of the model"):
@@ -420,7 +420,7 @@ def test_states_of_other_widths() -> None:
 
 
 def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would have its own curvature, so that their models would differ."""
+    """Each process would have its own curvature, so their models would diverge."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)

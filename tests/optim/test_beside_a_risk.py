@@ -1,4 +1,4 @@
-"""Curvature of a model that an optimizer watches: neither disturbs the other, and nothing is paid for twice."""
+"""Curvature of a watched model: risk and optimizer do not disturb each other, and no work is done twice."""
 
 import copy
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that grows with everything that watching pays for."""
+    """Return a list that grows with all work for watching."""
     done: list[str] = []
     for name in ("Pass", "Audits", "new_trace"):
         made = getattr(watching, name)
@@ -68,10 +68,10 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def trained(model: nn.Module, use: Callable[[nn.Module], Any] | None, when: str, work: list[str]) -> Any:
-    """Take three steps, with something else in the second one.
+    """Take three steps, and call a function in the second one.
 
     Returns:
-        What the other one returned; parameters; the optimizer's state.
+        The result of the function; parameters; the optimizer's state.
     """
     optimizer = KFAC(model, LOSS, factors_every=1, fisher="type-2")
     result = None
@@ -103,7 +103,7 @@ def trained(model: nn.Module, use: Callable[[nn.Module], Any] | None, when: str,
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 @pytest.mark.parametrize("use", USES)
 def test_neither_disturbs_the_other(use: str, when: str, work: list[str]) -> None:
-    """No pass is watched, the optimizer's state stays, and all results are those without the other one."""
+    """No pass of the risk is watched, the optimizer's state stays, and results are as without the other computation."""
     result, moved, state = trained(mlp(), USES[use], when, work)
     _, expected_weights, expected_state = trained(mlp(), None, when, work)
     assert torch.equal(moved, expected_weights)
@@ -127,7 +127,7 @@ def test_an_interrupted_computation_for_a_risk(work: list[str]) -> None:
 
 
 class Outer(nn.Module):
-    """Runs a network again in the backward pass."""
+    """Recomputes a network in the backward pass."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("use", ["KFAC", "EKFAC"])
 def test_checkpoints_around_the_watched_model(use: str, work: list[str]) -> None:
-    """A network that is run again in the backward pass of a risk is not watched either."""
+    """A network that is recomputed in the backward pass of a risk is not watched either."""
     net = mlp()
     expected = USES[use](net)
     optimizer = KFAC(net, LOSS)
@@ -149,7 +149,7 @@ def test_checkpoints_around_the_watched_model(use: str, work: list[str]) -> None
 
 
 def test_training_through_a_checkpoint(work: list[str]) -> None:
-    """A checkpoint around the watched model runs it again in the backward pass, which is no pass of its own."""
+    """A checkpoint around the watched model recomputes it in the backward pass, which is not a separate pass."""
     net, plain = mlp(), mlp()
     options: dict[str, Any] = {"fisher": "empirical", "audit": False, "factors_every": 1}
     train(plain, KFAC(plain, LOSS, **options), [(X, LABELS)] * 3, LOSS)
@@ -160,7 +160,7 @@ def test_training_through_a_checkpoint(work: list[str]) -> None:
 
 
 class CallsItself(nn.Module):
-    """Feeds its own prediction back, without gradients, as diffusion models do."""
+    """Uses its own prediction as input, without gradients, as diffusion models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class CallsItself(nn.Module):
 
 
 def test_a_model_that_calls_itself_without_gradients() -> None:
-    """The inner call is a part of the pass; parameters that come after it are covered."""
+    """The inner call is a part of the pass; parameters after it are covered."""
     torch.manual_seed(0)
     model = CallsItself()
     optimizer = KFAC(model, LOSS)

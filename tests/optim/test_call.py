@@ -1,4 +1,4 @@
-"""Calls as for other optimizers: an error shows the right one."""
+"""Calls in the style of other optimizers raise an error that shows the right call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ NOT_MODELS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("given", NOT_MODELS)
 def test_parameters_instead_of_a_model(given: str) -> None:
-    """The message says what came, why a model is needed, and how to call it."""
+    """The message says what was passed, why a model is needed, and how to call it."""
     net = mlp()
     with pytest.raises(ModelError, match=r"needs the model.*KFAC\(model, nn\.CrossEntropyLoss\(\), lr=1\.0\)"):
         KFAC(NOT_MODELS[given](net), lr=0.1)
@@ -35,7 +35,7 @@ def test_parameters_instead_of_a_model(given: str) -> None:
 
 
 def test_no_loss() -> None:
-    """The message says why one is needed, and how to pass it."""
+    """The message says why a loss is needed, and how to pass it."""
     net = mlp()
     with pytest.raises(LossError, match=r"[Cc]urvature.*KFAC\(model, nn\.CrossEntropyLoss\(\)\)"):
         KFAC(net)
@@ -48,7 +48,7 @@ def test_no_loss() -> None:
 
 @pytest.mark.parametrize("given", NOT_MODELS)
 def test_parameters_instead_of_a_loss(given: str) -> None:
-    """They come third."""
+    """Parameters are the third argument."""
     net = mlp()
     with pytest.raises(LossError, match=r"second.*KFAC\(model, nn\.CrossEntropyLoss\(\), model\.parameters\(\)\)"):
         KFAC(net, NOT_MODELS[given](net))
@@ -61,13 +61,13 @@ def test_a_number_instead_of_a_loss() -> None:
 
 
 def test_a_class_instead_of_a_loss() -> None:
-    """`nn.CrossEntropyLoss` lacks its parentheses. It is callable, but no function of a prediction and a target."""
+    """`nn.CrossEntropyLoss` lacks its parentheses. It is callable, but not a function of a prediction and a target."""
     with pytest.raises(LossError, match=r"class.*nn\.CrossEntropyLoss\(\)"):
         KFAC(mlp(), nn.CrossEntropyLoss)
 
 
 def test_a_class_instead_of_a_model() -> None:
-    """So does a model's class."""
+    """A model's class lacks its parentheses, too."""
     with pytest.raises(ModelError, match=r"torch\.nn\.Module"):
         KFAC(nn.Linear, nn.CrossEntropyLoss())  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Batches that enter the averages, inverses that are spread over steps, and events that are counted."""
+"""Batches that are added to averages, inverses that are spread over steps, and events that are counted."""
 
 import logging
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def snapshot(optimizer: KFAC) -> list[Tensor]:
     "options", [{}, {"factors_every": 1}, {"fisher": "empirical"}, {"eigen": True}, {"factors_every": 2}]
 )
 def test_bad_batches_leave_no_trace(value: float, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """A batch with NaN or infinity changes neither parameters nor state, and is counted and logged."""
+    """A batch with NaN or infinity changes neither parameters nor averages, and is counted and logged."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS, **options)
@@ -53,7 +53,7 @@ def test_bad_batches_leave_no_trace(value: float, options: dict[str, Any], caplo
 
 
 class Spike(torch.autograd.Function):
-    """The identity, whose gradients become infinite for the extra pass alone."""
+    """The identity, whose gradients are infinite only in the extra pass."""
 
     calls = 0
 
@@ -64,13 +64,13 @@ class Spike(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, g: Tensor) -> Tensor:
-        """Spoil every first of two backward passes."""
+        """Return infinite gradients in the first of every two backward passes."""
         Spike.calls += 1
         return g * torch.inf if Spike.calls % 2 == 1 else g
 
 
 def test_statistics_that_are_not_finite_are_refused() -> None:
-    """The step is taken with the last curvature; after some in a row, damping rises."""
+    """The step uses the last curvature; after several in a row, damping rises."""
     X, y = data()
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     optimizer = KFAC(model, LOSS, factors_every=1, patience=2)
@@ -95,7 +95,7 @@ def test_statistics_that_are_not_finite_are_refused() -> None:
 
 
 def test_a_failed_inverse_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on with it, and without steps for a block that never had one."""
+    """The previous inverse is used; a block that never had one takes no step."""
     X, y = data()
     model, invert = mlp(), Inverses.invert
 
@@ -125,7 +125,7 @@ def test_a_failed_inverse_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_inverses_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first steps, every inverse is computed once in an interval, and no step computes all of them."""
+    """After the first steps, every inverse is computed once per interval, and no step computes all of them."""
     X, y = data()
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(4, 4), nn.Tanh())]
@@ -151,7 +151,7 @@ def test_inverses_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_inverses_of_large_layers_have_margins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are the same with margins of zeros around inverses."""
+    """Steps do not change if inverses are padded with zeros."""
     results = {}
     for least in (2, 10**9):
         monkeypatch.setattr(inverses, "_LARGE", least)
@@ -166,7 +166,7 @@ def test_inverses_of_large_layers_have_margins(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_schedules_may_be_functions() -> None:
-    """Factors are computed in the steps that a function of the step says."""
+    """Factors are computed in the steps for which the function returns true."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=lambda step: 1 if step < 2 else 4, inverses_every=lambda step: 1 + step)
@@ -179,11 +179,11 @@ def test_schedules_may_be_functions() -> None:
 
 
 def test_a_layer_without_gradient_stays() -> None:
-    """Curvature and gradient of a dead layer are zero, and so is its step."""
+    """Curvature and gradient of a layer without effect are zero, and so is its step."""
     X, y = data()
     model = mlp()
     with torch.no_grad():
-        model[4].weight.zero_()  # nothing comes back through it
+        model[4].weight.zero_()  # it receives no gradient
     frozen = model[2].weight.detach().clone()
     optimizer = KFAC(model, LOSS)
     train(model, optimizer, [(X, y)], LOSS)

@@ -1,4 +1,4 @@
-"""Training on an accelerator: the same as on the CPU, and nothing that is not finite gets into parameters or state."""
+"""Training on an accelerator: the same as on the CPU, and parameters and state stay finite."""
 
 import copy
 from typing import Any
@@ -38,7 +38,7 @@ def test_same_training(fisher: Any, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rows", [300, 700])
 def test_limit_of_gradients_in_half_precision(rows: int) -> None:
-    """The limit is good to 25 %, whatever singular values are, and short steps stay as they are to 3 %."""
+    """The limit is accurate to 25 % for any singular values, and short steps change by at most 3 %."""
     torch.manual_seed(0)
     long, short, decaying = torch.full((3, 300), 0.01)
     long[0] = 25.0
@@ -57,13 +57,13 @@ def test_limit_of_gradients_in_half_precision(rows: int) -> None:
 
 @pytest.mark.parametrize("steps", [2, 8])
 def test_bad_batches_without_asking_the_device(steps: int) -> None:
-    """The host does not know that gradients are bad, before an update is recorded and after it."""
+    """The host does not know that gradients are bad, both before and after updates are recorded."""
     check_bad_gradients("cuda", steps)
 
 
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 def test_mixed_precision(fisher: Any) -> None:
-    """Training with float16 autocast and a scaler goes as without."""
+    """Training with float16 autocast and a scaler equals plain training."""
     X, y = (t.cuda() for t in data(64, torch.float32))
     losses = []
     for enabled in (False, True):
@@ -96,10 +96,10 @@ def test_state_moves_to_the_models_device() -> None:
     torch.testing.assert_close(weights(there).cpu(), weights(here), atol=1e-7, rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # PyTorch calls it a prototype
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # a warning that it is a prototype
 @pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}, {"eigen": True}])
 def test_steps_without_new_factors_do_not_wait_for_the_device(options: dict[str, Any]) -> None:
-    """Trust region, KL clip and the look at gradients are computed where the gradients are."""
+    """Trust region, KL clip and the check of gradients are computed on the device of the gradients."""
     X, y = (t.cuda() for t in data())
     model = mlp().cuda()
     optimizer = KFAC(model, LOSS, factors_every=50, inverses_every=1, **options)
@@ -118,7 +118,7 @@ def test_steps_without_new_factors_do_not_wait_for_the_device(options: dict[str,
 @pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}, {"factors_every": 2, "inverses_every": 3}, {"eigen": True}])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "sum", "adamw", "groups", "frozen"])
 def test_recorded_updates(name: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """Updates that are recorded equal those that are not, with schedules, groups, and parameters that come and go."""
+    """Recorded updates equal eager ones, with schedules, groups, and parameters that come and go."""
     results = []
     for replay in (False, True):
         torch.manual_seed(0)
@@ -148,14 +148,14 @@ def test_recorded_updates(name: str, options: dict[str, Any], caplog: pytest.Log
                 schedule.step()
         results.append(weights(model))
         assert bool(recordings(optimizer._updates._replayer)) == replay
-        if name != "frozen":  # There, recordings are forgotten when other parameters are trained.
+        if name != "frozen":  # Then recordings are freed when other parameters are trained.
             assert bool(recorded_passes(optimizer)) == (replay and "eigen" not in options)
     assert "not replayed" not in caplog.text
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
 
 
 def test_autograd_notices_recorded_updates() -> None:
-    """A backward pass through parameters that were updated since is an error, as without a recording."""
+    """A backward pass through parameters that were updated since then is an error, as without a recording."""
     X, y = (t.cuda() for t in data())
     model = mlp().cuda()
     optimizer = KFAC(model, LOSS, factors_every=100)
@@ -167,7 +167,7 @@ def test_autograd_notices_recorded_updates() -> None:
 
 
 def test_steps_do_not_wait() -> None:
-    """Steps without new factors never wait for the GPU, with or without new inverses."""
+    """Steps without new factors never synchronize, with or without new inverses."""
     X, y = (t.cuda() for t in data())
     model = mlp().cuda()
     optimizer = KFAC(model, LOSS, factors_every=10, inverses_every=3)
@@ -185,19 +185,19 @@ def test_steps_do_not_wait() -> None:
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}])
 def test_products_that_overflow(options: dict[str, Any], replay: bool) -> None:
-    """Nothing changes if steps are not finite, although gradients are."""
+    """If steps are not finite, parameters do not change, even if gradients are finite."""
     check_overflow("cuda", replay, **options)
 
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_skipped_steps_are_counted_later(replay: bool) -> None:
-    """Nobody waits for flags, but they are read in the end."""
+    """`step()` does not synchronize for flags, but they are read eventually."""
     check_skipped_steps("cuda", replay)
 
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_steps_with_new_factors_do_not_wait(replay: bool) -> None:
-    """Once all blocks have inverses, `step` itself never waits: flags are read when they are long there."""
+    """Once all blocks have inverses, `step()` never synchronizes: flags are read when they are on the host."""
     X, y = (t.cuda() for t in data())
     model = mlp().cuda()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=2, inverses_every=3, replay=replay)
@@ -216,7 +216,7 @@ def test_steps_with_new_factors_do_not_wait(replay: bool) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}, {"eigen": True}, {"fisher": "mc"}])
 def test_flags_that_are_read_later_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are those of an optimizer that waits."""
+    """Steps equal those of an optimizer that synchronizes."""
     X, y = (t.cuda() for t in data(48))
     results = []
     for _ in range(2):
@@ -231,7 +231,7 @@ def test_flags_that_are_read_later_change_nothing(options: dict[str, Any], monke
 
 
 def test_messages() -> None:
-    """Flags are those of the moment in which they were sent, whatever the device does afterwards."""
+    """Flags have the values of the moment in which they were sent, even if the device changes them later."""
     flags = torch.tensor([True, False]).cuda()
     message = Message(flags)
     flags.logical_not_()
@@ -240,7 +240,7 @@ def test_messages() -> None:
 
 
 def test_inverses_that_fail_unseen_are_reported_later() -> None:
-    """An inverse that cannot be computed does not replace the last one."""
+    """An inverse that cannot be computed does not replace the previous one."""
     check_failures("cuda")
 
 
@@ -248,7 +248,7 @@ def test_inverses_that_fail_unseen_are_reported_later() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_inverses_by_halves(size: int, dtype: torch.dtype, rounded: bool) -> None:
-    """Large matrices are inverted by products of their parts, as precisely as by Cholesky factors, whatever TF32 is."""
+    """Large matrices are inverted by products of their halves, as accurately as by Cholesky factors, even with TF32."""
     torch.manual_seed(0)
     x = torch.randn(3, 2 * size, size, dtype=torch.float64, device="cuda") * torch.logspace(0, -2, size).double().cuda()
     M = x.mT @ x + 1e-3 * torch.eye(size, device="cuda")

@@ -1,4 +1,4 @@
-"""Batches without any data: they have no curvature, and gradients of zero, on a CPU and on an accelerator."""
+"""Batches without examples: no curvature, and gradients of zero, on a CPU and on an accelerator."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ EMPTY = (X[:0], Y[:0])
 
 @pytest.fixture(params=["cpu", "accelerator"])
 def _device(request: pytest.FixtureRequest) -> None:
-    """Let the CPU count as an accelerator, or not."""
+    """Treat the CPU as an accelerator, or not."""
     if request.param == "accelerator":
         request.getfixturevalue("tapes")
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("_device")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_an_empty_batch_changes_no_curvature(at: int, reduction: str, fisher: Any) -> None:
-    """It is no error, whether new factors are due or not, and training goes on."""
+    """There is no error, with or without new factors, and training continues."""
     model = mlp()
     loss = nn.CrossEntropyLoss(reduction=reduction)
     optimizer = KFAC(model, loss, fisher=fisher, factors_every=2, momentum=0.0, lr=0.1)
@@ -38,7 +38,7 @@ def test_an_empty_batch_changes_no_curvature(at: int, reduction: str, fisher: An
     counted = optimizer._watch.first_datum
     averages = [a.weight for a in optimizer._curvature.averages.values()]
     train(model, optimizer, [EMPTY], loss)
-    assert torch.equal(weights(model), before)  # Without momentum and decay, a gradient of zero moves nothing.
+    assert torch.equal(weights(model), before)  # Without momentum and decay, a zero gradient has no effect.
     assert [a.weight for a in optimizer._curvature.averages.values()] == averages
     assert optimizer._watch.first_datum == counted
     values = train(model, optimizer, [(X, Y)] * 8, loss)
@@ -48,7 +48,7 @@ def test_an_empty_batch_changes_no_curvature(at: int, reduction: str, fisher: An
 
 
 def test_an_empty_batch_among_others() -> None:
-    """Accumulated gradients and factors are those of the other batches; also while scales of losses are compared."""
+    """Accumulated gradients and factors are those of the other batches, also while scales of losses are compared."""
     results: list[Tensor] = []
     for batches in ([(X, Y)], [EMPTY, (X, Y)], [(X, Y), EMPTY]):
         model = mlp()
@@ -64,7 +64,7 @@ def test_an_empty_batch_among_others() -> None:
 
 
 def test_an_empty_batch_with_a_quadratic_model() -> None:
-    """The loss of no data is not a number, so the step is skipped."""
+    """The loss of an empty batch is NaN, so the step is skipped."""
     model = mlp()
     optimizer = KFAC(model, nn.MSELoss(), quadratic_model=True)
     target = torch.zeros(12, 3, dtype=torch.float64)

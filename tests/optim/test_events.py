@@ -1,4 +1,4 @@
-"""Problems in training, and how damping and curvature respond, tested by parameters and counts."""
+"""Problems in training, and the reactions of damping and curvature, seen in parameters and counts."""
 
 import copy
 from typing import Any
@@ -26,7 +26,7 @@ def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
 
 
 def test_damping_rises_only_after_events_in_a_row() -> None:
-    """A good step in between starts the count again; without `patience=`, the third one in a row is too much."""
+    """A good step in between resets the count; by default, the third event in a row raises damping."""
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1)
     train(model, optimizer, [GOOD, *[BAD, BAD, GOOD] * 2], LOSS)
@@ -40,7 +40,7 @@ def test_damping_rises_only_after_events_in_a_row() -> None:
 
 @pytest.mark.parametrize("patience", [1, 2])
 def test_damping_recovers_after_many_good_updates(patience: int) -> None:
-    """Twenty times the patience, without an event in between, undo one rise."""
+    """Twenty times the patience without an event undo one rise."""
     model = nn.Linear(4, 3).double()
     optimizer = KFAC(model, LOSS, factors_every=1, patience=patience, lr=0.0)
     train(model, optimizer, [GOOD] * 5 + [BAD] * 2 * patience, LOSS)
@@ -52,11 +52,11 @@ def test_damping_recovers_after_many_good_updates(patience: int) -> None:
     train(model, optimizer, [GOOD] * (20 * patience - 1), LOSS)
     assert optimizer.damping_scale == pytest.approx(10)
     train(model, optimizer, [GOOD] * 25 * patience, LOSS)
-    assert optimizer.damping_scale == pytest.approx(1)  # and never less
+    assert optimizer.damping_scale == pytest.approx(1)  # but never below the initial damping
 
 
 def test_raised_damping_reaches_inverses_without_new_factors() -> None:
-    """The next inverse is computed with it, although no statistics have entered since the last one."""
+    """It is used by the next inverse, although no statistics were added since the last one."""
     model = mlp()
     options: dict[str, Any] = {"fisher": "type-2", "trust": None, "momentum": 0.0}
     options |= {"factors_every": 100, "inverses_every": 1}
@@ -72,7 +72,7 @@ def test_raised_damping_reaches_inverses_without_new_factors() -> None:
 
 
 class Hidden(nn.Module):
-    """A linear layer that can hide one prediction: nothing comes back from there, and gradients are finite."""
+    """A linear layer that can hide one prediction: it gets no gradient, and all gradients are finite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,18 +89,18 @@ class Hidden(nn.Module):
 @pytest.mark.parametrize(("value", "refused"), [(torch.nan, 1), (torch.inf, 1), (1.0, 0)])
 @pytest.mark.parametrize("fisher", ["mc", "type-2", "forward-only"])
 def test_predictions_that_are_not_finite(value: float, refused: int, fisher: Any) -> None:
-    """Their statistics are refused even if all gradients are finite, and the step is that with the last curvature."""
+    """Their statistics are refused even if all gradients are finite, and the step uses the last curvature."""
     (X, _), y = GOOD, torch.randn(12, 3, dtype=torch.float64)
     moved = []
     for hide in (value, None):
         torch.manual_seed(3)
         model = Hidden().double()
-        every = 100 if hide is None else 1  # with 100, the last curvature is used whatever predictions are
+        every = 100 if hide is None else 1  # with 100, the last curvature is used for any predictions
         optimizer = KFAC(model, HalfSquaredError(), fisher=fisher, factors_every=every, inverses_every=1)
         train(model, optimizer, [(X, y)], HalfSquaredError())
         model.hide = value
         optimizer.zero_grad()
-        f = model(X)[1:]  # the gradient for what is left out is zero
+        f = model(X)[1:]  # the gradient of masked predictions is zero
         (0.5 * (f - y[1:]).square().sum() / len(X)).backward()
         optimizer.step()
         moved.append(weights(model))
@@ -110,7 +110,7 @@ def test_predictions_that_are_not_finite(value: float, refused: int, fisher: Any
 
 
 def test_logits_of_forbidden_classes() -> None:
-    """Minus infinity is a logit that models use on purpose: a class that cannot be."""
+    """Models use a logit of minus infinity on purpose, for an impossible class."""
     X, y = GOOD
     model = Hidden().double()
     model.hide = -torch.inf
@@ -122,7 +122,7 @@ def test_logits_of_forbidden_classes() -> None:
 
 
 class Bent(nn.Module):
-    """Uses a parameter in a way that KFAC covers, and later in one that it does not."""
+    """Uses a parameter in a way that KFAC covers, and later in a way that it does not cover."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Bent(nn.Module):
 
 
 def test_curvature_of_a_parameter_that_is_not_covered_any_more() -> None:
-    """It is forgotten, so that AdamW alone trains the parameter from then on."""
+    """The curvature is dropped, and from then on AdamW alone trains the parameter."""
     model = Bent().double()
     optimizer = KFAC(model, LOSS, factors_every=1, lr=0.1, adamw_lr=0.05)
     train(model, optimizer, [GOOD], LOSS)
@@ -147,11 +147,11 @@ def test_curvature_of_a_parameter_that_is_not_covered_any_more() -> None:
         train(model, optimizer, [GOOD], LOSS)
     assert set(optimizer.uncovered) == {"scale"}
     first_step = (model.scale.detach() - before).abs()
-    torch.testing.assert_close(first_step, torch.full_like(first_step, 0.1 * 0.05))  # AdamW begins with signs
+    torch.testing.assert_close(first_step, torch.full_like(first_step, 0.1 * 0.05))  # AdamW's first step is a sign
 
 
 def with_spike(size: float, at: int | None, steps: int = 20) -> tuple[Tensor, KFAC]:
-    """Train, with a gradient of another size in one step; `None` for a step that is left out."""
+    """Train with a gradient of another size in one step; `None` skips that step."""
     model = mlp()
     optimizer = KFAC(model, LOSS)
     for i in range(steps):
@@ -166,7 +166,7 @@ def with_spike(size: float, at: int | None, steps: int = 20) -> tuple[Tensor, KF
 
 @pytest.mark.parametrize("at", [1, 7, 12, 15])
 def test_one_gradient_that_is_far_too_large(at: int) -> None:
-    """It is an event, and nothing else: training goes on as if the step had been left out."""
+    """It is counted as an event, and training continues as if the step had been skipped."""
     expected, _ = with_spike(1.0, None, 19)
     moved, optimizer = with_spike(1e6, at)
     assert torch.equal(moved, expected)
@@ -179,7 +179,7 @@ def test_one_gradient_that_is_far_too_large(at: int) -> None:
 
 
 def test_one_input_that_is_far_too_large() -> None:
-    """Averages of factors do not change. It would take hundreds of steps until they have forgotten it."""
+    """Averages of factors do not change. Otherwise, they would need hundreds of steps to forget it."""
     batch = GOOD[0].clone(), GOOD[1]
     batch[0][0] *= 1e4
     model = mlp()
@@ -194,7 +194,7 @@ def test_one_input_that_is_far_too_large() -> None:
 
 @pytest.mark.filterwarnings("ignore::kfs.errors.KfsWarning")
 def test_gradients_that_grow() -> None:
-    """Another scale of the loss, or of data, is refused for three steps, and then it is the usual one."""
+    """A new scale of the loss, or of data, is refused for three steps, and then accepted."""
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1)
     train(model, optimizer, [GOOD] * 12, LOSS)
@@ -211,7 +211,7 @@ def test_gradients_that_grow() -> None:
 
 
 def test_spikes_that_come_again_and_again() -> None:
-    """Single ones are refused for ever, as those of a broken example are. If every other size is large, it is usual."""
+    """Isolated spikes, such as those of a broken example, are always refused, but not if every second one is large."""
     for interval, refused in ((1000, 8), (10, 8), (2, 5)):
         sizes = UsualSizes(100.0, 3)
         accepted = []
@@ -221,14 +221,14 @@ def test_spikes_that_come_again_and_again() -> None:
             assert good or large
             accepted += [bool(good)] if large else []
         assert accepted == [False] * refused + [True] * (8 - refused)
-        # After a file was read, it goes on in the same way.
+        # After loading a state, training continues in the same way.
         other = UsualSizes(100.0, 3)
         other.restore(sizes.state())
         assert other.state() == sizes.state()
 
 
 def test_a_spike_before_anything_is_known() -> None:
-    """It is accepted, but not for long the measure of other spikes; a size that comes again in time stays it."""
+    """It is accepted, but does not remain the reference for other spikes, unless its size returns in time."""
 
     def accepted(*sizes: float) -> bool:
         usual = UsualSizes(100.0, 3)
@@ -237,4 +237,4 @@ def test_a_spike_before_anything_is_known() -> None:
     assert accepted(1e8, *[1.0] * 5, 1e8)
     assert not accepted(1e8, *[1.0] * 100, 1e8)
     assert accepted(*[1e8, *[1.0] * 20] * 5, 1e8)
-    assert accepted(100.0, *[1.0] * 100, 5000.0)  # sizes that differ by less are all usual
+    assert accepted(100.0, *[1.0] * 100, 5000.0)  # sizes that differ by less are all normal

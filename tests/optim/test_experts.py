@@ -1,4 +1,4 @@
-"""Training mixtures of experts whose weights are stacked: steps are those of experts that are layers of their own."""
+"""Training mixtures of experts with stacked weights: steps equal those with experts as separate layers."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("grouped_in_double")
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Return batches of one token per example; the second one leaves an expert out."""
+    """Return batches of one token per example; in the second one, an expert gets no token."""
     choices: list[tuple[list[int], int]] = [([0, 1, 2], 12), ([0, 2], 9), ([1, 2], 8), ([0, 1, 2], 12)]
     inputs = [sent_to(experts, num_data) for experts, num_data in choices]
     return [(X, X.flip(1).tanh()) for X in inputs]
@@ -33,7 +33,7 @@ def trained(model: nn.Module, **options: Any) -> tuple[list[float], dict[str, Te
 @pytest.mark.parametrize("fisher", ["type-2", "empirical", "forward-only"])
 @pytest.mark.parametrize("style", ["loop", "skips"])
 def test_steps_are_those_of_layers(style: str, fisher: str) -> None:
-    """Also if an expert has no tokens in some steps, or is not even looked at."""
+    """This is also true if an expert has no tokens in some steps, or is skipped."""
     model = Skips("loop") if style == "skips" else Mixture(style)
     losses, params, _ = trained(model, fisher=fisher)
     expected_losses, layers, _ = trained(Mixture("layers"), fisher=fisher)
@@ -45,7 +45,7 @@ def test_steps_are_those_of_layers(style: str, fisher: str) -> None:
 
 @pytest.mark.parametrize("style", ["capacity", "grouped"])
 def test_training_all_experts_at_once(style: str) -> None:
-    """Groups are multiplied in float32 where factors are not computed, which is not the case here."""
+    """In steps without factors, groups are multiplied in float32 at most; here, all steps compute factors."""
     losses, params, optimizer = trained(Mixture(style), fisher="type-2")
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
     if style == "grouped":
@@ -58,7 +58,7 @@ def test_training_all_experts_at_once(style: str) -> None:
 
 
 def test_an_expert_without_tokens_keeps_its_average() -> None:
-    """A step in which it is not used says nothing about its curvature."""
+    """A step without tokens for an expert does not change its average."""
     model = Mixture("grouped")
     loss = nn.MSELoss()
     optimizer = KFAC(model, loss, factors_every=1)

@@ -1,4 +1,4 @@
-"""Surroundings of a training loop: mixed precision, schedulers, files, copies, compilers, and trainers."""
+"""Integration into training loops: mixed precision, schedulers, files, copies, compilers, and trainers."""
 
 import copy
 import io
@@ -31,11 +31,11 @@ EXACT: dict[str, Any] = {"fisher": "type-2"}
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype) -> None:
-    """The step is that of full precision, up to rounding."""
+    """The step equals that in full precision, up to rounding."""
     start, moved = weights(mlp(torch.float32)), []
     for enabled in (False, True):
         model, (x, y) = mlp(torch.float32), data(dtype=torch.float32)
-        # With less damping, round-off of bfloat16 is large in directions that twelve data say nothing about.
+        # With less damping, round-off of bfloat16 is large in directions that twelve examples do not determine.
         optimizer = KFAC(model, CE(), **EXACT, damping=0.1, noise=None)
         for _ in range(3):
             optimizer.zero_grad()
@@ -51,7 +51,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("overflow", [False, True])
 def test_gradient_scaler(fisher: Any, clip: bool, overflow: bool) -> None:
-    """Scaled training is unscaled training; an overflow leaves everything as it is, and is as if it had not been."""
+    """Scaled training equals unscaled training; an overflow changes no state."""
     loss, (x, y), moved = CE(), data(dtype=torch.float32), []
     for scaled in (False, True):
         model = mlp(torch.float32)
@@ -88,7 +88,7 @@ SCHEDULERS: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("make", SCHEDULERS)
 def test_schedulers(make: Callable[[Any], Any]) -> None:
-    """A scheduler does what setting the same numbers by hand does, with gradients of zero and of None."""
+    """A scheduler equals setting the same numbers by hand, with gradients of zero and of None."""
     loss, (x, y) = CE(), data()
     model, other = mlp(), mlp()
     groups = [{"params": list(model[:3].parameters()), "lr": 0.2}, {"params": list(model[3:].parameters())}]
@@ -139,7 +139,7 @@ STATES: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("name", STATES)
 def test_a_stopped_training_goes_on_bit_by_bit(name: str, stop: int, flat: bool | None, tmp_path: Path) -> None:
-    """By a file, or, with `flat`, by a checkpoint of `torch.distributed.checkpoint`, with flat names or without."""
+    """The state is in a file or, with `flat`, in a checkpoint of `torch.distributed.checkpoint`, optionally by name."""
     options = dict(STATES[name])
     loss, dtype, norm = options.pop("loss", CE()), options.pop("dtype", torch.float64), options.pop("norm", False)
     (x, y), some = data(dtype=dtype), options.pop("adamw", False)
@@ -212,10 +212,10 @@ def test_copies_of_a_model_are_not_watched(copied: Callable[[Any], Any]) -> None
     train(other, second, [(x, y)], CE())
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch warns about what it sees of the optimizer
+@pytest.mark.filterwarnings("ignore")  # a warning about the optimizer's code
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models(backend: str) -> None:
-    """The optimizer has the compiled model; steps without new factors run compiled code."""
+    """The optimizer gets the compiled model; steps without new factors run compiled code."""
     torch._dynamo.reset()
     plain, model, (x, y) = mlp(), mlp(), data()
     compiled: Any = torch.compile(model, backend=backend)
@@ -227,7 +227,7 @@ def test_compiled_models(backend: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_models_whose_original_the_optimizer_has() -> None:
-    """Operations would be hidden, and AdamW would train everything; so this is an error."""
+    """Operations would be hidden, and AdamW would train all parameters, so this is an error."""
     torch._dynamo.reset()
     model, (x, y) = mlp(), data()
     compiled: Any = torch.compile(model, backend="eager")
@@ -263,13 +263,13 @@ def hugging_face(folder: Path, resume: str | None = None, max_steps: int = 6, **
 
 
 def test_hugging_face_trainer(tmp_path: Path) -> None:
-    """It trains, equals a plain loop, and halves of batches equal batches."""
+    """Training works, equals a plain loop, and halves of batches equal batches."""
     model, optimizer, losses = hugging_face(tmp_path)
     assert losses[-1] < losses[0]
     assert not optimizer.uncovered
     assert optimizer.events.skipped_steps == 0
     halves, _, _ = hugging_face(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    # Six float32 steps through singular factors (rare tokens): round-off of another order of sums grows that much.
+    # Six float32 steps with singular factors (rare tokens) amplify round-off of another order of sums by this much.
     torch.testing.assert_close(weights(halves), weights(model), rtol=1e-3, atol=1e-4)
 
 
@@ -282,7 +282,7 @@ def test_hugging_face_trainer_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("items", [16, 32])
 def test_losses_divided_by_the_items_of_all_parts(items: int) -> None:
-    """Hugging Face's Trainer says so; the empirical Fisher must not depend on it."""
+    """Hugging Face's Trainer divides in this way; the empirical Fisher must not depend on it."""
     model, x, moved = gpt2(), torch.stack([sentence["labels"] for sentence in SENTENCES[:4]]), []
     for given in ({}, {"num_items_in_batch": torch.tensor(items)}):
         copied = copy.deepcopy(model)
@@ -294,7 +294,7 @@ def test_losses_divided_by_the_items_of_all_parts(items: int) -> None:
 
 
 class OwnLoss(nn.Module):
-    """A network that computes its loss, as many do."""
+    """A network that computes its own loss."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def test_models_that_compute_their_loss(kind: str, place: Any) -> None:
 
 
 class Lit(LightningModule):
-    """A network with its training step."""
+    """A LightningModule with a training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,14 +344,14 @@ class Lit(LightningModule):
 
 
 class Whole(Lit):
-    """The same, where the optimizer has the LightningModule itself."""
+    """The same, with the LightningModule itself as the optimizer's model."""
 
     def watched(self) -> nn.Module:
         return self
 
 
 def lightning(folder: Path, make: type[Lit] = Lit, epochs: int = 4, resume: Any = None, **options: Any) -> Lit:
-    """Train by `pytorch_lightning.Trainer`."""
+    """Train with `pytorch_lightning.Trainer`."""
     module = make()
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
@@ -397,7 +397,7 @@ def test_lightning_resumes(tmp_path: Path) -> None:
     ],
 )
 def test_quadratic_model(options: dict[str, Any], parts: int, norm: bool) -> None:
-    """The loss stays near what it is at first, which is what a quadratic model with its curvature is for."""
+    """The loss stays close to its first value, due to the quadratic model with the batch's curvature."""
     x, y = data()
     model = nn.Sequential(nn.Linear(4, 6), *([nn.BatchNorm1d(6)] if norm else []), nn.Tanh(), nn.Linear(6, 3)).double()
     optimizer = KFAC(model, CE(), quadratic_model=True, **EXACT | options)

@@ -1,4 +1,4 @@
-"""The optimizer in ordinary training loops, with common changes of models."""
+"""The optimizer in ordinary training loops, with frequent changes of models."""
 
 import gc
 import threading
@@ -30,7 +30,7 @@ Backward = Callable[[nn.Module, Any, Tensor], None]
 
 
 class Tied(nn.Module):
-    """An embedding that is the output layer, too, if asked for."""
+    """An embedding that is optionally the output layer, too."""
 
     def __init__(self, sparse: bool = False, tied: bool = True) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Tied(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention, by itself and in an encoder layer."""
+    """Self-attention alone, and in an encoder layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """Does something with what a network returns, or calls it in another way."""
+    """Calls a network in another way, or transforms its result."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
 @pytest.mark.parametrize("fisher", ["type-2", "empirical", "forward-only"])
 @pytest.mark.parametrize("name", MODELS)
 def test_curvature_is_that_of_kfac(name: str, fisher: Any, sharing: Any) -> None:
-    """The training's own passes give the factors that `kfs.KFAC` computes for the same batch, by passes of its own."""
+    """Watched passes give the factors that `kfs.KFAC` computes for the same batch with its own passes."""
     make, loss = MODELS[name]
     model = make().double()
     x, y = data(6) if name in {"mlp", "cnn", "twice", "attention"} else tokens(size=7 if name == "tied" else 11)
@@ -108,7 +108,7 @@ def test_curvature_is_that_of_kfac(name: str, fisher: Any, sharing: Any) -> None
     K = kfs.KFAC(EmpiricalRisk(model, loss, batch), fisher=fisher, sharing=sharing)
     optimizer = KFAC(model, loss, fisher=fisher, sharing=sharing, lr=0.0)
     value = model(input_ids=x, labels=y).loss if name == "gpt2" else loss(model(x), y)
-    (value / 7).backward()  # whatever it is multiplied with
+    (value / 7).backward()  # for any scale of the vector
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The loss that is minimized is 0.143 times", KfsWarning)
         optimizer.step()
@@ -132,7 +132,7 @@ def plain_backward(model: nn.Module, x: Any, y: Tensor) -> None:
 def after(
     model: nn.Module, backward: Backward = plain_backward, steps: int = 3, loss: Any = None, **options: Any
 ) -> Tensor:
-    """Return parameters after some steps."""
+    """Return the parameters after some steps."""
     optimizer = KFAC(model, loss or CE(), **EXACT | options)
     x, y = data(dtype=next(model.parameters()).dtype)
     for _ in range(steps):
@@ -249,7 +249,7 @@ def test_forward_passes_that_fail(what: BaseException) -> None:
 
 
 def called_elsewhere(model: Any, x: Tensor, grad: bool) -> list[Exception]:
-    """Call a model in another thread, and return the errors of that."""
+    """Call a model in another thread, and return the errors of that thread."""
     errors: list[Exception] = []
 
     def work() -> None:
@@ -267,7 +267,7 @@ def called_elsewhere(model: Any, x: Tensor, grad: bool) -> list[Exception]:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_other_threads_call_the_model(grad: bool) -> None:
-    """While it runs, and between passes: without gradients it does not matter; with them, it is an error there."""
+    """Calls during and between passes: without gradients, they have no effect; with gradients, they raise there."""
     model, (x, y) = mlp(), data()
     optimizer = KFAC(model, CE(), **EXACT)
     main, errors = threading.current_thread(), []
@@ -290,7 +290,7 @@ def test_other_threads_call_the_model(grad: bool) -> None:
 
 
 def test_backward_passes_that_fail() -> None:
-    """A hook that fails in the middle of a backward pass: zero gradients, and go on."""
+    """A hook fails in the middle of a backward pass; after gradients are zeroed, training continues."""
     model, (x, y) = mlp(), data()
     optimizer = KFAC(model, CE(), **EXACT)
 
@@ -309,7 +309,7 @@ def test_backward_passes_that_fail() -> None:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", ["mc", "empirical", "forward-only"])
 def test_inputs_of_layers_are_freed(fisher: Any, sharing: Any) -> None:
-    """Uses that wait for targets hold inputs of layers, and these lead to the graph that holds the uses."""
+    """Uses that wait for targets hold inputs of layers, which refer to the graph that holds the uses."""
     model, (x, y) = mlp(), data()
     optimizer = KFAC(model, CE(), fisher=fisher, sharing=sharing, factors_every=1)
     seen: list[weakref.ref[Tensor]] = []
@@ -333,7 +333,7 @@ def test_inputs_of_layers_are_freed(fisher: Any, sharing: Any) -> None:
 
 
 class Positions(nn.Module):
-    """Adds a network of learned positions, whose output is a derived parameter."""
+    """Adds the output of a network of learned positions, which is a derived parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class Positions(nn.Module):
 
 
 def test_passes_with_derived_parameters_are_freed() -> None:
-    """A derived parameter refers to the pass, which must not refer to it for longer than the backward pass."""
+    """A derived parameter refers to the pass, which must drop its reference after the backward pass."""
     model, (x, y) = Positions().double(), data()
     optimizer = KFAC(model, CE(), factors_every=1)
     seen: list[weakref.ref[Tensor]] = []
@@ -363,7 +363,7 @@ def test_passes_with_derived_parameters_are_freed() -> None:
 
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 def test_graphs_are_freed(fisher: Any) -> None:
-    """Nothing holds activations longer than the graph of the predictions does; no garbage collection is needed."""
+    """Activations are freed with the graph of the predictions, without a garbage collection."""
     model, (x, y) = mlp(), data()
     optimizer = KFAC(model, CE(), fisher=fisher)
     seen: list[weakref.ref[Tensor]] = []
@@ -380,7 +380,7 @@ def test_graphs_are_freed(fisher: Any) -> None:
 
 
 def test_buffers_and_random_numbers_are_left_alone() -> None:
-    """Running means move once per step, and dropout draws what it draws with another optimizer."""
+    """Running means change once per step, and dropout draws the same numbers as with another optimizer."""
     seen = []
     for natural in (True, False):
         torch.manual_seed(0)
@@ -418,7 +418,7 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize(("something", "reduction"), ELSEWHERE)
 def test_what_happens_between_steps(something: Backward, reduction: str) -> None:
-    """It has no influence on them, as long as gradients are zeroed."""
+    """Other calls between steps have no effect on them if gradients are zeroed."""
     loss = CE(reduction=reduction)
 
     def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:

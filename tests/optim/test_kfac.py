@@ -1,4 +1,4 @@
-"""The optimizer: steps that do not depend on batch size and reduction, options, groups, and what it leaves alone."""
+"""The optimizer: steps that do not depend on batch size and reduction, options, groups, and unchanged state."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ EXACT: dict[str, Any] = {"fisher": "type-2", "lr": 0.5, "factors_every": 1, "noi
     "options", [{}, {"damping_unit": "absolute"}, {"eigen": True, "trust": None}, {"trust": None}, {"kl_clip": 1e-3}]
 )
 def test_batch_size_and_reduction_do_not_matter(options: dict[str, Any]) -> None:
-    """Twice the data, or a sum instead of a mean, give the same step; a mean that is called a sum is refused."""
+    """Twice the data, or a sum instead of a mean, give the same step; a mean declared as a sum is refused."""
     X, y = data()
     options = EXACT | options
     expected = one_step(mlp(), nn.CrossEntropyLoss(), X, y, **options)
@@ -36,7 +36,7 @@ def test_batch_size_and_reduction_do_not_matter(options: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum"), HalfSquaredError(reduction="sum")])
 def test_all_square_losses_make_the_same_step(loss: Any) -> None:
-    """They differ by factors, which the optimizer knows."""
+    """They differ by known factors."""
     X, y = data()[0], torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     model = mlp()
     optimizer = KFAC(model, HalfSquaredError(), **EXACT)
@@ -50,7 +50,7 @@ def test_all_square_losses_make_the_same_step(loss: Any) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("eigen", [False, True])
 def test_accumulated_gradients(factors: int, reduction: str, eigen: bool) -> None:
-    """Parts of a batch one after the other equal the batch, also where factors are computed now and then."""
+    """Parts of a batch in sequence equal the batch, also if factors are computed only in some steps."""
     X, y = data()
     loss = nn.CrossEntropyLoss(reduction=reduction)
     whole, parts = mlp(), mlp()
@@ -69,7 +69,7 @@ def test_accumulated_gradients(factors: int, reduction: str, eigen: bool) -> Non
 @pytest.mark.parametrize("fisher", ["mc", "empirical", "type-2", "forward-only"])
 @pytest.mark.parametrize("eigen", [False, True])
 def test_every_curvature_trains(fisher: Any, eigen: bool) -> None:
-    """The loss falls by much within few steps, in float32 and with defaults."""
+    """The loss falls considerably within a few steps, in float32 and with default settings."""
     if fisher == "forward-only" and eigen:
         pytest.skip("there are no gradients to correct eigenvalues with")
     X, y = data(64, torch.float32)
@@ -79,7 +79,7 @@ def test_every_curvature_trains(fisher: Any, eigen: bool) -> None:
 
 
 def test_averages_have_no_bias() -> None:
-    """A batch that is always the same has the factors of its first step, whatever the decay is."""
+    """If all batches are equal, factors stay those of the first step, for any decay."""
     X, y = data()
     loss, decays = nn.CrossEntropyLoss(), (0.5, 0.99)
     for decay in decays:
@@ -94,7 +94,7 @@ def test_averages_have_no_bias() -> None:
 
 
 def test_eigenvalues_are_those_of_ekfac() -> None:
-    """Where nothing moves, running eigenvalues are EKFAC's; they start from those of the factors, which are not."""
+    """If parameters stay fixed, running eigenvalues are EKFAC's; they start from those of the factors, which differ."""
     X, y = data(30)
     model, loss = mlp(), nn.CrossEntropyLoss()
     optimizer = KFAC(model, loss, lr=0.0, fisher="type-2", eigen=True, decay=0.0, factors_every=1)
@@ -110,7 +110,7 @@ def test_eigenvalues_are_those_of_ekfac() -> None:
 
 
 def test_trust_region_and_kl_clip_shorten_steps() -> None:
-    """Both shorten a step to a length that is known, and neither is asked where it is None."""
+    """Both shorten a step to a known length, and have no effect if they are None."""
     X, y = data()
     model, loss = mlp(), nn.CrossEntropyLoss()
     options = EXACT | {"trust": None, "momentum": 0.0}
@@ -132,7 +132,7 @@ def test_trust_region_and_kl_clip_shorten_steps() -> None:
             rows, columns = step.shape
             size = torch.cat([x, torch.ones_like(x[:, :1])], 1).square().mean().sqrt()
             bound = EXACT["lr"] * 1e-2 * max(1.0, rows / columns) ** 0.5 / size
-            # Their natural steps are much longer than the region, so that they end near its border.
+            # Their natural steps are much longer than the radius, so the shortened steps end near the boundary.
             assert 0.99 * bound <= torch.linalg.matrix_norm(step.detach(), 2) <= bound
         x = before(x)
 
@@ -162,7 +162,7 @@ def test_parameter_groups() -> None:
 
 
 class Odd(nn.Module):
-    """A network with a parameter that is used in a way that has no rule."""
+    """A network with a parameter that is used by an operation without rule."""
 
     def __init__(self) -> None:
         """Make the parameters."""
@@ -170,7 +170,7 @@ class Odd(nn.Module):
         self.linear, self.odd = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Use them."""
+        """Use the parameters."""
         return torch.atan2(self.linear(x), self.odd)
 
 
@@ -188,7 +188,7 @@ def test_uncovered_parameters_are_announced_once() -> None:
 
 
 def test_thawed_layers_get_curvature() -> None:
-    """A frozen layer is left alone, and has factors from the step on in which it is trained."""
+    """A frozen layer is not changed, and has factors from the first step in which it is trained."""
     X, y = data()
     model, loss = mlp(), nn.CrossEntropyLoss()
     model[0].requires_grad_(False)
@@ -201,13 +201,13 @@ def test_thawed_layers_get_curvature() -> None:
     train(model, optimizer, [(X, y)], loss)
     assert not torch.equal(model[0].weight, frozen)
     assert ("0.weight", (0, 6)) in optimizer._curvature.averages
-    model[0].bias.requires_grad_(False)  # the block is another one now
+    model[0].bias.requires_grad_(False)  # now the block is a different one
     train(model, optimizer, [(X, y)], loss)
     assert optimizer._curvature.averages["0.weight", (0, 6)].layout.bias is None
 
 
 def test_batch_of_one_and_ignored_targets() -> None:
-    """A single example is enough; a batch in which no target counts changes nothing."""
+    """A single example is enough; a batch in which all targets are ignored has no effect."""
     X, y = data(1)
     model, loss = mlp(), nn.CrossEntropyLoss()
     values = train(model, KFAC(model, loss), [(X, y)] * 10, loss)
@@ -223,7 +223,7 @@ def test_batch_of_one_and_ignored_targets() -> None:
 
 
 def test_ignored_targets_do_not_count() -> None:
-    """Factors are those of the targets that count, where the loss is a function and targets are not seen."""
+    """Factors are those of the targets that count, even if the loss is a function and targets are not known."""
     X, y = data()
     y = torch.where(torch.arange(12) % 3 == 0, -100, y)
     counts = y >= 0
@@ -239,7 +239,7 @@ def test_ignored_targets_do_not_count() -> None:
 
 
 def test_nothing_else_changes() -> None:
-    """Gradients, the random state, hooks and flags are as without the optimizer; closing it removes its hooks."""
+    """Gradients, the random state, hooks and flags are as without the optimizer; `close()` removes its hooks."""
     X, y = data()
     model, plain, loss = mlp(), mlp(), nn.CrossEntropyLoss()
     optimizer = KFAC(model, loss)
@@ -278,6 +278,6 @@ def test_relative_damping_may_be_said_in_two_ways() -> None:
         return one_step(mlp(), loss, X, y, damping=damping, damping_unit=unit)
 
     expected = step(0.25, "relative")
-    for unit in ("relative", "absolute"):  # the unit is in the number
+    for unit in ("relative", "absolute"):  # the string includes the unit
         assert torch.equal(step(Relative(0.25), unit), expected)
     assert not torch.allclose(step(0.25, "absolute"), expected)

@@ -1,4 +1,4 @@
-"""A run that has diverged says so once, with what was last fine, and events are logged less and less often."""
+"""A run that has diverged raises one error with the last good step, and events are logged less and less often."""
 
 import logging
 import re
@@ -20,7 +20,7 @@ BAD = (GOOD[0] * torch.nan, GOOD[1])
 
 @pytest.mark.parametrize("both", [False, True])
 def test_parameters_that_are_not_finite(both: bool) -> None:
-    """The first step with them raises, and names the last step that was fine."""
+    """The first step with such parameters raises, and names the last good step."""
     model = mlp()
     optimizer = KFAC(model, LOSS, lr=0.05)
     train(model, optimizer, [GOOD] * 3, LOSS)
@@ -34,7 +34,7 @@ def test_parameters_that_are_not_finite(both: bool) -> None:
     ):
         train(model, optimizer, [BAD], LOSS)
     assert optimizer.damping_scale == 1
-    # A checkpoint puts it right.
+    # Loading a checkpoint repairs it.
     with torch.no_grad():
         for p in model.parameters():
             p.nan_to_num_(0.0, 0.0, 0.0)
@@ -43,7 +43,7 @@ def test_parameters_that_are_not_finite(both: bool) -> None:
 
 
 def test_damping_of_the_last_fine_step() -> None:
-    """It is the one that was used, after steps that were skipped have raised it."""
+    """The reported damping was used in that step; skipped steps have raised it since."""
     model = mlp()
     optimizer = KFAC(model, LOSS, patience=1)
     train(model, optimizer, [GOOD, *[BAD] * 3, GOOD], LOSS)
@@ -57,7 +57,7 @@ def test_damping_of_the_last_fine_step() -> None:
 
 @pytest.mark.parametrize("patience", [1, 3])
 def test_many_skipped_steps(patience: int) -> None:
-    """Ten times the patience in a row are too many; a good one starts the count again. Damping has a ceiling."""
+    """The limit is ten times the patience in a row; a good step resets the count. Damping has an upper limit."""
     model = mlp()
     optimizer = KFAC(model, LOSS, patience=patience)
     most = 10 * patience
@@ -69,7 +69,7 @@ def test_many_skipped_steps(patience: int) -> None:
 
 
 def test_no_step_was_fine() -> None:
-    """Then the error asks for a look at the data."""
+    """Then the error asks to check the data."""
     model = mlp()
     torch.nn.init.constant_(model[0].weight, torch.nan)
     optimizer = KFAC(model, LOSS)
@@ -79,7 +79,7 @@ def test_no_step_was_fine() -> None:
 
 @pytest.mark.parametrize(("kind", "shown"), [(float, True), (torch.as_tensor, True), (str, False)])
 def test_last_loss(kind: Any, shown: bool) -> None:
-    """What a closure returned is part of the error if it is a number."""
+    """The return value of a closure is part of the error if it is a number."""
     model = mlp()
     optimizer = KFAC(model, LOSS)
     values = []
@@ -99,7 +99,7 @@ def test_last_loss(kind: Any, shown: bool) -> None:
 
 
 def test_events_are_logged_in_decreasing_frequency(caplog: pytest.LogCaptureFixture) -> None:
-    """The first, second, fourth, eighth time, and so on, with the number of times."""
+    """The first, second, fourth, eighth event, and so on, is logged, with the count."""
     events = Events()
     with caplog.at_level(logging.WARNING, logger="kfs.optim"):
         for _ in range(100):

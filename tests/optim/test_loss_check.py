@@ -1,6 +1,6 @@
-"""The declared loss and the loss that training minimizes: differences that are errors, warnings, or not noticed.
+"""The declared loss and the loss that training minimizes: differences that raise, warn, or are not noticed.
 
-If the declared module computes the loss, or if targets are given, the optimizer knows all about it. Otherwise, it
+If the declared module computes the loss, or if targets are given, the optimizer can compare everything. Otherwise, it
 knows only the gradient at the predictions.
 """
 
@@ -88,7 +88,7 @@ CASES: dict[str, Case] = {
 
 
 def outcome(declared: Any, minimized: Minimized, y: Tensor | None, **options: Any) -> str:
-    """Take two steps, and return the message: an error's, a warning's, or nothing."""
+    """Take two steps, and return the message of an error or a warning, or an empty string."""
     model = mlp()
     before = weights(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -112,7 +112,7 @@ def outcome(declared: Any, minimized: Minimized, y: Tensor | None, **options: An
 
 
 def check(message: str, expected: str) -> None:
-    """Compare a message with a part of it; `"differs"` may be a warning or an error, by how much."""
+    """Compare a message with a part of it; `"differs"` is a warning or an error, depending on the difference."""
     if expected in {FINE, "differs"}:
         assert ("differs" in message) if expected else not message
         return
@@ -125,7 +125,7 @@ def check(message: str, expected: str) -> None:
 @pytest.mark.parametrize("fisher", ["mc", "forward-only"])
 @pytest.mark.parametrize("case", CASES)
 def test_targets_that_are_not_known(case: str, fisher: str) -> None:
-    """The gradient alone shows another loss, and the scale of a cross-entropy."""
+    """The gradient alone reveals another loss, and the scale of a cross-entropy."""
     declared, minimized, expected, _, _ = CASES[case]
     check(outcome(declared, minimized, None, fisher=fisher), expected)
 
@@ -143,7 +143,7 @@ def test_targets_that_are_known(case: str, fisher: str) -> None:
     [(MSE(), REAL, 5.0, "5 times"), (MSE(reduction="sum"), REAL, 0.2, "0.2 times"), (CE(), LABELS, 5.0, "5 times")],
 )
 def test_the_announced_module_computes_the_loss(loss: nn.Module, y: Tensor, factor: float, match: str) -> None:
-    """Its call shows targets, so a factor in front is noticed for every loss, once."""
+    """The call of the module has the targets, so a factor on the loss is noticed for every loss, and reported once."""
     model = mlp()
     optimizer = KFAC(model, loss, factors_every=1)
     with pytest.warns(KfsWarning, match=match) as caught:
@@ -163,7 +163,7 @@ def test_the_announced_module_computes_the_loss(loss: nn.Module, y: Tensor, fact
     ],
 )
 def test_predictions_that_are_changed_before_the_loss(change: Callable[[Tensor], Tensor], expected: str) -> None:
-    """If the declared module is called with labels, they have to explain the gradient at the predictions."""
+    """If the declared module is called with labels, they must explain the gradient at the predictions."""
     loss = CE()
 
     def minimized(f: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def test_predictions_that_are_changed_before_the_loss(change: Callable[[Tensor],
 
     check(outcome(loss, minimized, None), expected)
     half = 0.5 * ONE_HOT + 1 / 6
-    # Of mixed labels, soft ones, and those of something else, nothing is known.
+    # For mixed labels, soft labels, and labels of another task, no check is possible.
     check(outcome(loss, lambda f: 0.5 * loss(20 * f, LABELS) + 0.5 * loss(20 * f, LABELS.flip(0)), None), FINE)
     check(outcome(loss, lambda f: loss(20 * f, half), None), FINE)
     other = mlp()
@@ -181,7 +181,7 @@ def test_predictions_that_are_changed_before_the_loss(change: Callable[[Tensor],
 
 
 def test_a_reduction_that_was_changed_later() -> None:
-    """The optimizer knows the settings that the module had."""
+    """The optimizer compares with the settings at the time of its creation."""
     model, loss = mlp(), CE()
     optimizer = KFAC(model, loss)
     loss.reduction = "sum"
@@ -190,7 +190,7 @@ def test_a_reduction_that_was_changed_later() -> None:
 
 
 def test_tokens() -> None:
-    """Positions are what a mean over tokens divides by."""
+    """A mean over tokens divides by the number of positions."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(7, (4, 5), generator=generator)
     y = torch.randint(7, (4, 5), generator=generator)
@@ -232,7 +232,7 @@ def test_accumulated_gradients(reduction: str, divided: bool) -> None:
 
 
 def test_a_part_whose_scale_is_not_known() -> None:
-    """Then nothing is said: what is missing may explain it."""
+    """Then there is no warning, since the unknown part may explain the difference."""
     model, loss = mlp(), CE()
     optimizer = KFAC(model, loss)
     soft = 0.7 * ONE_HOT + 0.1
@@ -257,7 +257,7 @@ class OwnLoss(nn.Module):
 
 @pytest.mark.parametrize(("reduction", "factor"), [("mean", 1.0), ("mean", 0.8), ("sum", 1.0)])
 def test_models_that_compute_their_loss(reduction: str, factor: float) -> None:
-    """Trainers tell models what to divide by, so a factor is not reported; another reduction is."""
+    """Trainers tell models the divisor, so a factor is not reported; another reduction is."""
     model = OwnLoss(reduction, factor)
     optimizer = KFAC(model, CE())
     model(X, labels=LABELS)[0].backward()
@@ -270,7 +270,7 @@ def test_models_that_compute_their_loss(reduction: str, factor: float) -> None:
 
 @pytest.mark.parametrize("weights_of_parts", [(1.0, 3.0), (3.0, 1.0)])
 def test_parts_with_weights(weights_of_parts: tuple[float, float]) -> None:
-    """Somebody has chosen them."""
+    """Weights are a choice of the user."""
     model = mlp()
     optimizer = KFAC(model, CE())
     for weight in weights_of_parts:
@@ -281,7 +281,7 @@ def test_parts_with_weights(weights_of_parts: tuple[float, float]) -> None:
 
 
 def test_a_gradient_scaler() -> None:
-    """The factor that it puts in front is taken out of gradients again."""
+    """The scaler's factor is divided out of the gradients again."""
     model, loss = mlp(torch.float32), CE()
     optimizer = KFAC(model, loss)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -293,7 +293,7 @@ def test_a_gradient_scaler() -> None:
 
 
 def test_gradients_that_vanish_have_no_scale() -> None:
-    """The first step that shows a scale is the one that counts."""
+    """The scale is taken from the first step in which it is known."""
     model = mlp()
     loss = MSE()
     optimizer = KFAC(model, loss, factors_every=1)
@@ -304,7 +304,7 @@ def test_gradients_that_vanish_have_no_scale() -> None:
 
 
 def test_residuals_that_look_like_probabilities() -> None:
-    """While predictions are zero, many losses have the same gradient; so nothing is concluded from them."""
+    """If predictions are zero, many losses have the same gradient, so no conclusion is drawn."""
     model = mlp()
     with torch.no_grad():
         for p in model[4].parameters():
@@ -315,7 +315,7 @@ def test_residuals_that_look_like_probabilities() -> None:
 
 
 def test_too_few_numbers_to_tell() -> None:
-    """One or two residuals are those of any loss."""
+    """One or two residuals fit any loss."""
     model = mlp(classes=1)
     optimizer = KFAC(model, MSE())
     train(model, optimizer, [(X[:2], torch.tensor([[3.0], [-2.0]]).double())], mse)
@@ -342,7 +342,7 @@ def test_a_function_may_be_any_loss() -> None:
     ],
 )
 def test_the_value_of_a_square_loss(declared: Any, minimized: Minimized, expected: str) -> None:
-    """A closure shows the value, which has the scale of the residuals' squares: their mean or their sum."""
+    """A closure returns the value, which has the scale of the squared residuals: their mean or their sum."""
     model = mlp()
     optimizer = KFAC(model, declared)
 
@@ -362,7 +362,7 @@ def test_the_value_of_a_square_loss(declared: Any, minimized: Minimized, expecte
 
 @pytest.mark.parametrize("by_module", [True, False])
 def test_gradients_that_vanish(by_module: bool) -> None:
-    """When a network is certain of all labels, gradients are round-off, which is no other loss."""
+    """If a network is certain of all labels, gradients are round-off, which is not evidence of another loss."""
     torch.manual_seed(0)
     X = torch.randn(64, 4)
     y = X[:, :3].argmax(1)

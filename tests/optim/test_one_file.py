@@ -37,7 +37,7 @@ def cnn() -> nn.Module:
 
 
 class Words(nn.Module):
-    """Applies a linear layer at every position, and averages positions."""
+    """Applies a linear layer at every position, and averages over positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def made(name: str, steps: int = 1) -> tuple[nn.Module, list[Batch]]:
 
 
 def steps_of_one_file(model: nn.Module, optimizer: one_file.KFAC, batches: list[Batch], every: int = 1) -> list[Tensor]:
-    """Take one step per batch, and return the parameters after each."""
+    """Take one step per batch, and return the parameters after each step."""
     result = []
     for t, (X, y) in enumerate(batches):
         optimizer.zero_grad()
@@ -109,7 +109,7 @@ def test_factors_are_the_engines(name: str, fisher: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_factors_with_drawn_labels(name: str) -> None:
-    """They are those of the empirical Fisher for the labels that were drawn."""
+    """The factors are those of the empirical Fisher with the drawn labels."""
     model, (batch,) = made(name)
     torch.manual_seed(1)
     drawn = torch.multinomial(model(batch[0]).detach().softmax(1), 1).squeeze(1)
@@ -120,7 +120,7 @@ def test_factors_with_drawn_labels(name: str) -> None:
 
 
 def test_labels_are_drawn_from_the_models_likelihood() -> None:
-    """The average over draws of the outer products of vectors is the Fisher of the predictions."""
+    """The average of the vectors' outer products over draws is the Fisher matrix of the predictions."""
     torch.manual_seed(0)
     f = torch.randn(1, 3, dtype=torch.float64).expand(50_000, 3)
     (v,) = one_file.backpropagated_vectors(f, torch.zeros(len(f), dtype=torch.long), "mc")
@@ -130,7 +130,7 @@ def test_labels_are_drawn_from_the_models_likelihood() -> None:
 
 
 def test_wrong_scale_of_a_factor_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when B is made of gradients of the mean loss. Likewise if A has channels in another order."""
+    """For example, `B` from gradients of the mean loss, or `A` with channels in another order."""
     model, (batch,) = made("convolution")
     expected = engine(model, batch, "empirical")
     right = one_file.backpropagated_vectors
@@ -144,8 +144,8 @@ def test_wrong_scale_of_a_factor_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         assert_same(factors(model, batch, "empirical"), expected)
 
 
-# Settings whose steps are at most 30 times as long as the radius of the trust region. The library first shortens longer
-# ones as a whole, because its iteration for the trust region needs a bound; singular values of the one file need none.
+# Settings whose steps are at most 30 times as long as the radius of the trust region. The library first shortens
+# longer steps as a whole, because its iteration for the trust region needs a bound; the one file has singular values.
 OPTIONS: dict[str, dict[str, Any]] = {
     "trust": {"lr": 0.3, "damping": 0.3, "trust": 1.0},
     "averages": {"lr": 0.1, "damping": 1.0, "trust": 0.5, "momentum": 0.5, "decay": 0.9},
@@ -168,7 +168,7 @@ def both(name: str, every: int = 1, **options: Any) -> tuple[list[Tensor], list[
 
 
 def lengths_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return a list that lengths of steps are appended to, in units of the radius, before they are limited."""
+    """Return a list of the lengths of steps before the limit, in units of the radius, which grows with every step."""
     lengths: list[float] = []
     limited = one_file.limited
 
@@ -188,7 +188,7 @@ def test_steps_are_the_optimizers(name: str, options: str, every: int, monkeypat
     found, expected = both(name, every, **OPTIONS[options])
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     assert max(lengths) < 30
-    assert max(lengths) > 1 or options == "no trust region"  # otherwise the trust region would not be seen
+    assert max(lengths) > 1 or options == "no trust region"  # otherwise the trust region has no effect
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -224,7 +224,7 @@ def test_wrong_steps_are_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_other_parameters_take_steps_of_sgd() -> None:
-    """Of the average of gradients, with their own learning rate."""
+    """The steps use the average of gradients, with a separate learning rate."""
     torch.manual_seed(0)
     first, norm = nn.Linear(4, 5), nn.LayerNorm(5)
     model = nn.Sequential(first, norm, nn.Linear(5, 3)).double()
@@ -234,13 +234,13 @@ def test_other_parameters_take_steps_of_sgd() -> None:
     steps_of_one_file(model, optimizer, [(X, y)])
     assert first.weight.grad is not None
     assert norm.weight.grad is not None
-    # After one step, the average without its bias is the gradient itself.
+    # After one step, the bias-corrected average is the gradient itself.
     torch.testing.assert_close(norm.weight, before[1] - 0.5 * 0.2 * norm.weight.grad)
     assert not torch.allclose(first.weight, before[0] - 0.5 * 0.2 * first.weight.grad)
 
 
 def test_a_checkpoint_has_everything() -> None:
-    """Training that goes on from a state is training that was never stopped."""
+    """A training that is resumed from a state equals an uninterrupted one."""
     model, batches = made("convolution", 4)
     options: Any = {"fisher": "type-2", "lr": 0.3}
     optimizer = one_file.KFAC(model, **options)
@@ -254,7 +254,7 @@ def test_a_checkpoint_has_everything() -> None:
 
 
 def test_the_last_pass_counts() -> None:
-    """Passes before it do not, and an evaluation is not seen."""
+    """Passes before it do not count, nor do evaluations."""
     model, (other, batch) = made("linear", 2)
     optimizer = one_file.KFAC(model, fisher="empirical")
     model(other[0])
@@ -323,7 +323,7 @@ def test_wrong_use_is_refused() -> None:
 
 
 def test_a_closure() -> None:
-    """It is called with gradients, as other optimizers do."""
+    """As in other optimizers, it is called with gradients enabled."""
     model, (batch,) = made("linear")
     optimizer = one_file.KFAC(model)
 
@@ -340,7 +340,7 @@ def test_a_closure() -> None:
 
 
 def test_it_trains_better_than_sgd() -> None:
-    """The program ends as the page says; SGD has the best of its learning rates."""
+    """The program's result is that on the page; SGD uses the best of its learning rates."""
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", str(FILE)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=one_thread)
@@ -361,7 +361,7 @@ def test_the_file_is_short_and_needs_pytorch_alone() -> None:
 
 
 def test_the_page_shows_the_whole_file() -> None:
-    """It includes each function and method by name, and the rest by its first and last lines."""
+    """The page includes each function and method by name, and the rest by its first and last lines."""
     page = (FILE.parents[1] / "docs" / "kfac_in_one_file.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^:pyobject: (.+)$", page, flags=re.MULTILINE))
     starts = re.findall(r"^:start-at: (.+)$", page, flags=re.MULTILINE)
@@ -370,7 +370,7 @@ def test_the_page_shows_the_whole_file() -> None:
     functions = [node.name for node in module if isinstance(node, ast.FunctionDef)]
     (kfac,) = [node for node in module if isinstance(node, ast.ClassDef)]
     methods = [node.name for node in kfac.body if isinstance(node, ast.FunctionDef)]
-    assert methods[:2] == ["__init__", "see"]  # the class is shown from its beginning to the second method
+    assert methods[:2] == ["__init__", "see"]  # the page shows the class up to its second method
     assert functions[0] == "input_rows"  # and the file up to the first function
-    own = functions[: functions.index("images")]  # The rest of the file is shown as a whole.
+    own = functions[: functions.index("images")]  # The page shows the rest of the file as a whole.
     assert shown == {*own, *(f"KFAC.{name}" for name in methods[1:])}

@@ -1,4 +1,4 @@
-"""Parameters that some steps do not use, and parameters that the loss depends on and predictions do not."""
+"""Parameters that some steps do not use, and parameters that affect the loss but not the predictions."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def alternate(model: TwoHeads, optimizer: KFAC, steps: range, set_to_none: bool 
 @pytest.mark.parametrize("every", [1, 2, 4])
 @pytest.mark.filterwarnings("error")
 def test_heads_that_take_turns_are_both_trained(every: int, set_to_none: bool) -> None:
-    """Also if the steps with new factors, by the schedule, are those of one head alone."""
+    """This is also true if the scheduled steps with new factors use only one head."""
     model = TwoHeads()
     optimizer = KFAC(model, nn.CrossEntropyLoss(), factors_every=every)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -57,7 +57,7 @@ def test_heads_that_take_turns_are_both_trained(every: int, set_to_none: bool) -
 
 
 def test_factors_are_due_until_every_head_has_some() -> None:
-    """Then the schedule goes on. A training that is resumed in between equals one that was not stopped."""
+    """Then the schedule continues. A training that is resumed in between equals an uninterrupted one."""
     counts = []
     model, resumed = TwoHeads(), TwoHeads()
     optimizer = KFAC(model, nn.CrossEntropyLoss(), factors_every=4)
@@ -70,7 +70,7 @@ def test_factors_are_due_until_every_head_has_some() -> None:
             again = KFAC(resumed, nn.CrossEntropyLoss(), factors_every=4)
             again.load_state_dict(optimizer.state_dict())
     alternate(resumed, again, range(2, 9))
-    # By schedule in steps 0, 4 and 8. The second head has its first gradient in step 1, and is used again in step 3.
+    # Scheduled steps are 0, 4 and 8. The second head has its first gradient in step 1, and is used again in step 3.
     assert counts == [8, 0, 8, 8, 8, 0, 0, 0, 8]
     assert torch.equal(weights(model), weights(resumed))
 
@@ -88,7 +88,7 @@ def train_both(model: TwoHeads, optimizer: KFAC, steps: int = 3) -> None:
 @pytest.mark.parametrize("trust", [0.03, None])
 @pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
 def test_a_head_beside_the_predictions_has_no_curvature(fisher: Any, trust: float | None) -> None:
-    """Without curvature, the length of its natural gradient means nothing, so AdamW trains it."""
+    """Without curvature, the length of its natural gradient is arbitrary, so AdamW trains it."""
     model = TwoHeads()
     optimizer = KFAC(model, nn.CrossEntropyLoss(), fisher=fisher, trust=trust, lr=0.1)
     with pytest.warns(
@@ -102,7 +102,7 @@ def test_a_head_beside_the_predictions_has_no_curvature(fisher: Any, trust: floa
 
 @pytest.mark.filterwarnings("error")
 def test_curvature_from_inputs_covers_all_heads() -> None:
-    """It does not need gradients."""
+    """Forward-only curvature does not need gradients."""
     model = TwoHeads()
     optimizer = KFAC(model, nn.CrossEntropyLoss(), fisher="forward-only")
     train_both(model, optimizer)
@@ -111,7 +111,7 @@ def test_curvature_from_inputs_covers_all_heads() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_layers_without_gradients_at_first_are_covered() -> None:
-    """Below a layer of zeros, gradients and curvature vanish in the first step, and only there."""
+    """Below a layer of zeros, gradients and curvature vanish, but only in the first step."""
     model = TwoHeads()
     nn.init.zeros_(model.first.weight)
     optimizer = KFAC(model, nn.CrossEntropyLoss())
@@ -126,7 +126,7 @@ def test_layers_without_gradients_at_first_are_covered() -> None:
 
 
 def test_a_loss_without_curvature_at_first() -> None:
-    """Far from its targets, Huber's loss is linear. Parameters stay covered, and get curvature when there is some."""
+    """Far from its targets, Huber's loss is linear. Parameters stay covered, and get curvature once there is some."""
     torch.manual_seed(0)
     X = torch.randn(64, 4)
     y = 5 + torch.sin(2 * X[:, :1])

@@ -1,4 +1,4 @@
-"""Statistics from the training's own passes, and gradients that belong to another loss."""
+"""Statistics from the passes of a training, and gradients that belong to another loss."""
 
 import warnings
 from typing import Any
@@ -19,14 +19,14 @@ def linear() -> nn.Linear:
 
 
 def off_by(model: nn.Module, optimizer: KFAC, X: Tensor, y: Tensor, share: float) -> None:
-    """Go backward through half the square loss and a term whose gradient is at a right angle to the loss's.
+    """Differentiate half the square loss plus a term with an orthogonal gradient.
 
     Args:
         model: The model.
-        optimizer: Is told the targets.
+        optimizer: Gets the targets.
         X: Inputs.
         y: Targets.
-        share: How long that term's gradient is, relative to the sum of both.
+        share: The length of that term's gradient, relative to the sum of both.
     """
     f = model(X)
     optimizer.targets(y)
@@ -43,7 +43,7 @@ TARGETS = torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().ma
 
 @pytest.mark.parametrize("share", [0.0, 0.045])
 def test_gradients_of_nearly_the_same_loss(share: float) -> None:
-    """Up to one in twenty may differ without any word."""
+    """A difference of up to one twentieth is accepted without a warning."""
     model = linear()
     optimizer = KFAC(model, HalfSquaredError())
     off_by(model, optimizer, X, TARGETS, share)
@@ -54,7 +54,7 @@ def test_gradients_of_nearly_the_same_loss(share: float) -> None:
 
 @pytest.mark.parametrize("share", [0.055, 0.45])
 def test_gradients_with_an_additional_term(share: float) -> None:
-    """Up to one half may differ with a warning that says how much."""
+    """A difference of up to one half is accepted with a warning that gives its size."""
     model = linear()
     optimizer = KFAC(model, HalfSquaredError())
     off_by(model, optimizer, X, TARGETS, share)
@@ -64,7 +64,7 @@ def test_gradients_with_an_additional_term(share: float) -> None:
 
 @pytest.mark.parametrize("share", [0.55, 0.9])
 def test_gradients_of_another_loss(share: float) -> None:
-    """More than half is another loss, and nothing changes."""
+    """A larger difference is another loss, and no state changes."""
     model = linear()
     before = weights(model)
     optimizer = KFAC(model, HalfSquaredError())
@@ -77,7 +77,7 @@ def test_gradients_of_another_loss(share: float) -> None:
 
 @pytest.mark.parametrize("shares", [(0.0, 0.7), (0.7, 0.0)])
 def test_one_pass_of_another_loss_is_enough(shares: tuple[float, float]) -> None:
-    """Of several passes the worst one counts, whichever comes first."""
+    """Of several passes, the one with the largest difference counts, in any order."""
     model = linear()
     optimizer = KFAC(model, HalfSquaredError())
     for share, rows in zip(shares, (slice(0, 6), slice(6, 12)), strict=True):
@@ -88,10 +88,10 @@ def test_one_pass_of_another_loss_is_enough(shares: tuple[float, float]) -> None
 
 @pytest.mark.parametrize(("share", "known"), [(0.04, True), (0.06, False)])
 def test_targets_that_gradients_do_not_show(share: float, known: bool) -> None:
-    """Labels may be read off the gradient of a cross-entropy if it fits them to one in twenty.
+    """Labels are read off the gradient of a cross-entropy if they explain it up to one twentieth.
 
-    The term that is added to it has a gradient at a right angle, whose entries sum up to zero, as those of a
-    cross-entropy do. So only the fit shows that something else is in there.
+    The added term has an orthogonal gradient whose entries sum to zero, as those of a cross-entropy do. So only the
+    remaining difference reveals the term.
     """
     model = linear()
     optimizer = KFAC(model, nn.CrossEntropyLoss(), fisher="empirical")
@@ -110,7 +110,7 @@ def test_targets_that_gradients_do_not_show(share: float, known: bool) -> None:
 
 @pytest.mark.parametrize("options", [{"fisher": "type-2"}, {"fisher": "mc"}, {"fisher": "empirical"}])
 def test_two_backward_passes_through_one_graph(options: dict[str, Any]) -> None:
-    """Gradients add up, but statistics are those of one pass: data count once."""
+    """Gradients add up, but statistics are those of one pass: examples count once."""
     loss, moved = nn.CrossEntropyLoss(), []
     options = {"trust": None, "momentum": 0.0, "factors_every": 1} | options
     for twice in (False, True):

@@ -1,4 +1,4 @@
-"""Flags that an accelerator has not told yet, on the CPU: nothing changes if all is well, and trouble is found later.
+"""Flags that are still on an accelerator, tested on the CPU: good steps do not change, and problems are found later.
 
 Tapes stand in for CUDA graphs (see `tests.factors.tape`). `test_devices` runs the checks of `tests.optim.unseen` on
 a GPU.
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.usefixtures("tapes")
 
 
 def wait_always(patch: pytest.MonkeyPatch) -> None:
-    """Let every step wait for the device, as the first ones do."""
+    """Let every step synchronize, as the first ones do."""
     patch.setattr(KFAC, "_is_steady", lambda *_: False)
 
 
 def everything(optimizer: KFAC) -> list[Any]:
-    """Return all numbers that a state has, apart from how long ago labels were drawn."""
+    """Return all numbers of a state, except for the age of drawn labels."""
     state = optimizer.state_dict()
     del state["kfac"]["first_datum"]
     leaves: list[Any] = []
@@ -67,7 +67,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_nothing_changes_if_all_is_well(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many steps are those of an optimizer that waits, to the bit, with all averages, ages and counts."""
+    """Many steps equal those of an optimizer that synchronizes, to the bit, with all averages, ages and counts."""
     options: dict[str, Any] = {"fisher": "type-2", "factors_every": 5, "replay": case == "mlp"} | (CASES | MORE)[case]
     there, optimizer = trained(**options)
     assert len(optimizer._pending._steps) > 0
@@ -80,7 +80,7 @@ def test_nothing_changes_if_all_is_well(case: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_batches_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of inputs per example differ from step to step, and the device chooses between two of them."""
+    """Numbers of inputs per example differ between steps, and the device selects one of two."""
 
     def run() -> tuple[Tensor, list[Any]]:
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_batches_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_with_new_factors_do_not_wait() -> None:
-    """Nobody asks the device, in the step itself, once all blocks have inverses."""
+    """Once all blocks have inverses, the step itself does not synchronize."""
     X, y = GOOD
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=2, inverses_every=3, replay=False)
@@ -114,11 +114,11 @@ def test_steps_with_new_factors_do_not_wait() -> None:
 
 
 def step(model: nn.Module, optimizer: KFAC, bad: str = "") -> None:
-    """Take a step, with a gradient, factors, or a batch that is not finite."""
+    """Take a step, optionally with a gradient, factors, or a batch that is not finite."""
     X, y = GOOD
     if bad == "batch":
         X = X * torch.nan
-    if bad == "factors":  # Activations are one or minus one, and no gradient comes back through them.
+    if bad == "factors":  # Activations are one or minus one, and their gradients are zero.
         X = 1e200 * X.sign()
     optimizer.zero_grad()
     LOSS(model(X), y).backward()
@@ -138,9 +138,9 @@ def step(model: nn.Module, optimizer: KFAC, bad: str = "") -> None:
     ("at", "bad"), [*((at, "gradient") for at in range(8)), *((at, "spike") for at in (1, 2, 3, 6))]
 )
 def test_bad_gradients_at_every_place(at: int, bad: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with a gradient that is not finite, or far too large, is as if it was left out.
+    """A step with a gradient that is not finite, or far too large, has the same effect as no step.
 
-    Every third step has new factors. Without momentum, the age of averages, which is known later, has no influence.
+    Every third step has new factors. Without momentum, the age of averages, which is read later, has no effect.
     """
     options: dict[str, Any] = {"fisher": "type-2", "momentum": 0.0, "weight_decay": 0.1, "replay": replay}
     options |= {"factors_every": 3, "inverses_every": 1}
@@ -150,7 +150,7 @@ def test_bad_gradients_at_every_place(at: int, bad: str, replay: bool, monkeypat
         optimizer = KFAC(model, LOSS, **options)
         for i in range(12):
             if i == at and left_out:
-                optimizer.steps += bool(i)  # In the first step, the host waits, and does not count it.
+                optimizer.steps += bool(i)  # In the first step, the host synchronizes, and does not count the event.
             else:
                 step(model, optimizer, bad if i == at else "")
         return weights(model), optimizer
@@ -169,7 +169,7 @@ def test_bad_gradients_at_every_place(at: int, bad: str, replay: bool, monkeypat
 
 @pytest.mark.parametrize("at", [4, 5])
 def test_bad_gradients_of_batches_of_several_sizes(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The average number of inputs per example, which limits of steps depend on, stays as it is."""
+    """The average number of inputs per example, which limits steps, does not change."""
 
     def run(left_out: bool) -> tuple[Tensor, list[float]]:
         torch.manual_seed(0)
@@ -201,7 +201,7 @@ def test_bad_gradients_of_batches_of_several_sizes(at: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_bad_gradients_have_no_length(value: float) -> None:
-    """The limit of the whole step does not make something out of them."""
+    """The limit of the whole step does not make them finite."""
     X, y = GOOD
     model = mlp()
     optimizer = KFAC(model, LOSS, kl_clip=1e-4, factors_every=2, replay=False)
@@ -216,7 +216,7 @@ def test_bad_gradients_have_no_length(value: float) -> None:
 
 
 def test_messages() -> None:
-    """Flags are those of the moment in which they were sent."""
+    """Flags have the values of the moment in which they were sent."""
     flags = torch.tensor([True, False])
     message = Message(flags)
     flags.logical_not_()
@@ -225,7 +225,7 @@ def test_messages() -> None:
 
 @pytest.mark.parametrize(("fisher", "eigen"), [("type-2", False), ("type-2", True), ("forward-only", False)])
 def test_bad_factors(fisher: Any, eigen: bool) -> None:
-    """Averages stay as they are, the step is taken with the last curvature, and the event is counted."""
+    """Averages do not change, the step uses the last curvature, and the event is counted."""
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher=fisher, eigen=eigen, factors_every=2, inverses_every=1, replay=False)
     for _ in range(4):
@@ -237,7 +237,7 @@ def test_bad_factors(fisher: Any, eigen: bool) -> None:
     moved = weights(model)
     step(model, optimizer, "factors")
     assert not torch.equal(weights(model), moved)
-    assert averages[0].weight != before[0][2]  # The host does not know yet.
+    assert averages[0].weight != before[0][2]  # The host does not know about it yet.
     step(model, optimizer)
     assert optimizer._curvature.events.refused_statistics == 0
     assert optimizer.events == Events(refused_statistics=1)
@@ -247,7 +247,7 @@ def test_bad_factors(fisher: Any, eigen: bool) -> None:
         if average.eigen is not None and corrected is not None:
             torch.testing.assert_close(average.eigen.values, corrected.values)
         assert (average.weight, average.uses) == (weight, uses)
-    # New inverses were computed in between, from the same averages, with the same weight.
+    # Meanwhile, new inverses were computed from the same averages, with the same weight.
     for a, b in zip([a.inverse.to_dense() for a in averages if a.inverse is not None], inverses, strict=True):
         torch.testing.assert_close(a, b)
     for _ in range(3):
@@ -257,7 +257,7 @@ def test_bad_factors(fisher: Any, eigen: bool) -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 4])
 def test_bad_batches_at_every_place(at: int) -> None:
-    """If predictions are not finite, nothing changes; all is counted as on a CPU."""
+    """If predictions are not finite, nothing changes, and events are counted as on a CPU."""
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=3, inverses_every=1, replay=False)
     for i in range(6):
@@ -269,7 +269,7 @@ def test_bad_batches_at_every_place(at: int) -> None:
 
 
 def test_damping_rises_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events in a row are counted in their order, between two steps with factors."""
+    """Events in a row are counted in order, between two steps with factors."""
     scales = []
     for _ in range(2):
         model = mlp()
@@ -284,7 +284,7 @@ def test_damping_rises_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_that_diverge() -> None:
-    """Many bad gradients in a row end a run with the next factors; looking at events does not."""
+    """After many bad gradients in a row, the step with the next factors raises; reading `events` does not."""
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=4, patience=1, replay=False)
     for _ in range(4):
@@ -294,8 +294,8 @@ def test_runs_that_diverge() -> None:
     assert optimizer.events.skipped_steps >= 10
     with pytest.raises(SolverError, match=r"12 steps in a row.*Step 3 was fine"):
         step(model, optimizer)
-    step(model, optimizer)  # It was said once.
-    # Parameters that are not finite are found in the step with the next factors itself.
+    step(model, optimizer)  # The error is raised only once.
+    # Parameters that are not finite are found in the step with the next factors.
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
     for _ in range(3):
@@ -305,7 +305,7 @@ def test_runs_that_diverge() -> None:
 
 
 def test_long_runs_without_new_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags do not pile up, and the latest ones are not waited for."""
+    """Flags do not accumulate, and the latest ones are not awaited."""
     monkeypatch.setattr(apply, "_MOST", 8)
     monkeypatch.setattr(apply, "_LEFT", 3)
     model = mlp()
@@ -322,18 +322,18 @@ def test_long_runs_without_new_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}])
 def test_products_that_overflow(options: dict[str, Any], replay: bool) -> None:
-    """Nothing changes if steps are not finite, although gradients are; AdamW waits, too."""
+    """If steps are not finite, nothing changes, even if gradients are finite; AdamW skips its update, too."""
     check_overflow("cpu", replay, **options)
 
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_ages_of_skipped_steps(replay: bool) -> None:
-    """Ages equal those on a CPU as soon as the flags are read."""
+    """Ages equal those on a CPU once the flags are read."""
     check_skipped_steps("cpu", replay)
 
 
 def test_what_is_known() -> None:
-    """Blocks that are new, have no inverse, or are laid out in another way, are waited for."""
+    """The optimizer synchronizes for blocks that are new, have no inverse, or have another layout."""
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, replay=False)
     seen: list[bool] = []

@@ -1,4 +1,4 @@
-"""Steps from the quadratic model: they minimise it, and damping follows how good it is."""
+"""Steps of the quadratic model: they minimize it, and damping follows its accuracy."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def closure_for(model: nn.Module, optimizer: torch.optim.Optimizer, X: Tensor, y: Tensor) -> object:
-    """Return a closure as `torch.optim.LBFGS` takes it, which counts its calls."""
+    """Return a closure for a step, in the style of `torch.optim.LBFGS`, which counts its calls."""
 
     def closure() -> Tensor:
         closure.calls += 1  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def closure_for(model: nn.Module, optimizer: torch.optim.Optimizer, X: Tensor, y
 
 
 def test_steps_minimise_the_exact_model() -> None:
-    """No other combination of natural gradient and last step makes the damped model with the dense GGN smaller."""
+    """No other combination of natural gradient and last step decreases the damped model with the dense GGN further."""
     X, y = data(40)
     model = mlp()
     delta = 0.1
@@ -51,11 +51,11 @@ def test_steps_minimise_the_exact_model() -> None:
         torch.testing.assert_close(gradient_of_model @ step, torch.zeros((), dtype=torch.float64), atol=1e-10, rtol=0)
         torch.testing.assert_close(gradient_of_model @ last, torch.zeros((), dtype=torch.float64), atol=1e-10, rtol=0)
         last = step
-    assert gradient_of_model.norm() > 1e-3  # the model's minimum is elsewhere
+    assert gradient_of_model.norm() > 1e-3  # the model has another minimum
 
 
 def test_a_quadratic_loss_is_predicted_and_damping_falls() -> None:
-    """A linear model's square loss is its quadratic model: predictions are right, and damping is not needed."""
+    """For a linear model and the square loss, the quadratic model is exact: predictions are right, damping falls."""
     X, _ = data(40)
     y = torch.randn(40, 2, dtype=torch.float64)
     model, loss = nn.Linear(4, 2).double(), HalfSquaredError()
@@ -76,9 +76,9 @@ def test_a_quadratic_loss_is_predicted_and_damping_falls() -> None:
 
 
 def test_damping_follows_the_ratio() -> None:
-    """It falls where predictions are good, rises where they are bad, and stays in between."""
+    """It falls if predictions are good, rises if they are bad, and stays in between."""
     model = QuadraticModel(mlp(), HalfSquaredError(), Exchange(Ranks(None)))
-    model._predicted = (-2.0, 2.0)  # the loss should fall by one
+    model._predicted = (-2.0, 2.0)  # the model predicts a decrease by one
 
     def factor(change: float, share: float = 1.0, noise: float = 0.0) -> float:
         return model.finish({}, Trial(share, change), 1.0, noise)
@@ -91,7 +91,7 @@ def test_damping_follows_the_ratio() -> None:
 
 
 def test_closures() -> None:
-    """They are needed, called once more in every step, and leave buffers and random state as after one call."""
+    """They are required, called once more per step, and leave buffers and random state as after one call."""
     X, y = data(40)
     model = mlp()
     model.insert(1, nn.BatchNorm1d(6).double())
@@ -112,11 +112,11 @@ def test_closures() -> None:
         optimizer.step(closure)
         now = states[seen:]
         assert len(now) >= 2
-        assert all(torch.equal(state, before) for state in now)  # both calls draw the same
+        assert all(torch.equal(state, before) for state in now)  # both calls draw the same numbers
         after = torch.get_rng_state()
         torch.set_rng_state(before)
         model[2](torch.ones(40, 6).double())
-        assert torch.equal(torch.get_rng_state(), after)  # as much was drawn as in one call
+        assert torch.equal(torch.get_rng_state(), after)  # the random state is that after one call
     assert inner.calls == 12 + optimizer.events.shortened_steps  # type: ignore[attr-defined]
     assert int(model[1].num_batches_tracked) == 6
     other = mlp()

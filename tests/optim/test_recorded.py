@@ -99,15 +99,15 @@ NO_PASSES = {"empirical", "eigen"}  # No vectors are sent back, or eigenbases ch
 
 @pytest.mark.parametrize("case", CASES)
 def test_recordings_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with recordings equal those without, on an accelerator and on a CPU."""
+    """Steps with recordings equal those without recordings, on an accelerator and on a CPU."""
     options: dict[str, Any] = {"fisher": "type-2", "factors_every": 3} | CASES[case]
     recorded, optimizer = trained(**options)
     assert recorded_passes(optimizer) == (0 if case in NO_PASSES else 1)
     assert recordings(optimizer._updates._replayer) == 1
     plain, _ = trained(**options, replay=False)
     torch.testing.assert_close(recorded, plain, rtol=1e-9, atol=1e-10)
-    if case != "mc":  # Draws on an accelerator are others.
-        # If inverses are not computed in every step, blocks of one size are inverted together there.
+    if case != "mc":  # Draws differ on an accelerator.
+        # If inverses are not computed in every step, blocks of one size are inverted together on an accelerator.
         there, _ = trained(**options, inverses_every=1)
         monkeypatch.undo()
         here, _ = trained(**options, inverses_every=1)
@@ -115,7 +115,7 @@ def test_recordings_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_recording_that_forgets_the_learning_rate_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above rejects a graph that keeps the numbers of the step in which it was recorded."""
+    """The comparison above rejects a graph that keeps the learning rate of the step in which it was recorded."""
     right, _ = trained("mlp", fisher="type-2")
     monkeypatch.setattr(apply, "all_numbers", lambda parts: [0.1, 1.0, 1.0] * len(list(parts)))
     wrong, _ = trained("mlp", fisher="type-2")
@@ -123,7 +123,7 @@ def test_a_recording_that_forgets_the_learning_rate_would_be_seen(monkeypatch: p
 
 
 class Random(nn.Linear):
-    """Drops out, in its own way."""
+    """A custom dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply with random numbers."""
@@ -131,7 +131,7 @@ class Random(nn.Linear):
 
 
 class Counts(nn.Linear):
-    """Keeps the number of its passes."""
+    """Stores the number of its passes."""
 
     calls = 0
 
@@ -142,10 +142,10 @@ class Counts(nn.Linear):
 
 
 class Asks(nn.Linear):
-    """Asks the device for a number."""
+    """Reads a number from the device."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Decide."""
+        """Branch on the number."""
         return super().forward(x if float(x.detach().sum()) < 1e9 else -x)
 
 
@@ -161,7 +161,7 @@ class Asks(nn.Linear):
     ],
 )
 def test_what_cannot_be_recorded_is_watched(middle: nn.Module, why: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Such models are watched in every pass, and the log says why, once. Their state is that of their own passes."""
+    """Such models are watched in every pass, and the log gives the reason once. Their state is the usual one."""
     X, y = data(6)
 
     def run(replay: bool) -> tuple[Any, Tensor]:
@@ -186,13 +186,13 @@ def test_what_cannot_be_recorded_is_watched(middle: nn.Module, why: str, caplog:
 
 
 class Looks(nn.Linear):
-    """Asks the device for a number, unless it is recorded; when that happens for the first time, it fails."""
+    """Reads a number from the device unless it is recorded; the first recorded pass fails."""
 
     recorded = False
     ready = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ask, or fail once."""
+        """Read a number, or fail once."""
         if not self.recorded:
             assert float(x.detach().sum()) < 1e9
         elif not Looks.ready:
@@ -202,7 +202,7 @@ class Looks(nn.Linear):
 
 
 def test_what_waits_unless_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of Hugging Face do so. On that way, something may have to be made first."""
+    """Models of Hugging Face do this. The branch without synchronization may need an initialization."""
     record = Tapes.record
 
     def noted(self: Tapes, run: Callable[[], None]) -> Tape:
@@ -226,7 +226,7 @@ def test_what_waits_unless_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_recordings_that_fail_without_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    """The error is the reason, and nothing is tried again."""
+    """The error is the reason in the log, and recording is not tried again."""
     tried: list[int] = []
 
     def fails(*_: Any) -> None:
@@ -243,7 +243,7 @@ def test_recordings_that_fail_without_waiting(caplog: pytest.LogCaptureFixture) 
 
 
 def test_models_with_hooks_are_watched(caplog: pytest.LogCaptureFixture) -> None:
-    """A hook is called once for each of the user's passes."""
+    """A hook is called exactly once for each of the user's passes."""
     X, y = data(6)
     model, seen = mlp(), []
     model[0].register_forward_hook(lambda *_: seen.append(1))
@@ -254,7 +254,7 @@ def test_models_with_hooks_are_watched(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_shapes_and_memory(tapes: list[Tapes]) -> None:
-    """A new shape is watched and then recorded; closing the optimizer frees everything."""
+    """A new shape is watched and then recorded; closing the optimizer frees all recordings."""
     X, y = data(12)
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1)
@@ -271,7 +271,7 @@ def test_shapes_and_memory(tapes: list[Tapes]) -> None:
 
 
 def test_labels_of_another_kind() -> None:
-    """If targets become probabilities, the pass runs as it is."""
+    """If targets become probabilities, the pass runs eagerly."""
     X, y = data(6)
     soft = torch.nn.functional.one_hot(y, 3).double()
     results = []
@@ -284,7 +284,7 @@ def test_labels_of_another_kind() -> None:
 
 
 def test_an_update_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    """It runs as it is, and the log says so once."""
+    """It runs eagerly, and the log says so once."""
 
     def record(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory is left")
@@ -302,20 +302,20 @@ def test_an_update_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Remembers(nn.Linear):
-    """Keeps a count in an object that is not inspected."""
+    """Stores a count in an object that the guard does not inspect."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
         self.seen = SimpleNamespace(count=0)
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
-        """Multiply inputs by their number so far."""
+        """Multiply inputs by the number of calls so far."""
         self.seen.count += 1
         return super().forward(self.seen.count * x)
 
 
 def test_models_that_remember_are_watched(caplog: pytest.LogCaptureFixture) -> None:
-    """A pass of the optimizer's own has other sums than the user's."""
+    """A pass of the optimizer's own would have other sums than the user's."""
     X, y = data(6)
     model = nn.Sequential(Remembers(), nn.Linear(4, 3)).double()
     with caplog.at_level("INFO", "kfs.optim"):
@@ -326,7 +326,7 @@ def test_models_that_remember_are_watched(caplog: pytest.LogCaptureFixture) -> N
 def test_recordings_that_would_take_too_much_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their recorder has a limit, a share of the free memory, and refuses them. Updates have no limit."""
+    """The recorder's limit is a share of the free memory; larger recordings are refused. Updates have no limit."""
     shares: list[Any] = []
 
     class Limited(Tapes):
@@ -354,7 +354,7 @@ def test_recordings_that_would_take_too_much_memory(
 
 
 class TakesAnything(nn.Module):
-    """Takes an object besides its input."""
+    """Takes an arbitrary object besides its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +381,7 @@ def test_inputs_that_cannot_be_copied() -> None:
 
 
 def test_what_equal_sums_are() -> None:
-    """Sums of other blocks, or of other sizes, are others."""
+    """Sums with other blocks, or other sizes, are not equal."""
     X, y = data(6)
     blocks = []
     for widths in ((4, 3), (4, 3), (4, 2)):
@@ -411,7 +411,7 @@ def test_other_parameters_are_another_update(tapes: list[Tapes]) -> None:
 
 
 def test_audits_can_be_looked_at() -> None:
-    """Passes that are replayed are not audited again; what was found before stays."""
+    """Replayed passes are not audited again; earlier audits stay in the report."""
     X, y = data(6)
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1)

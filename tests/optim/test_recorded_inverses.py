@@ -1,4 +1,4 @@
-"""Inverses on an accelerator: they are computed in place, and recorded, with the numbers of the step."""
+"""Inverses on an accelerator: computed in place, and recorded, with the damping of the step."""
 
 from typing import Any
 
@@ -15,20 +15,20 @@ pytestmark = pytest.mark.usefixtures("tapes")
 
 
 def recorded_groups(optimizer: KFAC) -> list[bool]:
-    """Return which inverses are recorded."""
+    """Return the groups of blocks whose inverses are recorded."""
     inverses = optimizer._curvature.inverses
     kinds = {} if inverses._replayer is None else inverses._replayer._kinds
     return [first in kinds and bool(kinds[first].recorded) for first in inverses._groups]
 
 
 def test_inverses_are_recorded() -> None:
-    """One recording serves all blocks of a size; without recordings, inverses are the same."""
+    """One recording serves all blocks of a size; inverses are the same without recordings."""
     options: dict[str, Any] = {"fisher": "type-2", "factors_every": 2, "inverses_every": 1}
     weights, optimizer = trained("mlp", **options)
     assert recorded_groups(optimizer) == [True, True, True]
     plain, other = trained("mlp", **options, replay=False)
     assert recorded_groups(other) == [False, False, False]
-    # Round-off in float64, which inverses enlarge.
+    # Round-off in float64, amplified by inverses.
     torch.testing.assert_close(weights, plain, rtol=1e-9, atol=1e-10)
     for key, average in optimizer._curvature.averages.items():
         expected = other._curvature.averages[key]
@@ -37,7 +37,7 @@ def test_inverses_are_recorded() -> None:
 
 
 def test_a_recording_that_forgets_damping_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above rejects a recording that keeps the numbers of its first step."""
+    """The comparison above rejects a recording that keeps the damping of its first step."""
     options: dict[str, Any] = {"fisher": "type-2", "factors_every": 2, "inverses_every": 1, "steps": 12}
     right, _ = trained("mlp", **options)
     first: list[float] = []
@@ -53,7 +53,7 @@ def test_a_recording_that_forgets_damping_would_be_seen(monkeypatch: pytest.Monk
 
 
 def test_damping_that_rises(tapes: list[Tapes]) -> None:
-    """A recording computes with the damping of its step, not with that of the step in which it was made."""
+    """A replay uses the damping of its own step, not that of the recorded step."""
     _, optimizer = trained("mlp", fisher="type-2", factors_every=1, inverses_every=1)
     assert all(recorded_groups(optimizer))
     before = [a.damping.clone() for a in optimizer._curvature.averages.values() if a.damping is not None]
@@ -67,7 +67,7 @@ def test_damping_that_rises(tapes: list[Tapes]) -> None:
 
 
 def test_some_blocks_of_a_size(tapes: list[Tapes]) -> None:
-    """If fewer blocks are inverted than before, or more again, the last recording is freed, and results are right."""
+    """If the number of inverted blocks changes, the last recording is freed, and results are right."""
     X, y = data()
     layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
     model = nn.Sequential(*layers, nn.Linear(4, 3)).double()

@@ -1,4 +1,4 @@
-"""Recorded passes of models that change between passes, or count what only the data know.
+"""Recorded passes of models that change between passes, or whose counts depend on data.
 
 Tapes stand in for CUDA graphs (see `tests.factors.tape`).
 """
@@ -22,7 +22,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def kinds_of(optimizer: KFAC) -> list[Any]:
-    """Return what is known about the passes of an optimizer, by mode of the model."""
+    """Return the state of an optimizer's recordings of passes, by mode of the model."""
     replayer = optimizer._watch._graphs._replayer
     return [] if replayer is None else list(replayer._kinds.values())
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("tapes")
 
 
 class Tempered(nn.Module):
-    """Has settings that are no parameters, in attributes of several kinds."""
+    """Has settings that are not parameters, in attributes of several kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Tempered(nn.Module):
         self.settings = {"scale": [1.0]}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Use all of them."""
+        """Use all settings."""
         h = torch.tanh(self.first(x) / self.temperature) * self.mask
         result: Tensor = self.last(h * self.settings["scale"][0])
         return result
@@ -73,7 +73,7 @@ def _hook(model: Tempered) -> None:
 def test_a_model_that_was_changed_is_recorded_anew(
     change: Callable[[Tempered], None], tapes: list[Tapes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recording has the numbers that Python had when it was made, so it is not used any more."""
+    """A recording contains Python numbers of the recorded pass, so it is not used any more."""
     X, y = data(6)
     passes: list[FactorGraph] = []
     replay_pass = FactorGraph.replay
@@ -99,7 +99,7 @@ def test_a_model_that_was_changed_is_recorded_anew(
         return weights(model), optimizer
 
     recorded, optimizer = run(replay=True)
-    # A model with hooks is not replayed, and its recording is kept for the time when they are removed.
+    # A model with hooks is not replayed; its recording is kept until they are removed.
     assert any(tape.freed for one in tapes for tape in one.made) == (change is not _hook)
     assert recorded_passes(optimizer) == 1
     assert bool(passes) == (change is not _hook)
@@ -107,7 +107,7 @@ def test_a_model_that_was_changed_is_recorded_anew(
 
 
 def test_models_that_change_all_the_time_are_watched(caplog: pytest.LogCaptureFixture) -> None:
-    """After some recordings for nothing there are no more."""
+    """After several unused recordings, there are no more."""
     X, y = data(6)
     model = Tempered().double()
     optimizer = KFAC(model, LOSS, factors_every=1)
@@ -121,7 +121,7 @@ def test_models_that_change_all_the_time_are_watched(caplog: pytest.LogCaptureFi
 
 
 def test_a_model_that_is_changed_for_the_step() -> None:
-    """A pass is recorded only if the model is as it was when it was watched."""
+    """A pass is recorded only if the model is the same as in the watched pass."""
     X, y = data(6)
     results = []
     for replay in (True, False):
@@ -140,7 +140,7 @@ def test_a_model_that_is_changed_for_the_step() -> None:
 
 
 class Breaks(nn.Linear):
-    """Fails when it is called for the third time; the number of calls is no attribute of the model."""
+    """Fails in its third call; the number of calls is not an attribute of the model."""
 
     calls: ClassVar[list[int]] = []
 
@@ -153,7 +153,7 @@ class Breaks(nn.Linear):
 
 
 def test_a_rehearsal_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """The error is the reason why passes are not replayed. The user's passes go on."""
+    """The log gives the error as the reason why passes are not replayed. The user's passes continue."""
     X, y = data(6)
     Breaks.calls.clear()
     model = nn.Sequential(Breaks(4, 6), nn.Linear(6, 3)).double()
@@ -169,7 +169,7 @@ def test_a_rehearsal_that_fails(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Padded(nn.Module):
-    """Has an embedding in which one index does not count; perhaps tied to the last layer."""
+    """Has an embedding with a padding index, which is optionally tied to the last layer."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Padded(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_positions_that_count_depend_on_data(tied: bool, accumulate: int) -> None:
-    """Each batch has another number of tokens that are no padding."""
+    """The number of tokens that are not padding differs between batches."""
     torch.manual_seed(0)
     tokens = torch.randint(4, (16, 4, 5))
     loss = TokenCrossEntropy()
@@ -207,7 +207,7 @@ def test_positions_that_count_depend_on_data(tied: bool, accumulate: int) -> Non
 
 
 class Skips(nn.Module):
-    """Leaves out a layer by chance, with Python's random numbers."""
+    """Skips a layer at random, with Python's random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Skips(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::kfs.errors.KfsWarning")
 def test_random_numbers_of_python() -> None:
-    """Such a model is watched, and the optimizer takes no random numbers away from it."""
+    """Such a model is watched, and the optimizer consumes none of the model's random numbers."""
     X, y = data(6)
     states: list[Any] = []
     results = []
@@ -247,7 +247,7 @@ def test_random_numbers_of_python() -> None:
 
 
 def test_recordings_that_nobody_will_use_are_freed(tapes: list[Tapes]) -> None:
-    """Not those for other trained parameters or other memory; and numbers of many shapes are not kept."""
+    """Recordings for other trained parameters or other memory are freed, and at most a few shapes are remembered."""
     X, y = data(70)
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1, audit=False)
@@ -265,7 +265,7 @@ def test_recordings_that_nobody_will_use_are_freed(tapes: list[Tapes]) -> None:
     model[0].weight.data = model[0].weight.data.clone()
     steps([6, 6, 6])
     assert recorded_passes(optimizer) == 1
-    # These are used now: for passes, for updates, and for inverses of three sizes.
+    # These are still used: for passes, for updates, and for inverses of three sizes.
     assert sum(not tape.freed for one in tapes for tape in one.made) == 5
     steps(list(range(1, cuda_graphs._MOST_KEYS + 4)))
     (kind,) = kinds_of(optimizer)
@@ -274,7 +274,7 @@ def test_recordings_that_nobody_will_use_are_freed(tapes: list[Tapes]) -> None:
 
 
 def test_modes_of_a_model_are_recorded_or_not_on_their_own(caplog: pytest.LogCaptureFixture) -> None:
-    """Dropout keeps passes in training mode from being recorded, for some shapes; those in evaluation mode are."""
+    """Dropout prevents recordings in training mode for some shapes, but not in evaluation mode."""
     X, y = data(12)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()

@@ -21,7 +21,7 @@ X, Y = data()
 
 
 class Mixed(nn.Module):
-    """An embedding, a convolution in groups, and parameters that are not covered or not used."""
+    """An embedding, a convolution with groups, and parameters that are not covered or not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Mixed(nn.Module):
 
 
 def test_before_the_first_step() -> None:
-    """Nothing has factors yet, and nothing has cost anything."""
+    """There are no factors and no costs yet."""
     report = KFAC(mlp(), LOSS).report()
     assert report.waiting == ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias")
     assert not report.blocks
@@ -47,7 +47,7 @@ def test_before_the_first_step() -> None:
 
 @pytest.mark.filterwarnings("ignore:KFAC does not cover")
 def test_what_is_covered_by_what() -> None:
-    """Every parameter has a block, or AdamW, or is named as waiting."""
+    """Every parameter has a block, or is trained by AdamW, or is reported as waiting."""
     torch.manual_seed(0)
     model = Mixed().double()
     rest = [p for n, p in model.named_parameters() if not n.startswith("last")]
@@ -75,14 +75,14 @@ def test_what_is_covered_by_what() -> None:
 
 
 def test_costs() -> None:
-    """Operations and counts are those of the matrices; time was measured."""
+    """Operations and counts follow from the matrices; time was measured."""
     model = nn.Linear(6, 4).double()
     optimizer = KFAC(model, HalfSquaredError(), factors_every=2, inverses_every=1)
     batch = (torch.randn(10, 6, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64))
     train(model, optimizer, [batch] * 4, HalfSquaredError())
     costs = optimizer.report().costs
     assert costs["products"].count == 1
-    # with both inverses, for the Gram matrix of the trust region, and with what limits singular values
+    # for both inverses, for the Gram matrix of the trust region, and for the limit of singular values
     assert costs["products"].operations == 2 * (4 * 7 * 7 + 4 * 4 * 7 + 4 * 4 * 7 + 4 * 4 * 7)
     assert costs["factors"].count == 0.5  # every other step
     assert costs["factors"].operations == 0.5 * 2 * 10 * (7 * 7 + 4 * 4)
@@ -93,7 +93,7 @@ def test_costs() -> None:
 
 
 def test_factors_are_timed_with_the_vectors_that_are_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This happens inside of the user's backward pass."""
+    """This takes place within the user's backward pass."""
     send_back = CapturedPass.send_back
 
     def slowly(*args: Any) -> None:
@@ -109,7 +109,7 @@ def test_factors_are_timed_with_the_vectors_that_are_sent_back(monkeypatch: pyte
 
 
 def test_costs_of_long_runs() -> None:
-    """Only the last steps count."""
+    """Only recent steps count."""
     costs = Costs()
     for step in range(120):
         costs.add("factors", float(step >= 70))
@@ -139,7 +139,7 @@ def test_trials_are_counted() -> None:
 
 
 def test_report_after_events() -> None:
-    """A report is a copy: what happens later does not change it."""
+    """A report is a copy: later events do not change it."""
     model = mlp()
     optimizer = KFAC(model, LOSS, patience=1)
     train(model, optimizer, [(X, Y), (X * torch.nan, Y)], LOSS)
@@ -155,7 +155,7 @@ def test_report_after_events() -> None:
 
 
 def test_representation() -> None:
-    """It is short, and says model, loss, settings and steps."""
+    """It is short, and has model, loss, settings and steps."""
     model = mlp()
     optimizer = KFAC(model, LOSS, trust=None, lr=0.02)
     train(model, optimizer, [(X, Y)], LOSS)

@@ -1,4 +1,4 @@
-"""Steps of the quadratic model on badly scaled problems: the loss on the batch never rises, and falls a lot."""
+"""Steps of the quadratic model on badly scaled problems: the loss on the batch never rises, and falls considerably."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ class Poisson(nn.Module):
         x, inside = x[:, :2], x[:, 2:]
         zero = torch.zeros(len(x), 1, 2).to(x)
         one = torch.zeros(len(x), 4, 1).to(x)
-        one[:, 0] = 1  # A bias adds to the value, and not to derivatives.
+        one[:, 0] = 1  # A bias contributes to the value, but not to derivatives.
         # Value, both first derivatives, and the Laplacian.
         Z = torch.cat([x[:, None], torch.eye(2).to(x).expand(len(x), 2, 2), zero], 1)
         for k, layer in enumerate(self.layers):
@@ -59,7 +59,7 @@ class Poisson(nn.Module):
 
 
 def ill_conditioned() -> Problem:
-    """Return a linear regression whose Hessian has eigenvalues from 1 to 1e-12, which all matter alike."""
+    """Return a linear regression whose Hessian has eigenvalues from 1 to 1e-12, which affect the loss equally."""
     n = 8
     scales = torch.logspace(0, -6, n)
     U = torch.linalg.qr(torch.randn(40, n)).Q
@@ -82,7 +82,7 @@ def poisson() -> Problem:
 
 
 def make(problem: Any) -> Problem:
-    """Make a problem in float64, always the same one."""
+    """Make a problem in float64, the same in every call."""
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -108,7 +108,7 @@ def closure_of(model: nn.Module, optimizer: KFAC, X: Tensor, y: Tensor) -> Any:
 @pytest.mark.parametrize(("problem", "share"), [(ill_conditioned, 1e-10), (rosenbrock, 1e-15), (poisson, 1e-2)])
 @pytest.mark.parametrize("fisher", ["mc", "ggn"])
 def test_loss_never_rises(problem: Any, share: float, fisher: Any) -> None:
-    """Over 50 steps, it falls by orders of magnitude, and damping stays within its limits."""
+    """Over 50 steps, the loss falls by orders of magnitude, and damping stays within its limits."""
     model, X, y = make(problem)
     optimizer = KFAC(model, HALF, quadratic_model=True, fisher=fisher)
     closure = closure_of(model, optimizer, X, y)
@@ -131,7 +131,7 @@ def test_first_step_is_shortened_and_damping_rises() -> None:
 
 
 def test_rejected_step() -> None:
-    """If the loss rises along all of a step, parameters and last step are as before, to the bit, and damping rises."""
+    """If the loss rises for all lengths of a step, parameters and last step are restored, and damping rises."""
     model, X, y = make(rosenbrock)
     optimizer = KFAC(model, HALF, quadratic_model=True, fisher="ggn", weight_decay=0.1)
     closure = closure_of(model, optimizer, X, y)
@@ -152,12 +152,12 @@ def test_rejected_step() -> None:
     assert optimizer.state_dict()["kfac"]["previous"] == previous
     assert optimizer.events.rejected_steps == 1
     assert optimizer.damping_scale == pytest.approx(10 * scale)
-    optimizer.step(closure)  # And training goes on.
+    optimizer.step(closure)  # Training continues.
     assert not torch.equal(weights(model), before)
 
 
 def test_trials_of_steps() -> None:
-    """A step is shortened until the loss falls, also where it is not finite; or parameters are restored."""
+    """A step is shortened until the loss falls, also if the loss is not finite; otherwise, parameters are restored."""
     old = torch.tensor([1.0, -2.0]).double()
 
     def tried(values: list[float], noise: float = 0.0) -> tuple[Trial, Tensor]:
@@ -171,7 +171,7 @@ def test_trials_of_steps() -> None:
     shorter, p = tried([math.nan, math.inf, -1.0])
     assert shorter.share == pytest.approx(0.01)
     torch.testing.assert_close(p, old + 1)
-    slightly, _ = tried([-1e-9, -1.0])  # less than the slope demands, but the parabola is wide
+    slightly, _ = tried([-1e-9, -1.0])  # the loss falls less than the slope demands, but the parabola is wide
     assert slightly.share == pytest.approx(0.5)
     below_its_slope = try_step([old.clone()], [old], iter([1.0, 1.0, -3.0]).__next__, slope=2.0, noise=0.0)
     assert below_its_slope.share == pytest.approx(0.01)
@@ -196,7 +196,7 @@ class Powers(nn.Module):
 @pytest.mark.filterwarnings("ignore:KFAC does not cover")
 @pytest.mark.parametrize("frozen", [False, True])
 def test_adamw_is_part_of_a_tried_step(frozen: bool) -> None:
-    """Its parameters move in the step that is tried, and are restored with the others; they may be the only ones."""
+    """Its parameters move in the tried step, and are restored with the others; they may be the only parameters."""
     model = Powers().double()
     model.linear.requires_grad_(not frozen)
     X, y = torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 2, dtype=torch.float64)
@@ -235,7 +235,7 @@ def test_closures_that_return_no_loss(result: Any) -> None:
 
 
 def test_losses_that_are_not_finite() -> None:
-    """There is nothing to compare with, and the step is skipped."""
+    """Losses cannot be compared, so the step is skipped."""
     model, X, y = make(rosenbrock)
     optimizer = KFAC(model, HALF, quadratic_model=True)
     closure = closure_of(model, optimizer, X, y)
@@ -251,7 +251,7 @@ def test_losses_that_are_not_finite() -> None:
 
 
 def test_damping_has_limits() -> None:
-    """However often it is multiplied."""
+    """The limits hold for any number of changes."""
     curvature = Curvature(0.9, Inverses("factored", "relative", False), 10, 1)
     for _ in range(100):
         curvature.note_trouble("skipped_steps", "something is wrong")

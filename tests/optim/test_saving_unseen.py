@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("tapes")
 @pytest.mark.parametrize("bad", ["gradient", "factors"])
 @pytest.mark.parametrize("wait", [1, 2])
 def test_saving_between_flag_and_reading(bad: str, wait: int) -> None:
-    """What is saved is right, and a training that is resumed goes on as the other one does, to the bit."""
+    """The saved state is right, and a resumed training equals the other one, to the bit."""
     options: dict[str, Any] = {"fisher": "type-2", "factors_every": 4, "inverses_every": 2, "patience": 1}
     model = mlp()
     optimizer = KFAC(model, LOSS, **options)
@@ -34,7 +34,7 @@ def test_saving_between_flag_and_reading(bad: str, wait: int) -> None:
     for hooks in (other._forward_hooks, other._forward_pre_hooks):
         hooks.clear()
     resumed = KFAC(other, LOSS, **options)
-    for earlier in ("", "", "gradient"):  # What it did before does not count.
+    for earlier in ("", "", "gradient"):  # Its earlier steps have no effect.
         step(other, resumed, earlier)
     resumed.load_state_dict(saved)
     other.load_state_dict(model.state_dict())
@@ -46,7 +46,7 @@ def test_saving_between_flag_and_reading(bad: str, wait: int) -> None:
 
 
 def test_unseen_failures_are_saved() -> None:
-    """After loading, a block whose inverse has failed unnoticed is inverted again in higher precision."""
+    """After loading, a block whose inverse has failed is inverted again in higher precision."""
     X, y = GOOD
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)

@@ -1,4 +1,4 @@
-"""The scale of steps: their overshoot, and that they become shorter until it is little."""
+"""The scale of steps: their overshoot, and shorter steps until it is small."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 class Valley(nn.Module):
-    """A model whose loss is a parabola: linear regression."""
+    """A model with a parabola as its loss: linear regression."""
 
     def __init__(self, size: int = 3) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Valley(nn.Module):
 
 
 def noisy(seed: int, steps: int, size: int = 64) -> list[tuple[Tensor, Tensor]]:
-    """Return small batches of a regression whose targets are mostly noise."""
+    """Return small batches of a regression in which noise dominates the targets."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(steps):
@@ -45,7 +45,7 @@ def noisy(seed: int, steps: int, size: int = 64) -> list[tuple[Tensor, Tensor]]:
 
 
 def overshoot_by_definition(before: list[Tensor], gradient: Tensor) -> float:
-    """Half the slope of a loss at the last of all parameters so far, on the way from their average."""
+    """Return half the slope of a loss at the last parameters, on the way from the average of all parameters so far."""
     average = before[0]
     for theta in before[1:]:
         average = KEPT_OF_STEPS * average + (1 - KEPT_OF_STEPS) * theta
@@ -54,7 +54,7 @@ def overshoot_by_definition(before: list[Tensor], gradient: Tensor) -> float:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_overshoot_is_that_of_the_definition(reduction: str) -> None:
-    """With a constant scale, what is measured is the average over steps, by the definition with explicit averages."""
+    """With a constant scale, the measured overshoot is the average of its definition over steps."""
     model, loss = Valley(), HalfSquaredError(reduction)
     optimizer = KFAC(model, loss, lr=0.2, noise=1e6, weight_decay=0.0)
     seen, mean, weight = [weights(model)], 0.0, 0.0
@@ -69,14 +69,14 @@ def test_overshoot_is_that_of_the_definition(reduction: str) -> None:
     found = optimizer._scale.numbers_on(torch.device("cpu"))
     expected = torch.tensor([mean, weight, 0.0, 0.0, 12.0], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    # Without the average of parameters, along the last step alone, it is another number.
+    # Along the last step alone, without the average of parameters, the result is different.
     assert g is not None
     along_last_step = 0.5 * float(g.flatten() @ (seen[-2] - seen[-3]))
     assert abs(along_last_step - overshoot) > 0.01 * abs(overshoot)
 
 
 def scales_of(overshoots: list[float], start: float = 1.0, allowed: float = 1.0, age: float = 0.0) -> list[float]:
-    """Return the scale before and after each of some steps."""
+    """Return the scale before and after each step."""
     numbers = torch.tensor([0.0, 0.0, math.log(start), 0.0, age], dtype=torch.float64)
     scales = [start]
     for overshoot in overshoots:
@@ -86,19 +86,19 @@ def scales_of(overshoots: list[float], start: float = 1.0, allowed: float = 1.0,
 
 
 def test_scale_falls_and_rises() -> None:
-    """It falls while overshoot exceeds what is allowed, rises again up to one, and never by more than its rates."""
+    """It falls while overshoot exceeds the limit, rises again up to one, and changes by at most its rates."""
     scales = scales_of([2.5] * 40 + [-1.0] * 90, age=100)
     changes = [after / before for before, after in pairwise(scales)]
-    assert scales[4] == 1.0  # too few are known
+    assert scales[4] == 1.0  # there are too few overshoots
     assert 0.1 < min(scales) < 0.25
     assert scales[-1] == 1.0
     assert min(changes) >= 0.94
     assert max(changes) == pytest.approx(math.exp(0.03))
-    assert scales_of([10.0] * 20, allowed=torch.inf)[-1] == 1.0  # Nobody knows what is allowed.
+    assert scales_of([10.0] * 20, allowed=torch.inf)[-1] == 1.0  # The limit is not known.
 
 
 def test_scale_rises_slowly_after_overshoot_that_was_far_too_large() -> None:
-    """Once it has been there, it returns by one percent in a step, from where it ended; otherwise by three."""
+    """After that, it rises by one percent per step, from its lowest value; otherwise by three."""
     mild, severe = ([overshoot] * 40 + [-1.0] * 40 for overshoot in (2.5, 10.0))
     rises = [scales_of(overshoots, age=100)[-20:] for overshoots in (mild, severe)]
     for rise, rate in zip(rises, (0.03, 0.01), strict=True):
@@ -106,17 +106,17 @@ def test_scale_rises_slowly_after_overshoot_that_was_far_too_large() -> None:
 
 
 def test_first_steps_are_short() -> None:
-    """A learning rate of one starts at 0.2 and is there in seven steps if nothing speaks against it."""
+    """With a learning rate of one, the scale starts at 0.2 and reaches one in seven steps if there is no overshoot."""
     scale = StepScale(0.05)
     scale.allowed(1.0, math.inf, [{"lr": 1.0}, {"lr": 0.1}])
     assert scale.value() == pytest.approx(0.2)
     scales = scales_of([-1.0] * 8, start=0.2)
-    assert scales[1] == pytest.approx(0.2)  # Nothing is known about the first step before it is taken.
+    assert scales[1] == pytest.approx(0.2)  # There is no information before the first step.
     assert scales[2] == pytest.approx(0.2 * math.exp(0.3))
     assert scales[6] < 1.0
     assert scales[7] == 1.0
     assert max(scales_of([1.5] * 8, start=0.2)) == 0.2
-    # A schedule that begins with smaller rates is a warm-up of its own, and its peak is no start.
+    # A schedule that begins with smaller rates is a warm-up itself, so its peak is not another start.
     warming = StepScale(0.05)
     for lr in (0.05, 0.2, 1.0):
         warming.allowed(1.0, math.inf, [{"lr": lr}])
@@ -129,23 +129,23 @@ def test_more_is_allowed_when_a_schedule_has_lowered_the_learning_rate() -> None
     assert scale.allowed(2.0, math.inf, [{"lr": 1.0}]) == pytest.approx(0.1)
     assert scale.allowed(2.0, math.inf, [{"lr": 0.5}, {"lr": 0.1}]) == pytest.approx(0.4)
     assert scale.allowed(2.0, math.inf, [{"lr": 0.0}]) == torch.inf
-    assert scale.allowed(2.0, math.inf, [{"lr": 1e-200}]) == torch.inf  # The square of one over it overflows.
+    assert scale.allowed(2.0, math.inf, [{"lr": 1e-200}]) == torch.inf  # The square of one divided by it overflows.
     assert scale.allowed(-1.0, math.inf, [{"lr": 1.0}]) == torch.inf
     assert scale.allowed(torch.inf, math.inf, [{"lr": 1.0}]) == torch.inf
 
 
 def test_less_is_allowed_where_the_loss_does_not_fall() -> None:
-    """Twice what the loss has fallen by lately, or a small part of the share if it has risen."""
+    """The limit is twice the recent decrease of the loss, or a small part of the share if the loss has risen."""
     scale = StepScale(0.05)
     groups = [{"lr": 1.0}]
     assert scale.allowed(2.0, 1.0, groups) == pytest.approx(0.1)
     assert scale.allowed(2.0, 0.02, groups) == pytest.approx(0.04)
     assert scale.allowed(2.0, -1.0, groups) == pytest.approx(0.003)
-    assert scale.allowed(2.0, 0.0, [{"lr": 0.1}]) == pytest.approx(0.3)  # The schedule ends noise.
+    assert scale.allowed(2.0, 0.0, [{"lr": 0.1}]) == pytest.approx(0.3)  # The schedule reduces noise.
 
 
 def test_progress_is_the_fall_over_the_last_steps() -> None:
-    """Averages by their definition, with weights that grow with the number of a loss; none before some losses."""
+    """Averages by definition, with weights that grow with the index of a loss; no progress before some losses."""
     trend = LossTrend()
     means, progress = [], []
     for step in range(60):
@@ -155,7 +155,7 @@ def test_progress_is_the_fall_over_the_last_steps() -> None:
     assert not any(math.isfinite(one) for one in progress[:14])
 
     def average(power: int) -> float:
-        # The weights for which the n-th loss enters an average with the share `(power + 1) / (power + n)`.
+        # The weights with which the n-th loss enters an average at the rate `(power + 1) / (power + n)`.
         weight = [math.comb(n + power, power) for n in range(len(means))]
         return sum(w * m for w, m in zip(weight, means, strict=True)) / sum(weight)
 
@@ -169,7 +169,7 @@ def test_progress_is_the_fall_over_the_last_steps() -> None:
 
 
 def test_noise_around_a_constant_loss_is_no_rise() -> None:
-    """The lowest of many noisy losses is low by chance. A rise by far more than noise is told."""
+    """The lowest of many noisy losses is low by chance. A rise far above the noise is reported."""
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         trend = LossTrend()
@@ -181,7 +181,7 @@ def test_noise_around_a_constant_loss_is_no_rise() -> None:
 
 
 def test_the_optimizer_knows_loss_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is allowed as much overshoot as the losses before it say."""
+    """The limit in every step follows from the losses before it."""
     given: list[tuple[float, float]] = []
     allowed = StepScale.allowed
 
@@ -204,7 +204,7 @@ def test_the_optimizer_knows_loss_and_progress(monkeypatch: pytest.MonkeyPatch) 
 
 
 def excess(noise: float | None, steps: int = 400) -> tuple[float, float]:
-    """Return how far parameters are from the minimum in the last half of a noisy training, and the scale at its end."""
+    """Return the distance of parameters from the minimum in the last half of a noisy training, and the final scale."""
     torch.manual_seed(0)
     model = Valley()
     optimizer = KFAC(model, HalfSquaredError(), noise=noise, trust=None)
@@ -221,13 +221,13 @@ def test_noise_does_no_more_harm_than_asked_for() -> None:
     limited, scale = excess(0.01)
     assert one == 1.0
     assert scale < 0.5
-    # Overshoot of the last ten steps is less than all that noise does: a part of it is older.
+    # Overshoot of the last ten steps is less than the whole effect of noise: a part of it is older.
     assert limited < 2 * 0.01 * 0.5
     assert free > 5 * limited
 
 
 def test_training_without_noise_keeps_whole_steps() -> None:
-    """Whole batches lead downhill: the same training as without the setting, to the bit."""
+    """Whole batches decrease the loss: the training equals that without the setting, to the bit."""
     X, y = data(num_data=64)
     one, other = mlp(), mlp()
     optimizer = KFAC(one, LOSS, lr=0.2, fisher="type-2")
@@ -238,7 +238,7 @@ def test_training_without_noise_keeps_whole_steps() -> None:
 
 
 def test_weight_decay_has_the_same_scale() -> None:
-    """Weights decay by the learning rate that steps have; and decay is no step, and is no overshoot."""
+    """Weights decay by the scaled learning rate; decay is not a step, and causes no overshoot."""
     model = mlp()
     optimizer = KFAC(model, LOSS, lr=0.5, weight_decay=0.1, noise=1e-6, fisher="type-2")
     assert optimizer._scale is not None
@@ -258,7 +258,7 @@ def run(model: nn.Module, optimizer: KFAC, batches: list[tuple[Tensor, Tensor]])
 
 
 def test_resumed_training_has_the_scale() -> None:
-    """A state has averages of steps, overshoot and losses: a resumed training equals one without a stop."""
+    """A state has averages of steps, overshoot and losses: a resumed training equals an uninterrupted one."""
     batches = noisy(2, 60, size=8)
     torch.manual_seed(0)
     model = Valley()
@@ -275,7 +275,7 @@ def test_resumed_training_has_the_scale() -> None:
 
 
 def test_states_without_scale_are_read() -> None:
-    """That of an optimizer without the setting, and that of one which has it."""
+    """The state may be that of an optimizer without the setting, or with it."""
     X, y = data()
     states = []
     for noise in (None, 0.05):
@@ -293,7 +293,7 @@ def test_states_without_scale_are_read() -> None:
 
 
 def test_bad_batches_do_not_count() -> None:
-    """A step that is skipped leaves overshoot and averages of steps as they are."""
+    """A skipped step does not change overshoot and averages of steps."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
@@ -307,7 +307,7 @@ def test_bad_batches_do_not_count() -> None:
 
 
 def test_a_quadratic_model_has_steps_of_its_own() -> None:
-    """Whatever `noise` is, steps are those that the model asks for."""
+    """For any `noise`, steps are those of the quadratic model."""
     assert KFAC(mlp(), LOSS, quadratic_model=True, noise=1e-6)._scale is None
 
 
@@ -326,7 +326,7 @@ def trend_of(losses: list[float], every: int = 1) -> list[str]:
 
 
 def test_losses_that_rise_are_told() -> None:
-    """Half of the progress is lost for many steps; a peak, a plateau and noise are nothing."""
+    """There is an event if half of the progress is lost for many steps, but not for a peak, a plateau, or noise."""
     falling = [3.0 * 0.95**i + 0.5 for i in range(60)]
     generator = torch.Generator().manual_seed(0)
     noise = (1 + 0.3 * torch.randn(400, generator=generator)).tolist()
@@ -336,13 +336,13 @@ def test_losses_that_rise_are_told() -> None:
     told = trend_of(falling + [2.8] * 80)
     assert len(told) == 1
     assert "lowest value, 0.766 at step 59" in told[0]
-    assert trend_of([1.0 + 0.02 * i for i in range(200)])  # from the first step on
+    assert trend_of([1.0 + 0.02 * i for i in range(200)])  # from the first step
     assert trend_of([1.0 + 0.2 * i for i in range(20)], every=10)
     assert trend_of([torch.nan] * 100) == []
 
 
 def test_a_run_that_gets_worse_warns_once() -> None:
-    """Targets grow from batch to batch, faster than anybody can learn: events, and one warning with the way out."""
+    """Targets grow faster than any training can follow: there are events, and one warning with the way out."""
     model = Valley()
     optimizer = KFAC(model, HalfSquaredError())
     batches = [(X, (1 + 0.05 * i) * y) for i, (X, y) in enumerate(noisy(3, 300, size=8))]
@@ -381,7 +381,7 @@ def test_loss_of_a_square_without_targets_is_that_of_its_gradient(known: bool) -
 
 
 def test_history_is_drawn() -> None:
-    """One line for losses, and one for the scale."""
+    """There is one line for losses, and one for the scale."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)

@@ -1,4 +1,4 @@
-"""Whole trajectories against formulas that are written out in `reference`: nothing in between can be wrong for long."""
+"""Whole trajectories against the formulas in `reference`: a wrong intermediate result would show within some steps."""
 
 import copy
 from itertools import pairwise
@@ -40,13 +40,13 @@ def two_layers() -> Layers:
 
 
 def single_neuron() -> Layers:
-    """Return layers whose steps have one row or one column: their spectral norm needs no estimate."""
+    """Return layers whose steps have one row or one column, so that their spectral norm is exact."""
     torch.manual_seed(3)
     return Layers(nn.Linear(4, 1), nn.Tanh(), nn.Linear(1, 3, bias=False)).double()
 
 
 def follow(model: nn.Sequential, optimizer: KFAC, reference: Reference, loss: nn.Module, steps: list[Batch]) -> None:
-    """Train a model and the reference's, and compare them after every step."""
+    """Train a model and the reference, and compare them after every step."""
     for X, y in steps:
         train(model, optimizer, [(X, y)], loss)
         reference.step(X, y)
@@ -58,22 +58,22 @@ def follow(model: nn.Sequential, optimizer: KFAC, reference: Reference, loss: nn
 def compare(
     model: nn.Sequential, loss: nn.Module, criterion: Criterion, steps: list[Batch], **options: Any
 ) -> Reference:
-    """Train a model with some options, and a copy of it by the reference."""
+    """Train a model with some options, and a copy of it with the reference."""
     reference = Reference(copy.deepcopy(model), criterion, **{"fisher": "type-2"} | options)
     follow(model, KFAC(model, loss, **{"fisher": "type-2", "noise": None} | options), reference, loss, steps)
     return reference
 
 
 def test_defaults() -> None:
-    """All settings that are not given have the documented values.
+    """All settings have their documented default values.
 
-    One neuron is one block, so that its inverses are computed by the documented intervals alone.
+    One neuron is one block, so its inverses are computed at the documented intervals.
     """
     torch.manual_seed(3)
     model, loss = nn.Sequential(nn.Linear(4, 1)).double(), nn.BCEWithLogitsLoss()
     steps = [(4 * X, (y == 0).double().unsqueeze(1)) for X, y in batches(12, 20)]
     reference = compare(model, loss, binary, steps)
-    assert any(reference.shortened)  # otherwise the trust region would not be seen
+    assert any(reference.shortened)  # otherwise the trust region has no effect
 
 
 def test_curvature_is_drawn_by_default() -> None:
@@ -91,7 +91,7 @@ def test_curvature_is_drawn_by_default() -> None:
 
 @pytest.mark.parametrize(("every", "steps"), [({"inverses_every": 1}, 6), ({"inverses_every": 4}, 10), ({}, 26)])
 def test_intervals_of_inverses_grow(every: dict[str, int], steps: int) -> None:
-    """They begin with one step and grow by one in two steps, up to what was asked for, or ten."""
+    """They start with one step and grow by one in two steps, up to the given interval, or ten."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 3)).double()
     options = {"factors_every": 1, "decay": 0.5, "trust": None, **every}
@@ -99,7 +99,7 @@ def test_intervals_of_inverses_grow(every: dict[str, int], steps: int) -> None:
 
 
 def test_inverses_do_not_catch_up() -> None:
-    """Steps in which no inverse was due do not make later ones come more often."""
+    """Steps without a scheduled inverse do not make later inverses more frequent."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 3)).double()
     options = {"factors_every": lambda step: 8 if step < 8 else 1, "inverses_every": 3, "trust": None}
@@ -130,14 +130,14 @@ def test_sums(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["factored", "corrected-empirical"])
 def test_the_square_loss(name: str) -> None:
-    """It has a factor of its own, and counts entries, not examples."""
+    """It has its own reduction factor, and counts entries, not examples."""
     target = torch.randn(5, 10, 3, dtype=torch.float64)
     steps = [(X, y) for (X, _), y in zip(batches(5), target, strict=True)]
     compare(two_layers(), nn.MSELoss(), half_square, steps, **GENTLE | SETTINGS[name])
 
 
 def test_kl_clip() -> None:
-    """The step's length in the metric of the curvature, with all learning rates, is what was asked for."""
+    """The length of the step in the metric of the curvature, with all learning rates, is the given one."""
     options = GENTLE | {"kl_clip": 0.02, "lr": 0.2}
     reference = compare(two_layers(), nn.CrossEntropyLoss(), cross_entropy, batches(6), **options)
     assert any(reference.shortened)
@@ -153,7 +153,7 @@ GROUPS: dict[int, dict[str, Any]] = {
 @pytest.mark.parametrize("kl_clip", [None, 1e-4])
 @pytest.mark.parametrize("order", [[0, 2], [2, 0]])
 def test_groups(order: list[int], kl_clip: float | None) -> None:
-    """Each layer has the settings of its own group, whichever comes first."""
+    """Each layer has the settings of its own group, in any order of groups."""
     model, loss = single_neuron(), nn.CrossEntropyLoss()
     options: dict[str, Any] = {"kl_clip": kl_clip, "factors_every": 1, "inverses_every": 1}
     reference = Reference(copy.deepcopy(model), cross_entropy, GROUPS, **options)
@@ -178,12 +178,12 @@ class Bent(nn.Module):
 @pytest.mark.filterwarnings("ignore:KFAC does not cover")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_parameters_without_curvature(reduction: str) -> None:
-    """Those that KFAC does not cover, or is told not to, follow PyTorch's AdamW; weight decay goes with `lr` alone."""
+    """Parameters that are not covered, or excluded, follow PyTorch's AdamW; weight decay is proportional to `lr`."""
     torch.manual_seed(3)
     model, loss = Bent().double(), nn.CrossEntropyLoss(reduction=reduction)
     groups = [
         {"params": [model.linear.weight], "lr": 0.0, "weight_decay": 0.1},
-        {"params": [model.bend], "lr": 0.2, "weight_decay": 0.3},  # and adamw_lr is 0.001
+        {"params": [model.bend], "lr": 0.2, "weight_decay": 0.3},  # adamw_lr is 0.001
         {"params": [model.linear.bias], "lr": 0.1, "weight_decay": 0.05, "method": "adamw", "adamw_lr": 0.02},
     ]
     optimizer = KFAC(model, loss, groups)
@@ -222,10 +222,10 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss()])
 @pytest.mark.parametrize("options", [{}, {"eigen": True}, {"quadratic_model": True}])
 def test_resuming_after_every_step(options: dict[str, Any], loss: nn.Module) -> None:
-    """A training that is stopped and continued after every single step equals one that is never stopped.
+    """A training that is resumed after every single step equals an uninterrupted one.
 
-    Inverses are spread over steps, the oldest ones first, so the order of a continued training is seen, too. Some
-    batches are bad, so that events and damping are carried over as well.
+    Inverses are spread over steps, the oldest ones first, so the resumed order of blocks is tested, too. Some batches
+    are bad, so events and damping are also resumed.
     """
     torch.manual_seed(3)
     options = {"inverses_every": 4, "patience": 2, "weight_decay": 0.1} | options
@@ -254,7 +254,7 @@ def test_resuming_after_every_step(options: dict[str, Any], loss: nn.Module) -> 
 
 
 def take_step(model: nn.Module, optimizer: KFAC, loss: nn.Module, X: Tensor, y: Tensor) -> None:
-    """Take one step, by a closure."""
+    """Take one step, with a closure."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -269,7 +269,7 @@ def take_step(model: nn.Module, optimizer: KFAC, loss: nn.Module, X: Tensor, y: 
 def test_quadratic_model(lr: float | None) -> None:
     """Steps minimize the quadratic model with dense curvature; weights decay; damping adapts in every step.
 
-    `lr` is one if it is not given, and factors are computed in every step.
+    The default of `lr` is one, and factors are computed in every step.
     """
     options: dict[str, Any] = {"damping": 0.5, "weight_decay": 0.02} | ({} if lr is None else {"lr": lr})
     model, loss = two_layers(), nn.CrossEntropyLoss()
@@ -291,7 +291,7 @@ def test_quadratic_model(lr: float | None) -> None:
     [(1.5, 0.5), (0.91, 0.5), (0.89, 0.95**5), (0.76, 0.95**5), (0.74, 1.0), (0.26, 1.0), (0.24, 0.95**-5)],
 )
 def test_damping_follows_the_prediction(share: float, factor: float) -> None:
-    """It changes by how much of the predicted change of the loss came true."""
+    """It changes by the ratio of the actual to the predicted change of the loss."""
     model, loss = two_layers(), nn.CrossEntropyLoss(reduction="sum")
     X, y = batches(1)[0]
     reference = QuadraticReference(copy.deepcopy(model), cross_entropy, lr=0.5)

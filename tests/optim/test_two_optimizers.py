@@ -1,4 +1,4 @@
-"""Several optimizers: on one model, and with one loss module."""
+"""Several optimizers for one model, and for one loss module."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ TARGETS = torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().ma
 
 
 def test_the_second_one_takes_the_model_over() -> None:
-    """It warns, trains as if it was alone, and the first one cannot step any more."""
+    """It warns, trains as if it were alone, and the first one cannot step any more."""
     model = mlp()
     first = KFAC(model, LOSS)
     train(model, first, [(X, LABELS)], LOSS)
@@ -45,7 +45,7 @@ def test_the_second_one_takes_the_model_over() -> None:
 
 
 def test_a_notebook_cell_that_runs_again() -> None:
-    """The name is bound to the first optimizer while the second one is made."""
+    """The variable still refers to the first optimizer while the second one is created."""
     model = mlp()
     optimizer = KFAC(model, LOSS)
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_a_notebook_cell_that_runs_again() -> None:
 
 
 def test_no_warning_without_reason() -> None:
-    """The first one was closed or deleted."""
+    """The first optimizer was closed or deleted."""
     model = mlp()
     KFAC(model, LOSS).close()
     first = KFAC(model, LOSS)
@@ -69,7 +69,7 @@ def test_no_warning_without_reason() -> None:
 
 
 def test_a_refused_optimizer_takes_nothing_over() -> None:
-    """The first one goes on."""
+    """The first optimizer keeps its model."""
     model = mlp()
     first = KFAC(model, LOSS)
     groups = [{"params": list(model.parameters()), "method": "sgd"}]
@@ -82,7 +82,7 @@ def test_a_refused_optimizer_takes_nothing_over() -> None:
 
 
 def test_a_warning_that_is_an_error() -> None:
-    """Then nothing is taken over, and the warning points to the call."""
+    """Then the first optimizer keeps its model, and the warning points to the call."""
     model = mlp()
     first = KFAC(model, LOSS)
     with warnings.catch_warnings():
@@ -96,7 +96,7 @@ def test_a_warning_that_is_an_error() -> None:
 
 
 def test_shallow_copies() -> None:
-    """They have the hooks of the model, but are not the model: nothing is watched."""
+    """They have the model's hooks, but are not the model, so their passes are not watched."""
     model = mlp()
     optimizer = KFAC(model, LOSS)
     LOSS(copy.copy(model)(X), LABELS).backward()
@@ -105,7 +105,7 @@ def test_shallow_copies() -> None:
 
 
 def test_some_parameters() -> None:
-    """Those that share no parameter live side by side; a group is not taken from another optimizer."""
+    """Optimizers without common parameters coexist; a group cannot be taken from another optimizer."""
     model = mlp()
     one = KFAC(model, LOSS, model[0].parameters())
     other = KFAC(model, LOSS, model[2].parameters())
@@ -117,13 +117,13 @@ def test_some_parameters() -> None:
         one.step()
     train(model, other, [(X, LABELS)], LOSS)
     assert third.steps == 0
-    with pytest.raises(ModelError, match="taken over"):  # and loading a state does not change that
+    with pytest.raises(ModelError, match="taken over"):  # loading a state does not change that
         one.load_state_dict(one.state_dict())
 
 
 @pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
 def test_two_that_share_a_model(fisher: Any) -> None:
-    """Each takes the steps that it takes alone, for its own layers. Neither's audit is taken for training."""
+    """Each takes the same steps as alone, for its own layers. An audit of one is not training of the other."""
     moved = []
     for parts in (([0], [2, 4]), ([0],), ([2, 4],)):
         model = mlp()
@@ -142,7 +142,7 @@ def test_two_that_share_a_model(fisher: Any) -> None:
 
 
 def test_a_part_of_a_model() -> None:
-    """Another model that has the same parameters is no repetition, so it is refused."""
+    """Another model with the same parameters does not replace the first one, so it is refused."""
     model = mlp()
     optimizer = KFAC(model, LOSS)
     whole = nn.Sequential(model, nn.Tanh())
@@ -153,7 +153,7 @@ def test_a_part_of_a_model() -> None:
 
 @pytest.mark.parametrize("fisher", ["empirical", "mc"])
 def test_one_loss_module_for_two_models(fisher: Any) -> None:
-    """Each model trains as if the other one did not exist, whatever the order of passes."""
+    """Each model trains as if the other one did not exist, for any order of passes."""
     loss = nn.MSELoss()
     alone = []
     for seed in (0, 1):
@@ -181,7 +181,7 @@ def test_one_loss_module_for_two_models(fisher: Any) -> None:
 
 
 def test_one_loss_module_for_two_optimizers_of_a_model() -> None:
-    """Both see the targets of the passes, which are theirs. The empirical Fisher of a square loss needs them."""
+    """Both see the targets of the passes. The empirical Fisher of a square loss needs them."""
     model, loss = mlp(), nn.MSELoss()
     one = KFAC(model, loss, model[0].parameters(), fisher="empirical")
     other = KFAC(model, loss, [*model[2].parameters(), *model[4].parameters()], fisher="empirical")
@@ -201,7 +201,7 @@ def test_one_loss_module_for_two_optimizers_of_a_model() -> None:
 
 
 def test_targets_given_twice_are_mixed() -> None:
-    """Mixed labels belong to the whole loss neither, also if two optimizers have the loss module."""
+    """Mixed labels do not belong to the whole loss, even if two optimizers have the loss module."""
     model, loss = mlp(), nn.CrossEntropyLoss()
     optimizer = KFAC(model, loss)
     bystander = KFAC(nn.Linear(4, 3).double(), loss)

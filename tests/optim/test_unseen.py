@@ -1,4 +1,4 @@
-"""Decisions that an accelerator makes alone, on the CPU: stacks of inverses, failures, bad gradients.
+"""Decisions on an accelerator without the host, tested on the CPU: stacks of inverses, failures, bad gradients.
 
 Tapes stand in for CUDA graphs (see `tests.factors.tape`). `test_devices` runs the checks of `tests.optim.unseen` on
 a GPU.
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("tapes")
 
 
 def test_bad_gradients_are_not_looked_at() -> None:
-    """Nothing changes if gradients are not finite, in an update that was recorded."""
+    """In a recorded update, nothing changes if gradients are not finite."""
     check_bad_gradients("cpu", steps=8)
 
 
@@ -30,7 +30,7 @@ def test_failures_that_nobody_waited_for() -> None:
 
 
 def test_failures_before_another_state_was_loaded() -> None:
-    """They are not those of the blocks that were loaded."""
+    """They do not belong to the loaded blocks."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
@@ -46,7 +46,7 @@ def test_failures_before_another_state_was_loaded() -> None:
 
 
 def test_one_of_several_blocks_fails() -> None:
-    """Blocks that are inverted together for the first time are tried one by one if one of them fails."""
+    """If one of several new blocks fails in a joint inversion, they are inverted one at a time."""
     X, y = data()
     layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
     model = nn.Sequential(*layers, nn.Linear(4, 3)).double()
@@ -66,7 +66,7 @@ def test_one_of_several_blocks_fails() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 9, 16, 37])
 def test_inverses_by_halves(size: int) -> None:
-    """They equal those of `torch.linalg.inv`, and say which matrices are not positive definite."""
+    """Results equal those of `torch.linalg.inv`, and flags mark matrices that are not positive definite."""
     torch.manual_seed(0)
     x = torch.randn(3, 2 * size + 1, size, dtype=torch.float64)
     M = x.mT @ x
@@ -80,7 +80,7 @@ def test_inverses_by_halves(size: int) -> None:
 
 
 def test_inverses_by_halves_are_as_precise_as_others() -> None:
-    """In float32, with a condition number of 10,000 and a mean that dominates, as in factors of inputs."""
+    """In float32, with a condition number of 10,000 and a dominant mean, as in factors of inputs."""
     torch.manual_seed(0)
     x = 0.1 * torch.randn(500, 64, dtype=torch.float64) + torch.randn(64, dtype=torch.float64)
     M = x.mT @ x
@@ -88,9 +88,9 @@ def test_inverses_by_halves_are_as_precise_as_others() -> None:
     exact = torch.linalg.inv(M)
     result, good = inverse_by_halves(M.float().unsqueeze(0), smallest=4)
     assert good.all()
-    # float32 rounds to 6e-8. A condition number of 1e4 makes about 6e-4 of that.
+    # float32 rounds to 6e-8. A condition number of 1e4 amplifies this to about 6e-4.
     assert (result - exact).norm() < 1e-3 * exact.norm()
-    # With inverses of blocks instead of their Cholesky factors, as one would write it down first, this does not hold.
+    # With inverses of blocks in place of their Cholesky factors, the more obvious algorithm, the test fails.
     single = M.float()
     P = single[:32, :32]
     Q = single[32:, :32]
@@ -119,7 +119,7 @@ def test_different_settings_in_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer = KFAC(model, LOSS, groups, fisher="type-2", factors_every=1, inverses_every=1)
         train(model, optimizer, [(X, y)] * 6, LOSS)
         results.append(weights(model))
-        monkeypatch.undo()  # The second time, the CPU does not count as an accelerator: nothing is recorded.
+        monkeypatch.undo()  # The second time, the CPU does not count as an accelerator, so there are no recordings.
     torch.testing.assert_close(*results, rtol=1e-8, atol=1e-9)
     same = equal_layers()
     train(same, KFAC(same, LOSS, fisher="type-2", factors_every=1, inverses_every=1), [(X, y)] * 6, LOSS)
@@ -127,7 +127,7 @@ def test_different_settings_in_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inverses_of_some_blocks_of_a_stack() -> None:
-    """Blocks that are not side by side are written one by one, and the others stay."""
+    """Blocks that are not adjacent are written one at a time, and the others do not change."""
     X, y = data()
     model = equal_layers()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=100, inverses_every=1)

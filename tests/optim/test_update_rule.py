@@ -34,7 +34,7 @@ def test_momentum_has_no_bias(momentum: float, steps: int) -> None:
 
 
 def test_momentum_looks_ahead() -> None:
-    """Without curvature and bias correction far away, the rule is Nesterov's, as `torch.optim.SGD` has it."""
+    """With no curvature, and at a large age, the rule is Nesterov's, as in `torch.optim.SGD`."""
     torch.manual_seed(0)
     target = torch.randn(3, dtype=torch.float64)
     mine, theirs = torch.zeros_like(target), torch.zeros_like(target).requires_grad_()
@@ -50,7 +50,7 @@ def test_momentum_looks_ahead() -> None:
 
 
 def test_nothing_changes_after_an_error() -> None:
-    """An error of `precondition` is raised before anything changes."""
+    """If `precondition` raises an error, no state has changed."""
 
     def fails(_: Tensors) -> Tensors:
         raise ZeroDivisionError
@@ -63,14 +63,14 @@ def test_nothing_changes_after_an_error() -> None:
 
 
 def test_weight_decay_is_decoupled() -> None:
-    """It does not go through curvature or momentum."""
+    """It is not affected by curvature or momentum."""
     p, g, m = [torch.ones(2)], [torch.zeros(2)], [torch.zeros(2)]
     natural_step([ParameterGroup(p, g, m, 0.9, lr=0.5, kept=0.95, correction=1.0)], identity)
     torch.testing.assert_close(p[0], torch.full((2,), 0.95))
 
 
 def test_adamw_is_that_of_pytorch() -> None:
-    """Several steps of both agree."""
+    """Several steps of both are equal."""
     p = torch.randn(4, dtype=torch.float64)
     q = p.clone().requires_grad_()
     m, v = torch.zeros_like(p), torch.zeros_like(p)
@@ -85,7 +85,7 @@ def test_adamw_is_that_of_pytorch() -> None:
 
 
 def by_svd(D: Tensor, radius: float) -> Tensor:
-    """Limit singular values one by one, as the documentation says."""
+    """Limit singular values one at a time, as documented."""
     U, sizes, V = torch.linalg.svd(D, full_matrices=False)
     longest = sum(size**4 for size in sizes.tolist()) ** 0.25
     shorter = sizes * min(1.0, 30 * radius / longest)
@@ -96,7 +96,7 @@ def by_svd(D: Tensor, radius: float) -> Tensor:
 
 @given(rows=st.integers(1, 12), columns=st.integers(1, 12), scale=st.floats(1e-4, 1e4), inputs=st.floats(0.1, 10))
 def test_limited_steps(rows: int, columns: int, scale: float, inputs: float) -> None:
-    """Each singular value is limited on its own, however long the step is, unless there is no limit."""
+    """Each singular value is limited separately, for any length of the step, unless there is no limit."""
     torch.manual_seed(rows * 100 + columns)
     D = scale * torch.randn(2, 1, rows, columns, dtype=torch.float64)
     trust = torch.tensor([0.5, torch.inf], dtype=torch.float64).reshape(2, 1, 1, 1)
@@ -110,7 +110,7 @@ def test_limited_steps(rows: int, columns: int, scale: float, inputs: float) -> 
 
 
 def test_one_long_direction_does_not_shorten_the_others() -> None:
-    """A step that is shortened as a whole, by its spectral norm, is another one, and is refused."""
+    """Scaling the whole step by its spectral norm gives a different step, which the test rejects."""
     D = torch.diag(torch.tensor([25.0, 0.1, 0.01], dtype=torch.float64))
     one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     short = limited(D.reshape(1, 1, 3, 3), 1.0, one, by_column=False)[0, 0]
@@ -123,7 +123,7 @@ def test_one_long_direction_does_not_shorten_the_others() -> None:
 
 @pytest.mark.parametrize("by_products", [False, True])
 def test_limit_in_single_precision(by_products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With singular values over five decades, the limit is good to 13 % by an inverse, and to 3 % by products."""
+    """With singular values over five decades, the limit is accurate to 13 % by an inverse, and to 3 % by products."""
     if by_products:
         norm = torch.linalg.matrix_norm
         monkeypatch.setattr(
@@ -143,7 +143,7 @@ def test_limit_in_single_precision(by_products: bool, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("rows", "columns"), [(256, 300), (300, 256), (256, 256)])
 def test_limit_of_sizes_that_lapack_is_slow_for(rows: int, columns: int) -> None:
-    """A margin around Gram matrices of such sizes does not change the limit, on either side."""
+    """Padding Gram matrices of such sizes does not change the limit, on either side."""
     torch.manual_seed(0)
     D = torch.randn(rows, columns) / 8
     short = limited(D.reshape(1, 1, rows, columns), 1.0, torch.ones(1, 1, 1, 1), by_column=False)[0, 0]
@@ -154,7 +154,7 @@ def test_limit_of_sizes_that_lapack_is_slow_for(rows: int, columns: int) -> None
 
 
 def test_limited_columns() -> None:
-    """Embeddings are limited token by token: a large step for one token does not shorten the others'."""
+    """The steps of embeddings are limited per token: a large step for one token does not shorten others."""
     D = torch.full((1, 1, 4, 3), 1e-3)
     D[..., 0] = 1000.0
     unit_vectors = torch.full((1, 1, 1, 1), 3**-0.5)
@@ -165,7 +165,7 @@ def test_limited_columns() -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_embeddings_and_tables_change_by_their_limit(sharing: Any) -> None:
-    """Without damping, steps are long. Each row of both parameters then changes by what its limit says."""
+    """Without damping, steps are long. Each row of both parameters changes by its limit."""
 
     class Tokens(nn.Module):
         def __init__(self) -> None:
@@ -188,7 +188,7 @@ def test_embeddings_and_tables_change_by_their_limit(sharing: Any) -> None:
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
 def test_wide_layers_change_outputs_no_more_than_others(scale: float) -> None:
-    """A layer whose factor is diagonal because it is wide has no unit vectors as inputs. Its limit knows their size."""
+    """A layer whose factor is diagonal because it is wide has no unit vectors as inputs. Its limit uses their size."""
     torch.manual_seed(0)
     X, y = scale * torch.randn(60, 40, dtype=torch.float64), torch.randint(2, (60,))
     model = nn.Sequential(nn.Linear(40, 8), nn.Tanh(), nn.Linear(8, 2)).double()
@@ -197,7 +197,7 @@ def test_wide_layers_change_outputs_no_more_than_others(scale: float) -> None:
     with pytest.warns(KfsWarning, match="max_dim"):
         train(model, optimizer, [(X, y)], nn.CrossEntropyLoss())
     change = (model[0](X).detach() - before).square().mean().sqrt()
-    # Columns have a limit each, so that those of one sign may add up to more than one limit; not to several.
+    # Each column has a limit, so columns of one sign may add up to more than one limit, but not to several.
     assert change < 2 * 0.03
 
 
@@ -216,9 +216,9 @@ def layer_gradient(model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor, laye
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("fisher", ["type-2", "empirical"])
 def test_one_step_minimises_over_a_layer(place: int, reduction: str, fisher: str) -> None:
-    """In a deep linear network, KFAC's block is exact: one undamped step minimises the square loss over a layer.
+    """In a deep linear network, KFAC's block is exact: one undamped step minimizes the square loss over a layer.
 
-    The empirical Fisher's is not, and must not pass.
+    The block of the empirical Fisher is not exact, and must fail.
     """
     X, y = torch.randn(20, 5, dtype=torch.float64), torch.randn(20, 2, dtype=torch.float64)
     model, loss = deep_linear(), nn.MSELoss(reduction=reduction)
@@ -234,7 +234,7 @@ def test_one_step_minimises_over_a_layer(place: int, reduction: str, fisher: str
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum"), nn.MSELoss()])
 def test_exact_natural_gradient_for_one_datum(loss: nn.Module) -> None:
-    """With one example every block is exact, and the step is that of the dense, damped GGN of each layer."""
+    """With one example, every block is exact, and the step is that of the dense, damped GGN of each layer."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     X = torch.randn(1, 4, dtype=torch.float64)
@@ -268,13 +268,13 @@ def test_exact_natural_gradient_for_one_datum(loss: nn.Module) -> None:
 
 
 class Shared(nn.Module):
-    """A layer whose outputs at several positions are averaged, in several ways; `"none"` has one position."""
+    """A layer whose outputs are averaged over positions, in several ways; `"none"` has one position."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.way = way
-        # The draws of both layers are the same.
+        # Both layers have the same draws.
         self.layer = nn.Conv2d(3, 4, 1) if way == "pixels" else nn.Linear(3, 4)
         self.head = nn.Linear(4, 2)
 
@@ -297,9 +297,9 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("options", [{}, {"eigen": True}, {"fisher": "forward-only"}, {"fisher": "empirical"}])
 @pytest.mark.parametrize("way", ["axis", "pixels", "calls", "any order"])
 def test_equal_positions_are_one_with_reduce(way: str, options: dict[str, Any]) -> None:
-    """Six equal positions whose outputs are averaged have the curvature of one, and so the same steps.
+    """Six equal positions whose outputs are averaged have the curvature of one position, and therefore the same steps.
 
-    Inputs of the factor are sums over positions, six times as large. The trust region goes by inputs themselves.
+    The factor's inputs are sums over positions, six times as large. The trust region uses the inputs themselves.
     """
     torch.manual_seed(1)
     X, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7,))
@@ -314,7 +314,7 @@ def test_equal_positions_are_one_with_reduce(way: str, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("taken", [True, False])
 def test_parameters_that_are_parts_of_larger_tensors(taken: bool) -> None:
-    """Nothing outside of them changes if a device decides about the step; transposed ones have no gaps."""
+    """Nothing outside the parameters changes if a device decides about the step; transposed parameters have no gaps."""
     memory = torch.zeros(3, 4, 6)
     params = [memory[0, :, :3], memory[1].T, memory[2, :, 1::2]]
     steps = [torch.randn(p.shape) for p in params]

@@ -1,4 +1,4 @@
-"""Factors from passes of the training loop: which passes are used, and which are ignored."""
+"""Factors from passes of the training loop: passes that count, and passes that are ignored."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class Interrupted(nn.Module):
     """Raises a given error once."""
 
     def __init__(self) -> None:
-        """Start without anything to raise."""
+        """Start without an error."""
         super().__init__()
         self.errors: list[BaseException] = []
 
@@ -34,7 +34,7 @@ class Interrupted(nn.Module):
 @pytest.mark.parametrize("audit", [True, False])
 @pytest.mark.parametrize("closed", [True, False])
 def test_interrupts(closed: bool, audit: bool) -> None:
-    """After an interrupt from the keyboard, the next call or step puts everything in order."""
+    """After a keyboard interrupt, the next call or step cleans up."""
     X, y = data()
     layer = Interrupted()
     model = nn.Sequential(mlp(), layer)
@@ -83,7 +83,7 @@ def test_models_that_call_themselves() -> None:
 
 
 class Keeps(nn.Module):
-    """Keeps its prediction, and returns an output that cannot be trained."""
+    """Keeps its prediction, and returns an output without graph."""
 
     def __init__(self) -> None:
         """Make a network."""
@@ -97,7 +97,7 @@ class Keeps(nn.Module):
 
 
 def test_predictions_that_take_another_way() -> None:
-    """What was not returned is not seen; what is returned without graph is nothing to wait for."""
+    """A kept prediction is not watched; for an output without graph, there is no backward pass to wait for."""
     X, y = data()
     model = Keeps()
     optimizer = KFAC(model, LOSS)
@@ -105,13 +105,13 @@ def test_predictions_that_take_another_way() -> None:
     model(X)
     LOSS(model.kept, y).backward()
     assert optimizer._watch.collect() is None
-    optimizer.targets(y)  # of a pass that is gone
+    optimizer.targets(y)  # of a pass that has ended
     train(model, optimizer, [(X, y)], LOSS)
     assert optimizer.steps == 1
 
 
 class Sometimes(nn.Module):
-    """Uses a parameter in a way that has no rule, and another one only if asked for."""
+    """Uses a parameter by an operation without rule, and another one optionally."""
 
     def __init__(self) -> None:
         """Make the parameters."""
@@ -120,14 +120,14 @@ class Sometimes(nn.Module):
         self.odd = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor, more: bool) -> Tensor:
-        """Use them."""
+        """Use the parameters."""
         h = torch.atan2(self.linear(x), self.odd)
         return self.more(h) if more else h
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
 def test_passes_that_use_different_parameters(order: tuple[bool, bool]) -> None:
-    """A parameter that one part of a batch does not use is covered; one without rule is not."""
+    """A parameter that one part of a batch does not use is covered; one that is used without rule is not."""
     X, y = data(dtype=torch.float32)
     model = Sometimes()
     optimizer = KFAC(model, LOSS)
@@ -140,7 +140,7 @@ def test_passes_that_use_different_parameters(order: tuple[bool, bool]) -> None:
 
 
 def test_branches_that_are_used_later() -> None:
-    """Curvature for them is computed in the next step, also between two updates of factors."""
+    """Their curvature is computed in the next step, even between two updates of factors."""
     X, y = data(dtype=torch.float32)
     model = Sometimes()
     model.odd.requires_grad_(False)
@@ -155,7 +155,7 @@ def test_branches_that_are_used_later() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_labels_that_are_none(told: bool) -> None:
-    """An argument called `labels` may be something else; targets that were passed explicitly may not."""
+    """An argument called `labels` may have another meaning; targets that were passed explicitly may not."""
     X, y = data()
 
     class Labelled(nn.Module):
@@ -181,7 +181,7 @@ def test_labels_that_are_none(told: bool) -> None:
 
 
 def test_wide_factors_are_declared() -> None:
-    """They keep their diagonal only, which is said once."""
+    """They keep only their diagonal, and there is one warning."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS, max_dim=5, factors_every=1)
@@ -191,7 +191,7 @@ def test_wide_factors_are_declared() -> None:
 
 
 def test_damping_falls_again() -> None:
-    """After many good updates it is what it was."""
+    """After many good updates, damping has its initial value."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1, patience=1)
@@ -202,7 +202,7 @@ def test_damping_falls_again() -> None:
 
 
 def test_quadratic_model_without_targets_that_count() -> None:
-    """There is nothing to minimise, and nothing moves."""
+    """There is nothing to minimize, and parameters do not change."""
     X, y = data()
     model, loss = mlp(), nn.CrossEntropyLoss(reduction="sum")
     optimizer = KFAC(model, loss, quadratic_model=True)
@@ -221,7 +221,7 @@ def test_quadratic_model_without_targets_that_count() -> None:
 
 
 def test_empirical_fisher_of_a_vanishing_gradient() -> None:
-    """It has no scale, and is not used; nothing is wrong with it either."""
+    """It has no scale, and is not used; there is no event."""
     X, _ = data()
     model = mlp()
     loss = nn.MSELoss()
@@ -232,9 +232,9 @@ def test_empirical_fisher_of_a_vanishing_gradient() -> None:
         nn.functional.mse_loss(model(X), torch.ones(12, 3).double()).backward()
 
 
-@pytest.mark.filterwarnings("ignore")  # it is deprecated
+@pytest.mark.filterwarnings("ignore")  # the function is deprecated
 def test_traced_models() -> None:
-    """Tracing is not training."""
+    """Tracing does not count as training."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
@@ -244,7 +244,7 @@ def test_traced_models() -> None:
 
 
 def test_objects_without_tensors() -> None:
-    """A model may return anything, as long as the output is not used for training."""
+    """A model may return any objects, as long as training does not use them."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -261,7 +261,7 @@ def test_objects_without_tensors() -> None:
 
 
 def test_empirical_fisher_of_functions_of_parameters() -> None:
-    """What arrives at them in the user's backward pass reaches their factors."""
+    """The user's backward pass adds gradients to their factors."""
     X, y = data()
     p, W = torch.randn(4, dtype=X.dtype), torch.randn(4, 3, dtype=X.dtype)
     model = Function(lambda m, x: (x * torch.sigmoid(m.p)) @ m.W, p=p, W=W)
@@ -275,7 +275,7 @@ def test_empirical_fisher_of_functions_of_parameters() -> None:
 
 
 def test_labels_of_a_second_pass_are_drawn_anew() -> None:
-    """Two passes with the same data before one step: draws continue, so that two samples differ from one."""
+    """Two passes with the same data before one step: draws continue, so two samples differ from one."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="mc", factors_every=1)
@@ -289,12 +289,12 @@ def test_labels_of_a_second_pass_are_drawn_anew() -> None:
         return next(Block(block).B for block in sums.blocks.values())
 
     one, two = gradient_factor(1), gradient_factor(2)
-    torch.testing.assert_close(one, gradient_factor(1))  # no step has come between: these are the same draws
+    torch.testing.assert_close(one, gradient_factor(1))  # there was no step in between, so these are the same draws
     assert (one - two).norm() > 1e-3 * one.norm()
 
 
 def test_batch_axis_of_sequences() -> None:
-    """As many times as data: which axis is the batch axis has to be said, and counts where positions are summed."""
+    """With as many times as examples, the batch axis has to be given; it matters if positions are summed."""
     W, X, y = torch.randn(2, 3), torch.randn(4, 4, 3), torch.randint(2, (4,))
     first = Function(lambda m, x: nn.functional.linear(x, m.W).tanh().mean(1), W=W.clone())
     second = Function(lambda m, x: nn.functional.linear(x, m.W).tanh().mean(0), W=W.clone())

@@ -11,7 +11,7 @@ from kfs.runtime.cuda_graphs import Replayer
 
 
 class Layers(nn.Sequential):
-    """Layers in a row; those that are asked for here are linear ones."""
+    """A sequence of layers; the layers that tests access are linear ones."""
 
     def __getitem__(self, place: Any) -> Any:
         """Return a layer."""
@@ -19,13 +19,13 @@ class Layers(nn.Sequential):
 
 
 def mlp(dtype: torch.dtype = torch.float64, classes: int = 3) -> Layers:
-    """Return a small network, always the same one."""
+    """Return a small network, the same in every call."""
     torch.manual_seed(0)
     return Layers(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, classes)).to(dtype)
 
 
 def data(num_data: int = 12, dtype: torch.dtype = torch.float64, classes: int = 3) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels that can be learned, always the same ones."""
+    """Return inputs and labels that can be learned, the same in every call."""
     generator = torch.Generator().manual_seed(1)
     X = torch.randn(num_data, 4, generator=generator, dtype=torch.float64).to(dtype)
     W = torch.randn(4, classes, generator=generator, dtype=torch.float64)
@@ -63,10 +63,10 @@ def one_step(model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor, **options:
 
 
 def recordings(replayer: Replayer | None) -> int:
-    """Return how many recordings there are."""
+    """Return the number of recordings."""
     return 0 if replayer is None else sum(len(kind.recorded) for kind in replayer._kinds.values())
 
 
 def recorded_passes(optimizer: Any) -> int:
-    """Return how many recordings of passes for factors an optimizer has."""
+    """Return the number of an optimizer's recorded passes for factors."""
     return recordings(optimizer._watch._graphs._replayer)

@@ -1,4 +1,4 @@
-"""Checks of decisions that an accelerator makes alone; `test_unseen` and `test_devices` run them."""
+"""Checks of decisions on an accelerator without the host; `test_unseen` and `test_devices` run them."""
 
 import copy
 from typing import Any
@@ -36,7 +36,7 @@ def averages_of(optimizer: KFAC) -> list[Tensor]:
 
 
 def check_failures(device: str) -> None:
-    """The last inverse stays, the event is counted with the next factors, and the block is tried again."""
+    """The last inverse stays, the event is counted with the next factors, and the block is inverted again."""
     X, y = (t.to(device) for t in data())
     model = mlp().to(device)
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
@@ -50,7 +50,7 @@ def check_failures(device: str) -> None:
     train(model, optimizer, [(X, y)], LOSS)
     assert torch.equal(average.inverse.to_dense(), kept)
     average.factors.A.values.copy_(good)
-    assert optimizer._curvature.events.failed_inverses == 0  # `optimizer.events` would look
+    assert optimizer._curvature.events.failed_inverses == 0  # `optimizer.events` would read the flags
     train(model, optimizer, [(X, y)] * 9, LOSS)
     assert optimizer.events.failed_inverses == 1
     assert not average.failed
@@ -59,7 +59,7 @@ def check_failures(device: str) -> None:
 
 
 def check_overflow(device: str, replay: bool, **options: Any) -> None:
-    """Products with inverses that are not finite change nothing, are counted, and make damping rise."""
+    """If products with inverses are not finite, nothing changes, the event is counted, and damping rises."""
     X, y = (t.to(device) for t in data())
     model = mlp().to(device)
     params = [{"params": [p], "method": "adamw" if p.ndim == 1 else "kfac"} for p in model.parameters()]
@@ -84,7 +84,7 @@ def check_overflow(device: str, replay: bool, **options: Any) -> None:
 
 
 def check_skipped_steps(device: str, replay: bool) -> None:
-    """Skipped steps are counted, and parameters do not grow older in them, as on a CPU."""
+    """Skipped steps are counted, and do not increase the ages of parameters, as on a CPU."""
     X, y = (t.to(device) for t in data())
     model = mlp().to(device)
     params = [{"params": [p], "method": "adamw" if p.ndim == 1 else "kfac"} for p in model.parameters()]
@@ -92,7 +92,7 @@ def check_skipped_steps(device: str, replay: bool) -> None:
     for i in range(14):
         optimizer.zero_grad()
         LOSS(model(X), y).backward()
-        if i in {3, 6, 8}:  # The last one has new factors.
+        if i in {3, 6, 8}:  # The last step has new factors.
             assert model[2].weight.grad is not None
             model[2].weight.grad[0, 0] = torch.inf
         optimizer.step()
