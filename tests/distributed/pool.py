@@ -1,7 +1,7 @@
 """One pool of processes for all tests: a function runs on several ranks, which are connected by gloo.
 
-The process of the tests is rank 0, so that coverage, debuggers and assertions work there as usual. The others are
-forked once and wait for functions. Every call has a world of its own, with exactly as many ranks as asked for.
+The process of the tests is rank 0, so that coverage, debuggers and assertions work as usual. The others are
+forked once and wait for functions. Every call has a world of its own, with exactly the requested number of ranks.
 """
 
 import gc
@@ -23,14 +23,14 @@ import torch.distributed as dist
 
 import kfs
 
-SECONDS = 60  # a rank that waits longer has an error
-MOST = 4  # ranks that functions usually run on
+SECONDS = 60  # a rank that waits longer raises an error
+MOST = 4  # number of ranks that most functions run on
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 class Job(NamedTuple):
-    """A job of a rank."""
+    """A job for a rank."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 class Pool:
     """Processes that run functions together.
 
-    A function that kills a process should have a pool of its own: processes that replace others start slowly.
+    A function that kills a process should have a pool of its own, since replacing processes start slowly.
     """
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ class Pool:
         self._has_run = False
 
     def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run a function on all ranks, and return what each of them returns.
+        """Run a function on all ranks, and return their results.
 
         Args:
             world_size: Number of ranks.
-            function: One of a module. It finds `torch.distributed` initialized.
+            function: A function of a module. It is called with `torch.distributed` initialized.
             *arguments: Its arguments, the same for all ranks. Tensors are copied.
 
         Raises:
-            Exception: That of the first rank that has failed by itself. Tracebacks of all others are in its notes.
+            Exception: The error of the first rank that failed by itself. Tracebacks of all others are in its notes.
         """
         self._start(world_size - 1)
         self._has_run = True
@@ -79,7 +79,7 @@ class Pool:
             outcomes += [self._outcome(rank) for rank in range(1, world_size)]
         failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error is not None]
         if failed:
-            # Ranks that wait for one that has failed lose their connection to it.
+            # Ranks that wait for a failed rank lose their connection to it.
             _, first = min(failed, key=lambda item: ("onnection" in str(item[1].error), item[0]))
             assert first.error is not None
             for rank, outcome in failed:
@@ -102,8 +102,8 @@ class Pool:
         if not self._workers and not self._has_run:
             _import_all()
             number = max(number, MOST - 1)
-        # A process that has used a GPU cannot be forked. One that has been rank 0 of a sharded model should not be:
-        # PyTorch keeps meshes, and their copies would take every rank for rank 0.
+        # A process that has used a GPU cannot be forked. A former rank 0 of a sharded model should not be forked:
+        # PyTorch keeps meshes, and copies of them would treat every rank as rank 0.
         spawns = self._has_run or torch.cuda.is_initialized()
         context: Any = multiprocessing.get_context("spawn" if spawns else "fork")
         while len(self._workers) < number:
@@ -129,7 +129,7 @@ class Pool:
 
 
 def _import_all() -> None:
-    """Compute something, so that what is imported for it need not be imported in every process."""
+    """Run a computation that imports all modules, so that forked processes need not import them."""
     data = torch.rand(2, 2), torch.randint(2, (2,))
     risk = kfs.EmpiricalRisk(torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss(), data)
     kfs.EKFAC(risk, sharing="reduce")
@@ -138,8 +138,8 @@ def _import_all() -> None:
 
 def _work(connection: Connection) -> None:
     """Run functions until the connection is closed."""
-    sys.settrace(None)  # the coverage that this copy measures would be lost
-    # A process group that was garbage where this process was forked from would wait for threads that are not here.
+    sys.settrace(None)  # this process cannot save its coverage
+    # A process group that was garbage in the parent process would wait for threads that do not exist here.
     gc.freeze()
     torch.set_num_threads(1)
     while True:

@@ -1,4 +1,4 @@
-"""Models and data that are split over ranks in uneven ways, and the same in one process."""
+"""Models and data that are split unevenly over ranks, and the same data in one process."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ class Tokens(nn.Module):
 
 
 class Experts(nn.Module):
-    """Sends data to one of two experts, by their first feature; an expert without data is not called."""
+    """Sends each example to one of two experts, by its first feature; an expert without examples is not called."""
 
     def __init__(self, features: int = 4) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def problem(name: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     elif name == "experts":
         model = Experts()
-        X[:, 0] = torch.linspace(-1, 1, NUM_DATA, dtype=torch.float64)  # the first data use the first expert only
+        X[:, 0] = torch.linspace(-1, 1, NUM_DATA, dtype=torch.float64)  # the first examples use only the first expert
     elif name == "convolution":
         layers = nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2)
         model = nn.Sequential(*layers)
@@ -74,7 +74,7 @@ def problem(name: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
         X = torch.randint(7, (NUM_DATA, 4))
         y = torch.randint(7, (NUM_DATA, 4))
         y[torch.rand(NUM_DATA, 4) < 0.4] = -100
-        y[9:14] = -100  # some ranks have data without any target that counts
+        y[9:14] = -100  # on some ranks, all targets are ignored
     return model.double(), loss, X, y
 
 
@@ -89,7 +89,7 @@ def risk_of_all(name: str) -> kfs.EmpiricalRisk:
 
 
 def risk_of_own(name: str) -> kfs.EmpiricalRisk:
-    """Return the risk of processes that have some of the data each."""
+    """Return the risk of this process, which has a part of the data."""
     model, loss, X, y = problem(name)
     cuts = CUTS[dist.get_world_size()]
     own = slice(*cuts[dist.get_rank() : dist.get_rank() + 2])
@@ -97,10 +97,10 @@ def risk_of_own(name: str) -> kfs.EmpiricalRisk:
 
 
 def is_first() -> bool:
-    """Whether this process has to compare what was found with one process: ranks are compared bit by bit."""
+    """Whether this process makes the comparison with one process: all ranks are equal bit by bit."""
     return dist.get_rank() == 0
 
 
 def bits(tensors: Any) -> str:
-    """Return a fingerprint of tensors, to the last bit."""
+    """Return a fingerprint of tensors, exact to the last bit."""
     return digest([t.contiguous() for t in tensors])

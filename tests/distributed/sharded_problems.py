@@ -1,4 +1,4 @@
-"""Models that are sharded in several ways, with data that are split unevenly, and the same in one process."""
+"""Models that are sharded in several ways, with unevenly split data, and the same models and data in one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ Shard = Callable[[nn.Module], nn.Module]
 
 
 class Tied(nn.Module):
-    """Has one weight in two places, a parameter of its own, and a block that is run again in the backward pass."""
+    """Has one weight in two places, a direct parameter, and a block that runs again in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def model_and_data(name: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
 
 
 def whole_blocks(model: nn.Module, **settings: Any) -> nn.Module:
-    """Shard the children that have children, and then the rest."""
+    """Shard the children that have children, and then the model."""
     for child in model.children():
         if list(child.children()):
             fully_shard(child, **settings)
@@ -71,18 +71,18 @@ def freed_after_forward(model: nn.Module) -> nn.Module:
 
 
 def hybrid(model: nn.Module) -> nn.Module:
-    """Shard over two processes, and replicate that."""
+    """Shard over two processes, and replicate the shards."""
     return whole_blocks(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def tensor_parallel(model: nn.Module) -> nn.Module:
-    """Split rows of the first layer of an MLP, and columns of the last one."""
+    """Split the first layer of an MLP by rows, and the last one by columns."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def both_ways(model: nn.Module) -> nn.Module:
-    """Split an MLP like that, and shard the parts."""
+    """Split an MLP with `tensor_parallel`, and shard the parts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return whole_blocks(model, mesh=mesh["data"])

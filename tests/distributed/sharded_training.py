@@ -19,7 +19,7 @@ from tests.distributed.training import Plan, Run, batches, chunks, model_of, res
 
 
 def parts_of_a_plain_module(model: nn.Module) -> nn.Module:
-    """Shard each layer, and leave the model as it is: there are several roots."""
+    """Shard each layer, but not the model: there are several roots."""
     for child in model.children():
         if list(child.parameters()):
             fully_shard(child)

@@ -3,7 +3,7 @@
     python -m tests.distributed.soak --minutes 5
 
 Each round computes factors with a random number of ranks, kills one of them at a random moment, and starts again with
-another random number, until no rank is killed any more. Then factors must be those of one process without checkpoints.
+another random number, until no rank is killed. Factors must then equal those of one process without checkpoints.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"fisher": "empirical", "sharing": "reduce"},
 ]
 KINDS: dict[str, Any] = {"KFAC": kfs.KFAC, "EKFAC": kfs.EKFAC}
-LOST = 3  # how a rank ends that has noticed that another one was killed
+LOST = 3  # exit status of a rank that has noticed that another one was killed
 
 
 class Slow(list[Any]):
@@ -72,14 +72,14 @@ def work(rank: int, size: int, store: str, folder: str, kind: str, settings: dic
 
 
 def attempt(folder: Path, size: int, kind: str, settings: dict[str, Any], after: float | None, victim: int) -> bool:
-    """Run all ranks once, and kill one of them after some time. Return whether they came to the end."""
+    """Run all ranks once, and kill one of them after some time. Return whether all ranks finished."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as place:
         arguments = size, f"{place}/store", str(folder), kind, settings
         processes = [context.Process(target=work, args=(rank, *arguments)) for rank in range(size)]
         for process in processes:
             process.start()
-        # Who waits for others to connect would not notice that one of them is gone.
+        # A rank that waits for connections does not notice that another one is gone.
         while len(list(Path(place).glob("store.*"))) < size:
             time.sleep(0.01)
         if after is not None:
@@ -92,7 +92,7 @@ def attempt(folder: Path, size: int, kind: str, settings: dict[str, Any], after:
 
 
 def run(folder: Path, rounds: int | None, seed: int, kills: int = 4, seconds: float = 0.0) -> int:
-    """Run some rounds, or for some time, and return how many ranks were killed before the end.
+    """Run some rounds, or for some time, and return the number of ranks that were killed.
 
     Raises:
         AssertionError: If factors differ, or a rank hangs.
@@ -116,7 +116,7 @@ def run(folder: Path, rounds: int | None, seed: int, kills: int = 4, seconds: fl
         assert finished, f"round {done} has no result"
         plain = {name: value for name, value in settings.items() if name in {"fisher", "sharing"}}
         expected = KINDS[kind](risk_of_all("tokens"), **plain).to_dense()
-        # Eigenvalues are measured along eigenvectors, in which round-off of factors is magnified.
+        # Eigenvalues belong to eigenvectors, which magnify round-off of factors.
         tolerance = 1e-13 if kind == "KFAC" else 1e-9
         torch.testing.assert_close(torch.load(place / "result"), expected, rtol=tolerance, atol=tolerance / 100)
         shutil.rmtree(place)

@@ -1,4 +1,4 @@
-"""Ranks agree: on errors, on values, and on where they are in the program."""
+"""Ranks agree on errors, on values, and on the current operation of the program."""
 
 import os
 import signal
@@ -53,14 +53,14 @@ def test_an_error_of_one_rank_is_that_of_all(ranks: Pool, size: int, bad: list[i
 
 
 class OddError(Exception):
-    """Cannot be made anew from its arguments."""
+    """An error that cannot be recreated from its arguments."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
 
 
 class OtherError(Exception):
-    """Does not come back as it was."""
+    """An error that differs after unpickling."""
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return ValueError, ("lost",)
@@ -92,7 +92,7 @@ def nested(inside: bool) -> list[str]:
 
 
 def steps(everybody: Ranks, error: Exception | None, inside: bool) -> None:
-    raise_it(None if inside else error)  # rank 1 never gets to where the others are
+    raise_it(None if inside else error)  # rank 1 never reaches this agreement of the others
     with everybody.agreed("inner"):
         raise_it(error)
     everybody.gather("a number", 1)
@@ -137,7 +137,7 @@ def facts(second: dict[str, object]) -> str:
     mine = second if everybody.rank == 1 else first
     found: list[str] = []
 
-    def compare() -> None:  # Other threads than the first one get no interrupts.
+    def compare() -> None:  # Only the first thread receives interrupts.
         check_same(everybody, "numbers", {"Numbers": Same(first, "Use one.")})
         with pytest.raises(DistributedError) as caught:
             check_same(everybody, "numbers", {"Numbers": Same(mine, "Use one.")})
@@ -199,7 +199,7 @@ def lost() -> None:
 
 
 def test_the_pool_reports_who_has_failed_first(ranks: Pool) -> None:
-    """And goes on with the next function."""
+    """The pool then runs the next function as usual."""
     for _ in range(2):
         with pytest.raises(KeyError, match="this one"):
             ranks(2, lost)
@@ -207,7 +207,7 @@ def test_the_pool_reports_who_has_failed_first(ranks: Pool) -> None:
 
 
 def interrupted() -> tuple[float, list[str]]:
-    """Interrupt the last rank, where it computes, and in an exchange of tensors."""
+    """Interrupt the last rank while it computes, and while tensors are exchanged."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
     everybody = Ranks(dist.group.WORLD)
     start = time.monotonic()
@@ -216,7 +216,7 @@ def interrupted() -> tuple[float, list[str]]:
         with pytest.raises(KeyboardInterrupt) as caught, everybody.agreed("outer"), everybody.agreed("inner"):
             compute(everybody, inside)
         notes += getattr(caught.value, "__notes__", [])
-    assert everybody.gather("numbers", everybody.rank) == list(range(everybody.size))  # Nothing is left over.
+    assert everybody.gather("numbers", everybody.rank) == list(range(everybody.size))  # No file is left over.
     return time.monotonic() - start, notes
 
 
@@ -225,7 +225,7 @@ def compute(everybody: Ranks, inside: bool) -> None:
     if is_last and not inside:
         raise KeyboardInterrupt
     if inside:
-        with connected("sums"):  # The interrupt waits: others would be left with half of an exchange.
+        with connected("sums"):  # The interrupt waits; otherwise, other ranks would wait in the middle of an exchange.
             if is_last:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.1)
@@ -234,7 +234,7 @@ def compute(everybody: Ranks, inside: bool) -> None:
 
 
 def test_interrupts_end_all_ranks(ranks: Pool) -> None:
-    """One rank is interrupted from the keyboard; others end as if they were, too."""
+    """A keyboard interrupt of one rank ends the others in the same way."""
     (first, notes), (second, own) = ranks(2, interrupted)
     assert notes == ["Rank 1 of 2 has raised this."] * 2
     assert not own
@@ -262,27 +262,27 @@ def busy(seconds: float) -> tuple[float, str]:
 
 
 def test_busy_ranks_hear_of_errors(ranks: Pool) -> None:
-    """They need not come to the end of their data first."""
+    """They are told before they reach the end of their data."""
     (_, text), (seconds, other) = ranks(2, busy, 20.0)
     assert text == other
     assert seconds < 10
 
 
 def silent() -> None:
-    """Interrupt a rank, which cannot tell the other one: that one waits for tensors, but not for long."""
+    """Interrupt a rank that cannot tell the other one, which waits for tensors until a timeout."""
     everybody = Ranks(dist.group.WORLD)
     if everybody.rank == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kfs.distributed.ranks._SECONDS_TO_TELL", 0.5)
             with pytest.raises(KeyboardInterrupt), everybody.agreed("reading"):
                 raise KeyboardInterrupt
-        os._exit(1)  # as a program does that was interrupted
+        os._exit(1)  # as an interrupted program ends
     with pytest.raises(LostRankError), connected("sums"):
         dist.all_reduce(torch.ones(10))
 
 
 def test_an_interrupt_that_nobody_hears() -> None:
-    """The rank ends, and then the others do."""
+    """The interrupted rank ends, and then the others."""
     pool = Pool()
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="The process of rank 1 has ended"):

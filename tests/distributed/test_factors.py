@@ -1,4 +1,4 @@
-"""Factors and eigenvalues of several ranks are those of one process that has all data."""
+"""Factors and eigenvalues of several ranks equal those of one process with all data."""
 
 import warnings
 from typing import Any
@@ -47,7 +47,7 @@ def test_factors_of_tokens(ranks: Pool, fisher: str, sharing: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", ["mlp", "convolution", "experts", "tokens"])
 def test_factors_of_other_models(ranks: Pool, name: str, size: int) -> None:
-    """Ranks without data, and without data for one of the experts, among them."""
+    """Some ranks have no data, or no data for one of the experts."""
     assert len(set(ranks(size, compare_factors, name, {"fisher": "mc"}))) == 1
 
 
@@ -61,7 +61,7 @@ def compare_norms() -> None:
 
 
 def test_a_new_statistic(ranks: Pool) -> None:
-    """Its tensors and counts are added up without code of its own."""
+    """Its tensors and counts are added up by the generic code."""
     ranks(3, compare_norms)
 
 
@@ -100,7 +100,7 @@ def test_eigenvalues(ranks: Pool, fisher: str, sharing: str) -> None:
 
 
 def compare_more_data() -> None:
-    """Compare factors to which more data were added, of this process alone and of all."""
+    """Compare factors after data were added by one process alone, and by all."""
     model, loss, X, y = problem("mlp")
     settings: dict[str, Any] = {"fisher": "mc"}
     one = KFAC(kfs.EmpiricalRisk(model, loss, (X, y)), **settings)
@@ -109,7 +109,7 @@ def compare_more_data() -> None:
     rest = kfs.EmpiricalRisk(model, loss, kfs.shard((X[3:], y[3:]), dist.group.WORLD))
     torch.testing.assert_close(start.update(rest).to_dense(), one.to_dense(), **CLOSE)
     assert start.num_data == one.num_data
-    # What each process computes alone can still be merged by hand.
+    # Results of single processes can still be merged by hand.
     if own.start < own.stop:
         alone = KFAC(kfs.EmpiricalRisk(model, loss, (X[own], y[own])), first_datum=own.start, **settings)
         assert alone.num_data == own.stop - own.start
@@ -164,7 +164,7 @@ def test_exact_diagonals(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) -> None:
     ranks(3, compare_diagonals, kind)
 
 
-# Settings of both ranks.
+# The settings of both ranks are named.
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "settings": ({}, {"mc_samples": 2}),
     "placement": ({}, {"placement": "owner"}),
@@ -193,13 +193,13 @@ def differing(what: str) -> str:
     with pytest.raises((DataError, DistributedError, ModelError, ArithmeticError)) as caught:
         KFAC(risk, **settings)
     assert all(p.grad is None for p in model.parameters())
-    # The next computation is not disturbed.
+    # The next computation works as usual.
     assert Ranks(dist.group.WORLD).gather("ranks", dist.get_rank()) == [0, 1]
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 class Odd(torch.nn.Module):
-    """Fails where it is."""
+    """Its `forward` raises an error."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError("nothing to divide by")
@@ -227,7 +227,7 @@ def test_errors_are_the_same_on_all_ranks(ranks: Pool, what: str, text: str) -> 
 
 
 def used_differently() -> str:
-    """Use a parameter by its rows on one rank, and as a matrix on the other."""
+    """Use a parameter by rows on one rank, and as a matrix on the other."""
     torch.manual_seed(3)
     table = torch.randn(5, 5, dtype=torch.float64)
     first = dist.get_rank() == 0
@@ -252,7 +252,7 @@ def test_blocks_that_do_not_fit_together(ranks: Pool) -> None:
 
 
 def used_on_other_sides(kind: type[KFAC | kfs.EKFAC]) -> None:
-    """One rank multiplies with a parameter first, and the other one with its transpose."""
+    """Multiply with a parameter on one rank, and with its transpose on the other."""
     torch.manual_seed(3)
     W = torch.randn(3, 3, dtype=torch.float64)
     signs = torch.tensor([[1.0]] * 4 + [[-1.0]] * 4, dtype=torch.float64)

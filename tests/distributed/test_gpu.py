@@ -1,4 +1,4 @@
-"""On a GPU, with NCCL: messages and tensors travel from there, also those of factors that are kept on the CPU."""
+"""On a GPU, with NCCL: messages and tensors are sent from the GPU, even if factors are kept on the CPU."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Scores with training data that are split over ranks are those of one process."""
+"""Scores with training data that are split over ranks equal those of one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def gradients() -> tuple[list[int], list[float]]:
 
 
 def test_gradients_have_their_indices(ranks: Pool) -> None:
-    """A rank may have data that use one expert only, or none."""
+    """A rank may have examples of one expert only, or none."""
     found = ranks(4, gradients)
     expected = torch.cat([batch.squared_norms() for batch in kfs.per_datum(risk_of_all("experts"))])
     assert [n for indices, _ in found for n in indices] == list(range(23))

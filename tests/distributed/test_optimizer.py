@@ -1,6 +1,6 @@
-"""The optimizer in several processes: the same training as in one process that has all data.
+"""The optimizer in several processes: the same training as in one process with all data.
 
-What goes wrong is in `test_optimizer_errors`, states and traffic are in `test_optimizer_state`.
+Errors are tested in `test_optimizer_errors`, states and traffic in `test_optimizer_state`.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.distributed.training import Plan, accelerators, in_one_process, on_ranks
 
-# Ranks add up in another order than one process. Twenty steps amplify what that rounds.
+# The order of sums differs between ranks and one process. Twenty steps amplify the round-off.
 TOLERANCE = 1e-12
 # A quadratic model amplifies more: with data in another order, one process differs from itself by 4e-11.
 QUADRATIC_TOLERANCE = 1e-9
@@ -60,7 +60,7 @@ def train_alone(plan: Plan, settings: dict[str, Any]) -> Any:
     ],
 )
 def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None:
-    """Twenty steps are those of one process with all data and the same gradients, and ranks agree bit by bit."""
+    """Twenty steps equal those of one process with all data and the same gradients, and ranks agree bit by bit."""
     (expected,) = ranks(1, train_alone, plan, settings)
     results = ranks(len(plan.parts), train_on_ranks, plan, settings)
     assert len({one.bits for one in results}) == 1
@@ -79,7 +79,7 @@ def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, settings: dict[str,
     ],
 )
 def test_accelerators(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None:
-    """On asynchronous devices, flags are agreed there; in steps without factors, hosts exchange nothing."""
+    """On asynchronous devices, ranks agree on flags there; in steps without factors, hosts exchange no messages."""
     (expected,) = ranks(1, train_with_one_accelerator, plan, settings)
     results = ranks(2, train_with_accelerators, plan, settings)
     assert len({one.bits for one in results}) == 1
@@ -102,7 +102,7 @@ def train_in_a_wrong_way(variant: str) -> Any:
 
 @pytest.mark.parametrize("variant", WRONG)
 def test_wrong_variants_are_noticed(ranks: Pool, variant: str) -> None:
-    """They train as well, and bits are the same on all ranks, but it is not the training of one process."""
+    """Wrong variants train as well, and bits are the same on all ranks, but the training is not that of one process."""
     (expected,) = ranks(1, train_alone, EVEN, FAST)
     first, second = ranks(2, train_in_a_wrong_way, variant)
     assert first.bits == second.bits

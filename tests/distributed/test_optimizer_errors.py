@@ -1,4 +1,4 @@
-"""Errors in one process of a training: all processes raise the same error."""
+"""Errors in one process of a training are raised in all processes."""
 
 import re
 import time
@@ -33,7 +33,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 def loss_with(fault: str, f: Tensor, y: Tensor) -> Tensor:
-    """Return the loss of a rank where something is wrong."""
+    """Return the loss of a rank that has a mistake."""
     value: Tensor = LOSS(f, y)
     if fault == "another loss":
         value = (f - functional.one_hot(y, 3)).square().mean()
@@ -41,7 +41,7 @@ def loss_with(fault: str, f: Tensor, y: Tensor) -> Tensor:
 
 
 def break_something(fault: str, model: nn.Module, optimizer: KFAC) -> None:
-    """Make a mistake between gradients and a step."""
+    """Make a mistake between the backward pass and `step()`."""
     if fault == "no gradients":
         model.zero_grad()
     elif fault == "changed model":
@@ -51,7 +51,7 @@ def break_something(fault: str, model: nn.Module, optimizer: KFAC) -> None:
 
 
 def step_on_ranks(fault: str) -> tuple[str, str]:
-    """Take two steps, with something wrong on the last rank in the second one; return type and text of the error."""
+    """Take two steps, with a mistake on the last rank in the second one; return type and text of the error."""
     last = dist.get_rank() == dist.get_world_size() - 1
     model = model_of("net")
     if fault == "other weights" and last:
@@ -83,7 +83,7 @@ def step_on_ranks(fault: str) -> tuple[str, str]:
     ],
 )
 def test_one_fault_is_everybodys(ranks: Pool, fault: str, kind: type[Exception], text: str) -> None:
-    """An error on one rank ends the step on all of them, with the same text."""
+    """An error on one rank ends the step on all ranks, with the same text."""
     results = ranks(2, step_on_ranks, fault)
     assert len(set(results)) == 1
     assert results[0][0] == kind.__name__
@@ -91,7 +91,7 @@ def test_one_fault_is_everybodys(ranks: Pool, fault: str, kind: type[Exception],
 
 
 def with_unknown_targets(fisher: Any) -> str:
-    """Train with a loss whose targets are needed, and not shown on the first rank."""
+    """Train with a loss that needs targets, which are unknown on the first rank."""
     model = model_of("net")
     loss = nn.HuberLoss()
     optimizer = KFAC(DistributedDataParallel(model), loss, fisher=fisher)
@@ -109,13 +109,13 @@ def with_unknown_targets(fisher: Any) -> str:
 
 @pytest.mark.parametrize("fisher", ["ggn", "empirical"])
 def test_errors_of_backward_passes(ranks: Pool, fisher: str) -> None:
-    """They wait for the step: within the backward pass, other ranks wait for gradients."""
+    """They are raised in the step, since other ranks wait for gradients during the backward pass."""
     first, second = ranks(2, with_unknown_targets, fisher)
     assert first == second
 
 
 def with_drift() -> tuple[bool, list[str]]:
-    """Train such that one rank rounds in another way."""
+    """Train such that one rank rounds differently."""
     model = DistributedDataParallel(model_of("net"))
     optimizer = KFAC(model, LOSS, factors_every=2)
     bias = model.module.get_parameter("out.bias")
@@ -135,7 +135,7 @@ def with_drift() -> tuple[bool, list[str]]:
 
 
 def test_ranks_that_round_in_another_way(ranks: Pool) -> None:
-    """They take over the parameters of the first rank, and say so once."""
+    """All ranks take over the parameters of the first rank, and warn once."""
     for equal, messages in ranks(2, with_drift):
         assert equal
         assert len(messages) == 1
@@ -169,7 +169,7 @@ def within_join() -> None:
 
 
 def test_join(ranks: Pool) -> None:
-    """Ranks that end earlier would not take part."""
+    """With `Join`, ranks that end earlier would not take part."""
     ranks(2, within_join)
 
 
@@ -181,7 +181,7 @@ def without_group() -> None:
     with pytest.raises(ModelError, match="which of them train the model together"):
         optimizer.step()
     optimizer.close()
-    # Each process may well train a model of its own.
+    # Each process may train a model of its own.
     model = model_of("net")
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     optimizer = KFAC(model, LOSS, group=own)
@@ -191,12 +191,12 @@ def without_group() -> None:
 
 
 def test_processes_that_nobody_told_of(ranks: Pool) -> None:
-    """Somebody has to say whether processes train one model or several."""
+    """The user has to say whether processes train one model or several."""
     ranks(2, without_group)
 
 
 def with_bad_numbers(kind: str) -> tuple[Any, int, Tensor]:
-    """Train with something that is not finite on the last rank in the third step."""
+    """Train with a number that is not finite on the last rank in the third step."""
     last = dist.get_rank() == dist.get_world_size() - 1
     model = model_of("net").float() if kind == "factors" else model_of("net")
     optimizer = KFAC(model, LOSS, group=dist.group.WORLD, fisher="type-2", factors_every=1)
@@ -204,7 +204,7 @@ def with_bad_numbers(kind: str) -> tuple[Any, int, Tensor]:
         optimizer.zero_grad()
         own = rows(x).to(next(model.parameters()).dtype)
         if number == 2 and last:
-            # Squares of inputs that are as large as these overflow. Behind a normalization, nothing else does.
+            # Squares of inputs of this size overflow. Behind a normalization, no other number does.
             own = own * (1e25 if kind == "factors" else torch.nan)
         LOSS(model(own), rows(y)).backward()
         if kind != "gradients":
@@ -222,7 +222,7 @@ def with_bad_numbers(kind: str) -> tuple[Any, int, Tensor]:
     [("gradients", "skipped_steps"), ("predictions", "refused_statistics"), ("factors", "refused_statistics")],
 )
 def test_not_finite_on_one_rank(ranks: Pool, kind: str, event: str) -> None:
-    """If one rank has bad numbers, all ranks skip the step or refuse its statistics."""
+    """If one rank has numbers that are not finite, all ranks skip the step or refuse its statistics."""
     first, second = ranks(2, with_bad_numbers, kind)
     assert getattr(first[0], event) == 1
     assert first[:2] == second[:2]
@@ -231,7 +231,7 @@ def test_not_finite_on_one_rank(ranks: Pool, kind: str, event: str) -> None:
 
 
 def with_failing_inverse(accelerated: bool) -> tuple[Any, Tensor]:
-    """Train such that a block cannot be inverted in one step by its owner."""
+    """Train such that the owner of a block cannot invert it in one step."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)).double()
     dist.broadcast_object_list(state := [model.state_dict()])
     model.load_state_dict(state[0])
@@ -270,7 +270,7 @@ def test_inverse_that_fails_at_its_owner(ranks: Pool, accelerated: bool) -> None
 
 
 def with_idle_rank(fisher: Any) -> Tensor:
-    """Train such that the last rank has no data."""
+    """Train with a last rank that has no data."""
     model = model_of("net")
     optimizer = KFAC(model, LOSS, group=dist.group.WORLD, fisher=fisher, eigen=True, factors_every=1)
     size = dist.get_world_size()
@@ -285,7 +285,7 @@ def with_idle_rank(fisher: Any) -> Tensor:
 
 
 def test_rank_without_data(ranks: Pool) -> None:
-    """It has zeros for sums and squares, and takes part in everything else."""
+    """The rank has zero sums and squares, and takes part in all exchanges."""
     (expected,) = ranks(1, with_idle_rank, "type-2")
     first, second = ranks(2, with_idle_rank, "type-2")
     assert torch.equal(first, second)
@@ -315,7 +315,7 @@ class WithBuffers(nn.Module):
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """Return the type and text of an error, or nothing."""
+    """Return the type and text of an error, or an empty string."""
     try:
         call()
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, all ranks have to have it)
@@ -329,13 +329,13 @@ def train_with(
     loss: nn.Module = LOSS,
     way: str = "DDP",
 ) -> None:
-    """Train for some steps; something is changed before each of them, which may return what is called then."""
+    """Train for some steps; a change is made before each of them, and may return a function to call afterwards."""
     model: Any = WithBuffers()
     if way == "sharded":
         fully_shard(model)
     wrapped = DistributedDataParallel(model) if way == "DDP" else model
     optimizer = KFAC(wrapped, loss, group=dist.group.WORLD if way == "group" else None, **settings)
-    if way == "late":  # the optimizer is made first
+    if way == "late":  # create the optimizer first
         wrapped = DistributedDataParallel(model)
     for number, (x, y) in enumerate(batches(8)):
         optimizer.zero_grad()
@@ -361,7 +361,7 @@ def interrupt(*_: Any, **__: Any) -> Any:
 
 
 def with_other_settings() -> dict[str, str]:
-    """Return the errors of trainings in which something differs on the last rank."""
+    """Return the errors of trainings in which a setting differs on the last rank."""
     second = dist.get_rank() == 1
     choose = {
         "damping": (0.003, 0.3),
@@ -389,10 +389,10 @@ def with_other_settings() -> dict[str, str]:
     }
     for name, act in changes.items():
         found[name] = error_of(partial(train_with, {"fisher": "type-2"}, at(5, act), way="group"))
-    # The module itself is called, and gradients are not averaged.
+    # The inner module is called, so gradients are not averaged.
     skip: Callable[[Any, KFAC, int], Any] = lambda model, _, number: model if number == 4 else None  # noqa: E731
     found["gradients later"] = error_of(lambda: train_with({"fisher": "type-2"}, skip))
-    # Steps without factors do not compare gradients. Parameters are then compared in the next one with factors.
+    # Steps without factors do not compare gradients. Parameters are compared in the next step with factors.
     every = {"fisher": "empirical", "factors_every": 6, "inverses_every": 6}
     found["parameters"] = error_of(lambda: train_with(every, skip))
     found["nothing"] = "".join(
@@ -465,6 +465,6 @@ def test_what_differs_is_named(ranks: Pool) -> None:
         "loss, late": "DistributedError: Losses differ between processes: rank 0 has ",
         "damping, sharded": settings.format("damping", 0.003, 0.3),
     }
-    assert not first["nothing"]  # Statistics that training mode does not read may differ.
+    assert not first["nothing"]  # Statistics that are not read in training mode may differ.
     for name, text in expected.items():
         assert first[name].startswith(text), (name, first[name])

@@ -1,4 +1,4 @@
-"""The optimizer on a GPU with NCCL: flags are agreed on the device, and inverses travel from there."""
+"""The optimizer on a GPU with NCCL: ranks agree on flags on the device, and inverses are sent from there."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def trained(way: str, settings: dict[str, Any]) -> Tensor:
     model: nn.Module = DistributedDataParallel(network) if way == "ddp" else network
     if way == "fsdp":
         every_layer(network, mesh=init_device_mesh("cuda", (1,)))
-    # Without the group, there is one process, and nothing is exchanged.
+    # Without the group, there is one process, and no exchange.
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=3, inverses_every=4, **settings)
     for x, y in batches():
         optimizer.zero_grad()

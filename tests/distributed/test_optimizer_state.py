@@ -1,4 +1,4 @@
-"""The optimizer's state in several processes, who owns what, and what travels."""
+"""The optimizer's state in several processes, owners of blocks, and traffic."""
 
 import pickle
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 class Saved(NamedTuple):
-    """The content of a file."""
+    """The contents of a file."""
 
     model: Any
     optimizer: Any
@@ -47,13 +47,13 @@ def part_of_training(start: int, stop: int, saved: Saved | None, settings: dict[
     optimizer.consolidate_state_dict()
     if dist.get_rank():
         return params, None
-    # Nobody else is needed here.
+    # No other process is needed here.
     return params, pickle.loads(pickle.dumps(Saved(model.state_dict(), optimizer.state_dict())))
 
 
 @pytest.mark.parametrize("settings", [{}, {"eigen": True}], ids=str)
 def test_resuming_with_another_number_of_ranks(ranks: Pool, settings: dict[str, Any]) -> None:
-    """Seven steps on four ranks, and then others on one, two or three, are a training that was never stopped."""
+    """Seven steps on four ranks, and further ones on one, two or three, equal a training without interruption."""
     whole, *_ = ranks(2, part_of_training, 0, 20, None, settings)
     (_, saved), *_ = ranks(4, part_of_training, 0, 7, None, settings)
     for size in (3,) if settings else (1, 3):
@@ -63,7 +63,7 @@ def test_resuming_with_another_number_of_ranks(ranks: Pool, settings: dict[str, 
 
 
 def test_state_is_that_of_one_process(ranks: Pool) -> None:
-    """Averages in a file are averages over all data, for any number of ranks."""
+    """Averages in a file are over all data, for any number of ranks."""
     (_, one), *_ = ranks(1, part_of_training, 0, 8, None, {})
     (_, four), *_ = ranks(4, part_of_training, 0, 8, None, {})
     averages = [saved.optimizer["kfac"]["curvature"]["averages"] for saved in (one, four)]
@@ -75,7 +75,7 @@ def test_state_is_that_of_one_process(ranks: Pool) -> None:
 
 
 def saved_by_nobody() -> None:
-    """A state without averages needs no other process, and one of a step before is refused."""
+    """A state without averages needs no other process, and the state of an earlier step is refused."""
     model = DistributedDataParallel(model_of("net"))
     optimizer = KFAC(model, LOSS)
     assert optimizer.state_dict()["kfac"]["steps"] == 0
@@ -90,7 +90,7 @@ def saved_by_nobody() -> None:
 
 
 def test_states_are_of_now(ranks: Pool) -> None:
-    """What was consolidated before a step is not saved after it."""
+    """A state that was consolidated before a step is not saved after it."""
     ranks(2, saved_by_nobody)
 
 
@@ -104,7 +104,7 @@ def wide() -> nn.Sequential:
 
 
 def traffic(first: int, last: int, settings: dict[str, Any]) -> tuple[float, float]:
-    """Return bytes that are sent per update of factors in some steps, and bytes of all factors."""
+    """Return bytes per update of factors in some steps, and bytes of all factors."""
     model = wide()
     wrapped = DistributedDataParallel(model)
     optimizer = KFAC(wrapped, LOSS, **settings)
@@ -134,13 +134,13 @@ def traffic(first: int, last: int, settings: dict[str, Any]) -> tuple[float, flo
     ],
 )
 def test_traffic(ranks: Pool, size: int, first: int, last: int, settings: dict[str, Any]) -> None:
-    """An update of factors sends less than a quarter of what it takes to send all factors and all inverses."""
+    """An update of factors sends less than a quarter of the bytes of all factors and all inverses."""
     results = ranks(size, traffic, first, last, settings)
     sent = sum(one for one, _ in results) / size
     factors = results[0][1]
     both = 2 * factors  # inverses are as large
     assert sent < both / 4
-    assert sent > factors / 10  # something is sent, and counted
+    assert sent > factors / 10  # the traffic is counted, and not zero
 
 
 def balance() -> list[float]:

@@ -1,4 +1,4 @@
-"""Errors about blocks with owners are the same on all ranks."""
+"""Errors about owned blocks are the same on all ranks."""
 
 import pickle
 from copy import deepcopy
@@ -56,7 +56,7 @@ def refused() -> list[str]:
 
 
 def copied() -> None:
-    """Copies share processes, and nothing else; files of other programs cannot have them."""
+    """Copies share process groups and no other state; files of other programs cannot contain them."""
     K = KFAC(risk_of_own("mlp"), placement="owner")
     copy = deepcopy(K)
     assert copy.ranks is K.ranks

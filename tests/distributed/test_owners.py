@@ -1,4 +1,4 @@
-"""Blocks that have owners: the same results as with all blocks in every process, and a share of the memory."""
+"""Owned blocks: the same results as with all blocks in every process, and a share of the memory."""
 
 import gc
 from functools import partial
@@ -31,7 +31,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def compare_numbers(kind: type[KFAC | kfs.EKFAC], name: str, settings: dict[str, Any]) -> str:
-    """Compare everything that an operator can do with that of all blocks in every process."""
+    """Compare all methods of an operator with those of an operator that has all blocks in every process."""
     risk = risk_of_own(name)
     K = kind(risk, placement="owner", **settings)
     one = kind(risk, **settings)
@@ -77,7 +77,7 @@ def compare_numbers(kind: type[KFAC | kfs.EKFAC], name: str, settings: dict[str,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "size"), [("tokens", 4), ("experts", 3), ("convolution", 2), ("tokens", 1)])
 def test_same_results(ranks: Pool, kind: type[KFAC | kfs.EKFAC], name: str, size: int) -> None:
-    """Some ranks own nothing, some have no data, and blocks of one parameter may have different owners."""
+    """Some ranks own no block, some have no data, and blocks of one parameter may have different owners."""
     assert len(set(ranks(size, compare_numbers, kind, name, {"fisher": "mc"}))) == 1
 
 
@@ -112,7 +112,7 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # With the bias, rows of sums are not padded.
+        # With the bias, rows of sums have no padding.
         sizes = [47, 63, 63, 63, 47, 47, 47, 47, 31, 31, 31, 63, 63, 47, 7]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
@@ -123,7 +123,7 @@ class Deep(nn.Module):
 
 
 def bytes_of(*things: Any) -> int:
-    """Count the bytes of all tensors that can be reached from some objects, by their memory."""
+    """Count the bytes of all tensors that are reachable from some objects, by storage."""
     seen: dict[int, object] = {}
     found: dict[int, int] = {}
     left = list(things)
@@ -161,7 +161,7 @@ def test_each_rank_holds_its_share(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) ->
     whole = ranks(1, held, kind, "replicated")[0][0]
     shares = ranks(3, held, kind, "owner")
     assert sum(owned for _, owned in shares) == 14
-    # Owners are chosen by the bytes of EKFAC. The inverse here is a factored one, which has no eigenvalues.
+    # Owners are chosen by the sizes of EKFAC. The inverse here is a factored one, which has no eigenvalues.
     assert max(nbytes for nbytes, _ in shares) <= (1.05 if kind is kfs.EKFAC else 1.1) / 3 * whole
     assert sum(nbytes for nbytes, _ in shares) == pytest.approx(whole, rel=0.01)  # no block is anywhere twice
 
@@ -184,7 +184,7 @@ def compare_passes(kind: type[KFAC | kfs.EKFAC], name: str, placement: Any, memo
 @pytest.mark.parametrize("placement", ["replicated", "owner"])
 @pytest.mark.parametrize("name", ["tokens", "experts"])
 def test_passes_over_the_data(ranks: Pool, kind: type[KFAC | kfs.EKFAC], placement: str, name: str) -> None:
-    """Results are the same to the last bit. Some ranks see an expert that others, and first batches, do not use."""
+    """Results are the same to the last bit. On some ranks, only later batches use an expert, or none."""
     memory = {"tokens": (900, 1600), "experts": (600, 900)}[name][kind is kfs.EKFAC]
     passes = [calls for _, calls in ranks(2, compare_passes, kind, name, placement, memory)]
     assert max(passes) >= 2
@@ -228,7 +228,7 @@ def load(folder: str, kind: type[KFAC | kfs.EKFAC]) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files(ranks: Pool, kind: type[KFAC | kfs.EKFAC], tmp_path: Path) -> None:
-    """One file, which any number of processes reads."""
+    """There is one file, and any number of processes reads it."""
     expected = ranks(4, save, kind, str(tmp_path))[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inverse", "k"]
     alone = kfs.load(tmp_path / "k")
@@ -262,7 +262,7 @@ def more_data() -> None:
         kfs.EKFAC.from_kfac(K, alone)
     with pytest.raises(ModelError, match="different owners"):
         K.merge(KFAC(alone))
-    # An argument of one rank alone is an error of all.
+    # A wrong argument on one rank is an error on all ranks.
     first = dist.get_rank() == 0
     with pytest.raises(DistributedError, match="the risk has another process group"):
         K.update(alone if first else risk(slice(0, 10)))
@@ -277,7 +277,7 @@ def test_more_data(ranks: Pool) -> None:
 
 
 def change_a_copy() -> None:
-    """What is added to copies of all blocks is not added to the blocks of their owners."""
+    """Data added to copies of all blocks are not added to the blocks of their owners."""
     risk = risk_of_own("mlp")
     for kind in KINDS:
         K = kind(risk, placement="owner")
@@ -291,7 +291,7 @@ def test_copies_of_all_blocks(ranks: Pool) -> None:
 
 
 def new_blocks() -> None:
-    """Add data that use an expert which was not used before, after all owners were chosen."""
+    """Add data of an unused expert after all owners were chosen."""
     model, loss, X, y = problem("experts")
     first, rest = (kfs.EmpiricalRisk(model, loss, kfs.shard((X[s], y[s]), dist.group.WORLD)) for s in PARTS)
     K = KFAC(first, placement="owner", uncovered="skip")

@@ -1,4 +1,4 @@
-"""Owners of blocks: every part has one, loads are balanced, and bytes are those of factors that KFAC computes."""
+"""Placements: every part has an owner, loads are balanced, and predicted bytes equal those of KFAC's factors."""
 
 from contextlib import nullcontext
 from itertools import product
@@ -27,7 +27,7 @@ def most(placement: Placement) -> float:
 
 @st.composite
 def some_parts(draw: st.DrawFn) -> list[Part]:
-    """Return blocks with two factors, of which some are diagonal, and perhaps with eigenvalues."""
+    """Return blocks with two factors, some of them diagonal, and optionally with eigenvalues."""
     eigen = draw(st.booleans())
     sizes = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40), st.booleans()), min_size=1, max_size=12))
     parts = []
@@ -47,7 +47,7 @@ def test_every_part_has_one_owner_whatever_the_order(parts: list[Part], ranks: i
     shuffled = random.sample(parts, len(parts))
     assert place(shuffled, ranks) == placement
     assert sum(placement.total(lambda part: part.work)) == sum(part.work for part in parts)
-    # No algorithm can do with less than the mean, or than the largest part; and one rank has room for it at any time.
+    # No algorithm can use less than the mean, or than the largest part; and one rank always has room for a part.
     mean = sum(part.nbytes for part in parts) / ranks
     largest = max(part.nbytes for part in parts)
     assert max(mean, largest) <= most(placement) * (1 + 1e-9)
@@ -56,7 +56,7 @@ def test_every_part_has_one_owner_whatever_the_order(parts: list[Part], ranks: i
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
 def test_longest_first_is_near_the_best(sizes: list[int], ranks: int) -> None:
-    """Graham's bound, where bytes and work are proportional; the best of all placements is found by trying them all."""
+    """Graham's bound, if bytes and work are proportional; the best placement is found by brute force."""
     parts = [Part(str(number), "A", size, diagonal=(True,)) for number, size in enumerate(sizes)]
     best = min(
         max(sum(part.nbytes for part, rank in zip(parts, chosen, strict=True) if rank == r) for r in range(ranks))
@@ -67,7 +67,7 @@ def test_longest_first_is_near_the_best(sizes: list[int], ranks: int) -> None:
 
 
 def test_the_bound_rejects_another_order() -> None:
-    """Shortest first: 1 and 1 go to different ranks, and 2 onto one of them."""
+    """With the shortest first, 1 and 1 go to different ranks, and 2 is added to one of them."""
     parts = [Part(name, "A", size, diagonal=(True,)) for name, size in {"a": 1, "b": 1, "c": 2}.items()]
     shortest_first = Placement(2, tuple(parts), {("a", "A"): 0, ("b", "A"): 1, ("c", "A"): 0})
     best = most(place(parts, 2))
@@ -84,13 +84,13 @@ def test_7b_on_up_to_64_ranks(eigen: bool) -> None:
     parts = named_parts("7B", eigen)
     mean = sum(part.nbytes for part in parts)
     assert all(most(place(parts, ranks)) <= 1.05 * mean / ranks for ranks in range(1, 65))
-    # The limit is what does it: without, bytes are balanced for some numbers of ranks only.
+    # The limit is necessary: without it, bytes are balanced only for some numbers of ranks.
     assert any(place(parts, ranks, limit=inf).imbalance > 1.05 for ranks in range(1, 65))
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_many_ranks(name: str) -> None:
-    """With many ranks, somebody owns the largest part, and nobody has to hold more than that."""
+    """With many ranks, one rank owns the largest part, and no other rank needs more memory."""
     parts = named_parts(name, eigen=False)
     largest = max(part.nbytes for part in parts)
     for ranks in (1024, 4096):
@@ -111,7 +111,7 @@ def test_a_block_is_divided_only_if_it_must_be() -> None:
 
 
 def test_packing_tightly_if_balancing_fails() -> None:
-    """By loads, 3 and 3 go to different ranks, and 2 + 2 + 2 do not fit anywhere near the mean."""
+    """By loads, 3 and 3 go to different ranks, and then 2 + 2 + 2 cannot be placed close to the mean."""
     parts = [Part(f"{number}", "A", size, diagonal=(True,)) for number, size in enumerate((3, 3, 2, 2, 2))]
     assert place(parts, 2, limit=inf).imbalance > 1.1
     assert place(parts, 2).imbalance == pytest.approx(1.0)
@@ -127,7 +127,7 @@ def risk_of(model: nn.Module, X: torch.Tensor, classes: int) -> kfs.EmpiricalRis
 
 
 def convolutions() -> kfs.EmpiricalRisk:
-    """Groups of channels, a bias, and a side that is wider than `max_dim`."""
+    """Groups of channels, a bias, and a factor that exceeds `max_dim`."""
     layers = (nn.Conv2d(4, 6, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 4, 3))
     return risk_of(nn.Sequential(*layers).double(), torch.randn(5, 4, 4, 4, dtype=torch.float64), 3)
 
@@ -148,7 +148,7 @@ def test_bytes_are_those_of_kfac(risk: kfs.EmpiricalRisk, max_dim: int | None) -
         E = kfs.EKFAC(risk, max_dim=max_dim)
     parts = [part for block in K.blocks.values() for part in parts_of(block.sums, K.num_data)]
     assert sum(part.summed for part in parts) == sum(block.nbytes for block in K.blocks.values())
-    # The inverse of a single number is a scale, which is not counted.
+    # The inverse of a single number is a scale, which does not count.
     assert sum(part.computed for part in parts if part.size > 1) == K.inverse(0.1, method="factored").nbytes
     parts = [part for block in E.blocks.values() for part in parts_of(block.sums, E.num_data, eigen=True)]
     in_eigenbasis = sum(part.computed if part.is_factor else part.nbytes for part in parts)
@@ -156,7 +156,7 @@ def test_bytes_are_those_of_kfac(risk: kfs.EmpiricalRisk, max_dim: int | None) -
 
 
 def test_a_weight_with_two_roles() -> None:
-    """The embedding of GPT-2 computes logits, too, and keeps two sums on each side."""
+    """The embedding of GPT-2 also computes logits, and has two sums on each side."""
     model = gpt2_without_dropout(layers=1).eval()
     words = torch.randint(11, (3, 5))
     K = kfs.KFAC(kfs.EmpiricalRisk(model, TokenCrossEntropy(), (words, words)), "mc")
@@ -170,7 +170,7 @@ def test_a_weight_with_two_roles() -> None:
 
 
 def test_work_is_that_of_the_optimizer() -> None:
-    """It also counts one operation for each number of a product, for scales."""
+    """The optimizer's work also counts one operation per entry of a product, for scales."""
     for risk, _ in RISKS.values():
         for block in kfs.KFAC(risk).blocks.values():
             assert isinstance(block, Block)
@@ -200,7 +200,7 @@ def test_pieces_cover_a_factor(size: int, width: int) -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(9, 20))
 def test_passes(sizes: list[int], memory: int) -> None:
-    """First fit takes at most 11/9 of the fewest passes, and 6/9 more (Dosa, 2007)."""
+    """First fit needs at most 11/9 of the smallest number of passes, plus 6/9 (Dosa, 2007)."""
     named = {str(number): size for number, size in enumerate(sizes)}
     subsets = subsets_of(named, memory)
     assert sorted(name for subset in subsets for name in subset) == sorted(named)

@@ -1,4 +1,4 @@
-"""Computations that were killed continue with any number of processes, and end in the same factors."""
+"""Killed computations resume with any number of processes, and end with the same factors."""
 
 import os
 import signal
@@ -25,11 +25,11 @@ PLACEMENTS = ["replicated", "owner"]
 
 
 class StoppedError(Exception):
-    """Ends a rank in the middle."""
+    """Ends a rank in the middle of a computation."""
 
 
 class Batches:
-    """Batches of some data. Before one of them, something happens."""
+    """Batches of some data. A callback runs before one of them."""
 
     def __init__(self, data: list[Any], before: dict[int, Any]) -> None:
         self.data = data
@@ -53,7 +53,7 @@ def stop_in(passes: int, number: int) -> None:
 
 
 def own_risk(name: str = "mlp", size: int = 2, before: dict[int, Any] | None = None) -> kfs.EmpiricalRisk:
-    """Return the risk of some consecutive data for each rank."""
+    """Return the risk of consecutive examples for each rank."""
     model, loss, X, y = problem(name)
     rank, world = dist.get_rank(), dist.get_world_size()
     own = slice(rank * len(X) // world, (rank + 1) * len(X) // world)
@@ -62,8 +62,8 @@ def own_risk(name: str = "mlp", size: int = 2, before: dict[int, Any] | None = N
 
 
 def interrupted(kind: type[Operator], path: str, settings: dict[str, Any], passes: int) -> list[str]:
-    """Stop rank 0 before its third batch; others write their files, too."""
-    # Data are counted in the first pass over them.
+    """Stop rank 0 before its third batch; the others write their files before they end."""
+    # Examples are counted in the first pass over them.
     before = {2: partial(stop_in, number=passes + 1)} if dist.get_rank() == 0 else {}
     with pytest.raises((StoppedError, RuntimeError)):
         kind(own_risk(before=before), checkpoint=kfs.Checkpoint(path, batches=1), **settings)
@@ -105,7 +105,7 @@ def test_continued_by_any_number_of_ranks(
 
 
 def test_continued_by_one_process_and_back(ranks: Pool, tmp_path: Path) -> None:
-    """Without a group; and one process's file by several ranks, more than once, with other batches."""
+    """Resume without a group; resume the file of one process on several ranks, repeatedly, with other batches."""
     settings: dict[str, Any] = {"fisher": "mc"}
     expected = ranks(2, result, KFAC, None, settings)[0][0]
     model, loss, X, y = problem("mlp")
@@ -128,7 +128,7 @@ def test_continued_by_one_process_and_back(ranks: Pool, tmp_path: Path) -> None:
 
 
 def test_files_that_were_united_are_not_counted_twice(ranks: Pool, tmp_path: Path) -> None:
-    """A kill between writing the file of all ranks, and deleting the others."""
+    """A kill between writing the file of all ranks and deleting the other files."""
     path = tmp_path / "run"
     ranks(3, interrupted, KFAC, str(path), {}, 1)
     others = {file: file.read_bytes() for file in tmp_path.glob("run.rank-*")}
@@ -142,7 +142,7 @@ def test_files_that_were_united_are_not_counted_twice(ranks: Pool, tmp_path: Pat
 
 
 def killed(path: str) -> str:
-    """Let the last rank be killed in the middle."""
+    """Kill the last rank in the middle."""
     rank = dist.get_rank()
     before = {2: lambda _: os.kill(os.getpid(), signal.SIGKILL)} if rank == dist.get_world_size() - 1 else {}
     risk = own_risk(before={place: lambda p, f=f: f(p) if p == 2 else None for place, f in before.items()})
@@ -167,9 +167,9 @@ def test_a_killed_rank_ends_the_others(ranks: Pool, tmp_path: Path) -> None:
 
 
 def in_several_passes(path: str, memory: int, placement: str) -> str:
-    """Stop in the second of several passes, and continue."""
+    """Stop in the second of several passes, and resume."""
     settings: dict[str, Any] = {"factor_memory": memory, "placement": placement}
-    # The data are counted, and the first batch is looked at, before the first pass.
+    # Before the first pass, examples are counted, and the first batch is audited.
     before = {2: partial(stop_in, number=4)} if dist.get_rank() == 0 else {}
     with pytest.raises((StoppedError, RuntimeError)):
         KFAC(own_risk(before=before), checkpoint=kfs.Checkpoint(path, batches=1), **settings)
@@ -209,7 +209,7 @@ def test_other_data_are_refused(ranks: Pool, what: str, tmp_path: Path) -> None:
 
 
 def test_batches_without_a_batch_axis(tmp_path: Path) -> None:
-    """They cannot be cut. In other batches, they are refused."""
+    """They cannot be split. With other batches, they are refused."""
 
     def model(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x.reshape(-1, 2), params["w"])
@@ -225,7 +225,7 @@ def test_batches_without_a_batch_axis(tmp_path: Path) -> None:
 
 
 def test_experts_of_other_files(ranks: Pool, tmp_path: Path) -> None:
-    """Files have blocks that the process which adds them has not seen, and the other way round."""
+    """Some files have blocks that the resuming process does not have yet, and vice versa."""
     expected = ranks(2, experts, None, 0)[0]
     ranks(4, experts, str(tmp_path / "run"), 1)
     for found in ranks(2, experts, str(tmp_path / "run"), 0):
@@ -244,7 +244,7 @@ def experts(path: str | None, stop: int) -> Tensor:
 
 
 def conflicting(path: str, first: bool) -> None:
-    """Use a parameter by its rows before the kill, and as a matrix afterwards."""
+    """Use a parameter by rows before the kill, and as a matrix afterwards."""
     torch.manual_seed(3)
     table = torch.randn(5, 5, dtype=torch.float64)
 
@@ -278,7 +278,7 @@ def other_side(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("model", [both_sides, other_side])
 def test_a_use_on_the_other_side(tmp_path: Path, model: Any) -> None:
-    """After the kill, a parameter is not multiplied from the same sides as before."""
+    """After the kill, a parameter is multiplied from other sides than before."""
     torch.manual_seed(3)
     W = torch.randn(3, 3, dtype=torch.float64)
     X = torch.rand(8, 3, dtype=torch.float64) * torch.tensor([[1.0]] * 4 + [[-1.0]] * 4, dtype=torch.float64)

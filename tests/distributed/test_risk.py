@@ -1,4 +1,4 @@
-"""Value, gradient and products of several ranks are those of one process that has all data."""
+"""Value, gradient and products of several ranks equal those of one process with all data."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def compare_risks(name: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_value_and_gradient(ranks: Pool, name: str) -> None:
-    """Also bit by bit the same on all ranks."""
+    """All ranks have the same bits."""
     assert len(set(ranks(4, compare_risks, name))) == 1
 
 
@@ -76,7 +76,7 @@ def compare_products(problem_name: str) -> str:
 
 @pytest.mark.parametrize(("name", "size"), [("mlp", 3), ("experts", 2)])
 def test_products(ranks: Pool, name: str, size: int) -> None:
-    """Also bit by bit the same on all ranks."""
+    """All ranks have the same bits."""
     assert len(set(ranks(size, compare_products, name))) == 1
 
 
@@ -121,7 +121,7 @@ def with_a_bad_datum() -> list[str]:
     v = torch.ones(43, dtype=torch.float64)
     calls = [risk.value, risk.gradient, lambda: kfs.Hessian(risk) @ v, kfs.GGN(risk).diagonal]
     errors = [error_of(call) for call in calls]
-    # Nothing is left behind, and the next computation is not disturbed.
+    # No state is left behind, and the next computation works as usual.
     assert all(p.grad is None for p in model.parameters())
     assert Ranks(dist.group.WORLD).gather("ranks", dist.get_rank()) == [0, 1]
     return errors
@@ -168,7 +168,7 @@ def declared(num_data: int) -> Any:
 
 
 class Counting:
-    """Counts the batches that it gives."""
+    """Counts the batches that were requested."""
 
     def __init__(self, raw: list[Any]) -> None:
         self.batches = raw
@@ -184,7 +184,7 @@ class Counting:
 
 
 def test_announced_numbers_of_data(ranks: Pool) -> None:
-    """No pass over all data is needed to count them."""
+    """The number of examples is known without a pass over all data."""
     for factor, num_data, given in ranks(2, declared, 0):
         assert (factor, num_data, given) == (1 / NUM_DATA, NUM_DATA, 1)
     one, other = ranks(2, declared, 1)
@@ -192,7 +192,7 @@ def test_announced_numbers_of_data(ranks: Pool) -> None:
 
 
 class Normalized(torch.nn.Module):
-    """Has units in an order, a buffer, and a mode."""
+    """Has units that can be permuted, a buffer, and a mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,14 +209,14 @@ class Normalized(torch.nn.Module):
 
 
 def permute_units(model: Any) -> None:
-    """Put units in another order: the model computes the same, and sums over bits are the same."""
+    """Permute units: the model computes the same function, and sums over bits are equal."""
     for t in (model.first.weight, model.first.bias, *model.norm.parameters(), *model.norm.buffers()):
         t.data.copy_(t.data.flip(0) if t.ndim else t.data)
     model.last.weight.data.copy_(model.last.weight.data.flip(1))
 
 
 def negate_units(model: Any) -> None:
-    """Change signs of an even number of weights."""
+    """Flip the signs of an even number of weights."""
     model.last.weight.data[:, :2] *= -1
 
 
@@ -262,7 +262,7 @@ COMPUTATIONS: dict[str, Callable[[kfs.EmpiricalRisk], Any]] = {
 
 
 def with_faults() -> dict[str, str]:
-    """Return the errors of all computations, with each fault on the last rank."""
+    """Return the errors of all computations for each mistake on the last rank."""
     second = dist.get_rank() == 1
     torch.manual_seed(0)
     X, y = torch.randn(12, 4, dtype=torch.float64), torch.randint(2, (12,))
@@ -283,7 +283,7 @@ def with_faults() -> dict[str, str]:
     for name, call in SETTINGS.items():
         risk = risk_with(lambda _: None)
         found[name] = error_of(partial(call, risk, second))
-    # Dropout in training mode is refused by the risk itself, on one rank alone.
+    # The risk itself refuses dropout in training mode, on one rank alone.
     dropout = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout()).double().train(second)
     found["dropout"] = error_of(
         lambda: kfs.EmpiricalRisk(dropout, torch.nn.CrossEntropyLoss(), kfs.shard((X, y), dist.group.WORLD))
@@ -292,7 +292,7 @@ def with_faults() -> dict[str, str]:
 
 
 def test_what_differs_is_named_by_all_ranks(ranks: Pool) -> None:
-    """Every computation compares parameters, buffers, modes, losses and settings, and hears of others' errors."""
+    """Every computation compares parameters, buffers, modes, losses and settings; all ranks raise the same error."""
     one, other = ranks(2, with_faults)
     assert one == other
     for fault, (_, text) in FAULTS.items():
@@ -316,7 +316,7 @@ def test_what_differs_is_named_by_all_ranks(ranks: Pool) -> None:
 
 
 def with_wrong_arguments() -> dict[str, str]:
-    """Return the errors of calls with an argument that is wrong on the last rank."""
+    """Return the errors of calls with a wrong argument on the last rank."""
     risk = risk_of_own("mlp")
     G, H, J, K = kfs.GGN(risk), kfs.Hessian(risk), kfs.Jacobian(risk), kfs.KFAC(risk)
     size = G.shape[0]
@@ -357,7 +357,7 @@ def with_wrong_arguments() -> dict[str, str]:
 
 
 def test_wrong_arguments_of_one_rank_are_errors_of_all(ranks: Pool) -> None:
-    """Nobody waits for a rank that has refused its arguments; settings that differ are named."""
+    """No rank waits for another one that has refused its arguments; settings that differ are named."""
     first, second = ranks(2, with_wrong_arguments)
     assert first == second
     assert all("Error: " in text for text in first.values()), first
@@ -368,7 +368,7 @@ def test_wrong_arguments_of_one_rank_are_errors_of_all(ranks: Pool) -> None:
 
 
 def local_errors() -> str:
-    """Return the error of a computation without exchanges, which rank 1 does not make."""
+    """Return the error of a computation without exchanges, which is not run on rank 1."""
     risk = risk_of_own("convolution")
     K = kfs.KFAC(risk)
     return "" if dist.get_rank() else error_of(lambda: kfs.laplace.tune_prior(K, risk))  # noise is missing

@@ -1,4 +1,4 @@
-"""Sharded models that are not supported raise an error in all processes at once."""
+"""Unsupported sharded models raise an error in all processes at once."""
 
 import warnings
 from typing import Any
@@ -33,7 +33,7 @@ def without_group() -> None:
 
 
 def without_group_on_two_axes() -> None:
-    """Only two of four processes differ."""
+    """The data of one process differ from those of the other three."""
     model, loss, X, y = model_and_data("mlp")
     problems.hybrid(model)
     y[0] = dist.get_rank() == 3
@@ -57,7 +57,7 @@ def test_mesh_with_two_axes(ranks: Pool) -> None:
 
 
 def bad_datum() -> None:
-    """An example of the last process is not finite; the others have no example like that, and no batch left."""
+    """One example of the last process is not finite; other processes have no such example, and no batch left."""
     model, loss, X, y = model_and_data("mlp")
     X[20] = float("nan")
     problems.every_layer(model)
@@ -71,7 +71,7 @@ def bad_datum() -> None:
 
 
 def error_before_gathering() -> None:
-    """A process that fails before it has gathered parameters does not let the others wait."""
+    """If a process fails before it gathers parameters, the others do not wait for it."""
     model, loss, X, y = model_and_data("mlp")
     problems.every_layer(model)
     risk = kfs.EmpiricalRisk(model, loss, kfs.shard((X, y), dist.group.WORLD))
@@ -82,7 +82,7 @@ def error_before_gathering() -> None:
 
 
 def bad_index() -> None:
-    """The process that has the example looks at its data again."""
+    """The process that has the example evaluates its data again."""
     model, loss, X, y = model_and_data("tokens")
     X[20, 1] = 99
     problems.every_layer(model)
@@ -93,7 +93,7 @@ def bad_index() -> None:
 
 
 def other_model() -> None:
-    """Processes that do not have the same parameters cannot gather them."""
+    """Processes with different parameters cannot gather them."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)) if dist.get_rank() == 0 else nn.Linear(4, 3)
     for module in model if isinstance(model, nn.Sequential) else [model]:
         fully_shard(module)
@@ -110,14 +110,14 @@ def test_errors_of_one_process(ranks: Pool, fails: Any) -> None:
 
 def flat_parameters() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says that it is deprecated
+        warnings.simplefilter("ignore")  # PyTorch has deprecated it
         model = nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu")))
     with pytest.raises(ModelError, match=r"Module '0' is a FullyShardedDataParallel.*fully_shard"):
         kfs.EmpiricalRisk(model, nn.MSELoss(), (torch.rand(4, 3), torch.rand(4, 2)))
 
 
 def own_distribution() -> None:
-    """Nobody knows whether a function of the user only cuts what it is given."""
+    """For a function of the user, kfs cannot know how it distributes its argument."""
     model, loss, X, y = model_and_data("mlp")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -204,7 +204,7 @@ def test_keyword_arguments(ranks: Pool) -> None:
 
 
 def shard_twice() -> None:
-    """Where PyTorch may be wrong, what it has sharded is put together and compared."""
+    """If PyTorch may gather wrong values, sharded parameters are gathered and compared."""
     p: Any = problems.every_layer(nn.Linear(3, 2)).weight
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_parameters, "_DIVIDES_TWICE", "9")

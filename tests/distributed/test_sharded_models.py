@@ -1,4 +1,4 @@
-"""Risks, factors and products of sharded models are those of the plain model in one process."""
+"""Risks, factors and products of sharded models equal those of the plain model in one process."""
 
 import gc
 import weakref
@@ -43,7 +43,7 @@ def compare_risk(name: str, shard: Shard) -> str:
         one = plain_risk(name)
         assert value == pytest.approx(one.value(), rel=1e-13)
         torch.testing.assert_close(gradient, one.gradient(), **CLOSE)
-        assert all(float(g.abs().max()) > 0 for g in gradient.values())  # they were zero, once
+        assert all(float(g.abs().max()) > 0 for g in gradient.values())  # they were zero before
     return bits(gradient.values())
 
 
@@ -97,7 +97,7 @@ def test_products(ranks: Pool, shard: Shard) -> None:
 
 
 def compare_applications(folder: Path) -> None:
-    """EKFAC with a checkpoint, influence, a posterior, and what covers the rest."""
+    """EKFAC with a checkpoint, influence, a posterior, and alternatives for uncovered parameters."""
     risk, one = sharded_risk("tokens", problems.every_layer), plain_risk("tokens")
     E = kfs.EKFAC(risk, fisher="type-2", checkpoint=folder / "factors")
     expected = kfs.EKFAC(one, fisher="type-2")
@@ -131,7 +131,7 @@ def test_applications(ranks: Pool, tmp_path: Path) -> None:
 
 
 def compare_vectors() -> None:
-    """Gradients of a training step can be multiplied as they are."""
+    """Gradients of a training step can be multiplied without conversion."""
     risk, one = sharded_risk("mlp", problems.every_layer), plain_risk("mlp")
     inverse = kfs.KFAC(risk).inverse(damping=0.1)
     vectors = {name: (p.detach() + 1) for name, p in risk.params.items()}
@@ -161,7 +161,7 @@ def test_vectors_that_are_sharded(ranks: Pool) -> None:
 
 
 def compare_with_training(shard: Shard) -> None:
-    """PyTorch's own passes of the sharded model are another oracle, and are not disturbed."""
+    """PyTorch's own passes of the sharded model are another oracle, and still work."""
     loss = nn.CrossEntropyLoss(reduction="sum")
     precise = shard is not problems.half_precision
     model, _, X, y = model_and_data("mlp")
@@ -180,7 +180,7 @@ def compare_with_training(shard: Shard) -> None:
     K = kfs.KFAC(risk, fisher="empirical")
     assert {g.dtype for g in found.values()} == {X.dtype}
     value = loss(predictions, y[own])
-    value.backward()  # of the pass before: factors of a step may be computed in the midst of it
+    value.backward()  # of the previous pass: factors of a step may be computed in the middle of it
     size = dist.get_world_size()
     tolerance = CLOSE if precise else {"rtol": 0.05, "atol": 0.05}
     for name, p in model.named_parameters():
@@ -240,7 +240,7 @@ def test_half_precision(ranks: Pool) -> None:
 
 
 def compare_replicas() -> None:
-    """`DistributedDataParallel` is taken for the module in it."""
+    """`DistributedDataParallel` is replaced by the module inside it."""
     model, loss, X, y = model_and_data("mlp")
     own = slice(dist.get_rank() * 12, dist.get_rank() * 12 + 12)
     replica = nn.parallel.DistributedDataParallel(model)
@@ -257,7 +257,7 @@ def test_replicas(ranks: Pool) -> None:
 
 
 def compare_other_values() -> None:
-    """Parameters need not be those of the model, and may be frozen."""
+    """Parameters may differ from those of the model, and may be frozen."""
     model, loss, X, y = model_and_data("mlp")
     values = {name: p.detach() + 0.5 for name, p in model.named_parameters()}
     expected = kfs.EmpiricalRisk(model, loss, (X, y), params=values)
@@ -275,7 +275,7 @@ def test_other_values(ranks: Pool) -> None:
 
 
 def compare_sharded_later() -> None:
-    """A risk that was made before its model was sharded knows the values of that time."""
+    """A risk that was created before its model was sharded has the values of that time."""
     model, loss, X, y = model_and_data("mlp")
     risk = kfs.EmpiricalRisk(model, loss, kfs.shard((X, y), dist.group.WORLD))
     expected = plain_risk("mlp").gradient()
@@ -308,7 +308,7 @@ def test_functions(ranks: Pool) -> None:
 
 
 def compare_data_axis() -> None:
-    """As in training, processes that share layers have the same data, and those along the other axis do not."""
+    """As in training, processes along the layers' axis have the same data, and those along the other axis do not."""
     model, loss, X, y = model_and_data("mlp")
     problems.both_ways(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
@@ -331,7 +331,7 @@ def test_data_axis(ranks: Pool) -> None:
 
 
 def compare_memory() -> None:
-    """Whole parameters are gone afterwards, even if the risk and what was computed are still there."""
+    """Whole parameters are freed afterwards, even if the risk and the results still exist."""
     risk = sharded_risk("tied", problems.whole_blocks)
     seen: list[weakref.ref[torch.Tensor]] = []
 

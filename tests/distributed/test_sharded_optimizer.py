@@ -1,4 +1,4 @@
-"""The optimizer on models that `fully_shard` has sharded: the same training as that of the plain model in one process.
+"""The optimizer on models sharded by `fully_shard`: the same training as that of the plain model in one process.
 
 States, mixed precision and errors are in `test_sharded_optimizer_errors`.
 """
@@ -18,7 +18,7 @@ from tests.distributed.sharded_problems import every_layer, freed_after_forward
 from tests.distributed.sharded_training import train_sharded
 from tests.distributed.training import Plan, Run, batches, chunks, in_one_process, model_of, result, take_step
 
-# Ranks add up in another order than one process. Twenty steps amplify what that rounds.
+# The order of sums differs between ranks and one process. Twenty steps amplify the round-off.
 TOLERANCE = 1e-12
 FAST = {"lr": 0.3, "factors_every": 2, "inverses_every": 4}
 EVEN = Plan((12, 12))
@@ -54,7 +54,7 @@ def distance(found: Run, expected: Run) -> float:
     ],
 )
 def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, shard: str, settings: dict[str, Any]) -> None:
-    """Twenty steps are those of the plain model in one process, and each rank keeps its part of averages."""
+    """Twenty steps equal those of the plain model in one process, and each rank keeps its part of the averages."""
     (expected,) = ranks(1, train_alone, plan, settings)
     results: list[Run] = ranks(len(plan.parts), train_sharded, plan, shard, settings)
     assert len({one.bits for one in results}) == 1
@@ -62,7 +62,7 @@ def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, shard: str, setting
     assert all(one.events == expected.events and one.uncovered == expected.uncovered for one in results)
     replicas = 2 if shard == "hybrid" else 1
     assert sum(one.numbers for one in results) == replicas * expected.numbers
-    # Rows are divided as evenly as possible: no rank has many more than the others.
+    # Rows are divided as evenly as possible.
     assert max(one.numbers for one in results) < 0.75 * expected.numbers or len(results) == 1
 
 
@@ -80,7 +80,7 @@ def train_clipped(plan: Plan, clip: float) -> Run:
 
 
 def test_clipped_gradients(ranks: Pool) -> None:
-    """PyTorch's own function clips sharded gradients by the norm of all of them."""
+    """PyTorch's own function clips sharded gradients by their total norm."""
     plan = Plan((4, 4, 4), net="mlp")
     (expected,) = ranks(1, train_clipped, plan, 0.05)
     (unclipped,) = ranks(1, train_alone, plan, FAST)
@@ -92,7 +92,7 @@ def test_clipped_gradients(ranks: Pool) -> None:
 
 
 def train_with_evaluations(plan: Plan) -> Run:
-    """Evaluate the model between `backward()` and `step()`, which leaves whole parameters in their places."""
+    """Evaluate the model between `backward()` and `step()`, which leaves parameters unsharded."""
     model = every_layer(model_of(plan.net))
     loss = nn.CrossEntropyLoss()
     optimizer = KFAC(model, loss, **FAST)  # type: ignore[arg-type]
@@ -107,14 +107,14 @@ def train_with_evaluations(plan: Plan) -> Run:
 
 
 def test_evaluations_between_passes(ranks: Pool) -> None:
-    """The next pass uses parameters as they are after the step."""
+    """The next pass uses the parameters of the step."""
     plan = Plan((6, 6))
     (expected,) = ranks(1, train_alone, plan, FAST)
     assert distance(ranks(2, train_with_evaluations, plan)[0], expected) < TOLERANCE
 
 
 def test_passes_that_do_not_count(ranks: Pool) -> None:
-    """Gradients that were set to None take the statistics of their passes with them."""
+    """If gradients were set to None, the statistics of their passes do not count either."""
     ranks(2, abandon_a_pass)
 
 
@@ -142,17 +142,17 @@ scattered = OwnedInverses.scattered
 
 
 def gathered_from_the_first(self: OwnedInverses, parts: Any) -> Any:
-    """Return whole tensors that are zero where other ranks have their parts."""
+    """Return full tensors that are zero in the parts of other ranks."""
     return gathered(self, {name: part if dist.get_rank() == 0 else 0 * part for name, part in parts.items()})
 
 
 def scattered_in_reverse(self: OwnedInverses, tensors: Any, parts: Any) -> Any:
-    """Return parts of tensors whose rows are in the opposite order."""
+    """Return parts of tensors with the rows in reverse order."""
     return scattered(self, {name: t.flip(0) for name, t in tensors.items()}, parts)
 
 
 def whole_layers(fisher: Any) -> tuple[bool, bool]:
-    """Return whether the first layer is whole when a backward pass has come by the last one, and after the pass."""
+    """Return whether the first layer is unsharded when the backward pass has left the last layer, and afterwards."""
     model = freed_after_forward(model_of("mlp"))
     optimizer = KFAC(model, nn.CrossEntropyLoss(), fisher=fisher)
     (x, y), *_ = batches(1, 8)
@@ -170,7 +170,7 @@ def whole_layers(fisher: Any) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize(("fisher", "expected"), [("mc", True), ("empirical", False)])
 def test_parameters_are_whole_if_need_be(ranks: Pool, fisher: str, expected: bool) -> None:
-    """Without vectors of the optimizer, layers are whole one after the other, as PyTorch has it."""
+    """Without vectors of the optimizer, layers are unsharded one after the other, as in PyTorch."""
     assert ranks(2, whole_layers, fisher) == 2 * [(expected, False)]
 
 
@@ -190,7 +190,7 @@ def train_in_a_wrong_way(plan: Plan, variant: str) -> Run:
 
 @pytest.mark.parametrize("variant", WRONG)
 def test_wrong_variants_are_noticed(ranks: Pool, variant: str) -> None:
-    """They train as well, but it is not the training of one process."""
+    """Wrong variants train as well, but the training is not that of one process."""
     plan = Plan((6, 6))
     (expected,) = ranks(1, train_alone, plan, FAST)
     assert distance(ranks(2, train_in_a_wrong_way, plan, variant)[0], expected) > 1e5 * TOLERANCE

@@ -1,4 +1,4 @@
-"""The optimizer on sharded models: states for files, mixed precision, scaled gradients, and what is refused."""
+"""The optimizer on sharded models: states in files, mixed precision, scaled gradients, and unsupported cases."""
 
 import pickle
 import warnings
@@ -36,7 +36,7 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class Saved(NamedTuple):
-    """The content of a file."""
+    """The contents of a file."""
 
     model: Any
     optimizer: Any
@@ -51,12 +51,12 @@ def train(model: Any, optimizer: KFAC, start: int, stop: int) -> None:
 
 
 def part_of_training(start: int, stop: int, saved: Saved | None, is_sharded: bool) -> tuple[Tensor, Saved]:
-    """Train for some steps, and return what is saved."""
+    """Train for some steps, and return the state."""
     model = every_layer(model_of("net")) if is_sharded else model_of("net")
     optimizer = KFAC(model, LOSS, lr=0.3, factors_every=2, inverses_every=5, group=dist.group.WORLD)
     assert optimizer.state_dict()["state"] == {}
     if saved is not None:
-        set_model_state_dict(model, dict(saved.model), options=WHOLE)  # which changes the dictionary
+        set_model_state_dict(model, dict(saved.model), options=WHOLE)  # this call changes the dictionary
         optimizer.load_state_dict(saved.optimizer)
     train(model, optimizer, start, stop)
     if dist.get_world_size() > 1:
@@ -73,7 +73,7 @@ def part_of_training(start: int, stop: int, saved: Saved | None, is_sharded: boo
 
 
 def test_resuming_with_another_number_of_ranks(ranks: Pool) -> None:
-    """Seven steps on three ranks, and then others on one or two, or without shards, are one training."""
+    """Seven steps on three ranks, and further ones on one or two, or without shards, equal one training."""
     (expected, _), *_ = ranks(1, part_of_training, 0, 20, None, False)
     (_, saved), *_ = ranks(3, part_of_training, 0, 7, None, True)
     for size, is_sharded in ((1, False), (1, True), (2, True)):
@@ -101,7 +101,7 @@ def part_by_checkpoint(start: int, stop: int, folder: Path, kind: str) -> Tensor
 
 
 def test_checkpoints_of_pytorch(ranks: Pool, tmp_path: Path) -> None:
-    """They need no call before, are read by any number of ranks, and training goes on as if it was never stopped."""
+    """They need no call before, any number of ranks reads them, and training continues as if it had never stopped."""
     (expected, *_) = ranks(1, part_by_checkpoint, 0, 14, tmp_path / "whole", "plain")
     for kinds in ((3, "sharded", 2, "ddp"), (2, "ddp", 3, "sharded"), (2, "sharded", 1, "plain")):
         folder = tmp_path / str(kinds)
@@ -133,11 +133,11 @@ def test_states_with_sharded_tensors(ranks: Pool) -> None:
 
 
 def train_mixed(policy: dict[str, Any] | None) -> tuple[Tensor, Any]:
-    """Train in half precision, as a policy says, or in float32 without shards."""
+    """Train in half precision by a mixed-precision policy, or in float32 without shards."""
     model = model_of("mlp").float()
     if policy is not None:
         every_layer(model, mp_policy=MixedPrecisionPolicy(**policy))
-    # Little damping would multiply what bfloat16 rounds off in directions without curvature.
+    # Small damping would amplify the round-off of bfloat16 in directions without curvature.
     optimizer = KFAC(model, LOSS, lr=0.3, damping=0.1, factors_every=2, fisher="type-2", group=dist.group.WORLD)
     train(model, optimizer, 0, 20)
     assert all(p.dtype == torch.float32 for p in optimizer.param_groups[0]["params"])
@@ -145,11 +145,11 @@ def train_mixed(policy: dict[str, Any] | None) -> tuple[Tensor, Any]:
 
 
 def test_mixed_precision(ranks: Pool) -> None:
-    """Passes in bfloat16 are watched as they are; averages and parameters stay in float32."""
+    """Passes in bfloat16 are captured as they are; averages and parameters stay in float32."""
     ((expected, _),) = ranks(1, train_mixed, None)
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}
     (found, audit), _ = ranks(2, train_mixed, policy)
-    # bfloat16 has three digits. The parameters have moved by much more than that.
+    # bfloat16 has three digits. The parameters have moved by much more.
     assert (found - expected).norm() / expected.norm() < 0.05
     assert 1e-6 < max(audit.gradients.values()) < 0.02
 
@@ -170,7 +170,7 @@ def train_scaled(bad: int | None) -> tuple[float, int, Tensor]:
 
 
 def test_gradient_scalers(ranks: Pool) -> None:
-    """PyTorch looks at gradients of all processes, so that all of them skip a step."""
+    """PyTorch checks the gradients of all processes, so all of them skip a step."""
     (scale, steps, expected), _ = ranks(2, train_scaled, None)
     assert (scale, steps) == (1024.0, 6)
     first, second = ranks(2, train_scaled, 3)
@@ -179,7 +179,7 @@ def test_gradient_scalers(ranks: Pool) -> None:
 
 
 def break_a_gradient(after: bool) -> None:
-    """A part of a gradient, or of a parameter, is not finite in one process."""
+    """Make a part of a gradient, or of a parameter, not finite in one process."""
     model = every_layer(model_of("mlp"))
     optimizer = KFAC(model, LOSS)
     train(model, optimizer, 0, 2)
@@ -203,7 +203,7 @@ def break_a_gradient(after: bool) -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_numbers_that_are_not_finite(ranks: Pool, after: bool) -> None:
-    """All ranks skip the step, or end, although one of them alone has the number."""
+    """All ranks skip the step, or raise, although only one of them has the number."""
     ranks(2, break_a_gradient, after)
 
 
@@ -242,7 +242,7 @@ def refuse(shard: Callable[[nn.Module], nn.Module], text: str, settings: dict[st
 def test_what_is_refused(
     ranks: Pool, size: int, shard: Callable[[nn.Module], nn.Module], text: str, settings: dict[str, Any]
 ) -> None:
-    """Cause and way out, before anything is trained."""
+    """Errors give the cause and the way out before training starts."""
     ranks(size, refuse, shard, text, settings)
 
 
@@ -253,7 +253,7 @@ def refuse_groups() -> None:
         with pytest.raises(ModelError, match=r"sharded over the processes \[0, 1, 2, 3\], but the group has"):
             KFAC(model, LOSS, group=alone)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # It takes the model over from the optimizer that was refused.
+            warnings.simplefilter("ignore")  # It replaces the optimizer that was refused.
             KFAC(model, LOSS, group=dist.group.WORLD)
 
 
@@ -274,7 +274,7 @@ def test_gradients_that_are_not_averages(ranks: Pool) -> None:
 
 
 def fail_in_an_audit() -> None:
-    """A model that fails in one process, in an audit: the error is one of all."""
+    """If the model fails in one process during an audit, all processes raise the error."""
     model = nn.Sequential(nn.Linear(6, 3), Fragile())
     fully_shard(model)
     optimizer = KFAC(model, LOSS)
@@ -297,7 +297,7 @@ def test_errors_in_audits(ranks: Pool) -> None:
 
 
 def shard_too_late() -> None:
-    """Parameters are others than those that the optimizer knows."""
+    """The parameters are no longer the ones that were given to the optimizer."""
     for settings, text in (({}, r"make the optimizer after fully_shard"), ({"group": dist.group.WORLD}, "has changed")):
         model = model_of("mlp")
         optimizer = KFAC(model, LOSS, **settings)  # type: ignore[arg-type]

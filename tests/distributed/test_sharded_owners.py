@@ -1,4 +1,4 @@
-"""The optimizer on sharded models: inverses stay at the owners of blocks, which multiply the gradients of others."""
+"""The optimizer on sharded models: inverses stay at the owners of blocks, which multiply gradients of other ranks."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ from tests.distributed.training import (
 
 
 def inverses_here() -> tuple[dict[str, bool], dict[str, int], int]:
-    """Return which inverses this rank has, who owns them, and the bytes of blocks, after a state was loaded, too."""
+    """Return the inverses on this rank, all owners, and the bytes of blocks, also after loading a state."""
     model = every_layer(model_of("mlp"))
     optimizer = KFAC(model, LOSS)
     for _ in range(2):
@@ -47,7 +47,7 @@ def inverses_here() -> tuple[dict[str, bool], dict[str, int], int]:
 
 
 def test_inverses_are_at_their_owners(ranks: Pool) -> None:
-    """Each inverse is in one process alone, and all know which one that is."""
+    """Each inverse is in exactly one process, and all processes know the owner."""
     results = ranks(3, inverses_here)
     _, known, _ = results[0]
     assert {known[name] for name in results[0][0]} == {0, 1, 2}  # three layers
@@ -62,7 +62,7 @@ def test_inverses_are_at_their_owners(ranks: Pool) -> None:
 
 
 def train_with_moving_owners(plan: Plan) -> Run:
-    """Let another rank own a block whenever it is inverted."""
+    """Change the owner of a block whenever it is inverted."""
     calls = []
     usual = across_ranks.owners_of
 
@@ -76,7 +76,7 @@ def train_with_moving_owners(plan: Plan) -> Run:
 
 
 def test_owners_may_change(ranks: Pool) -> None:
-    """As they do when new blocks appear. The last owner forgets its inverse."""
+    """Owners change when new blocks appear. The previous owner forgets its inverse."""
     plan = Plan((4, 4, 4), net="mlp")
     (expected,) = ranks(1, train_alone, plan, FAST)
     results = ranks(3, train_with_moving_owners, plan)
@@ -103,7 +103,7 @@ def train_with_failing_inverse(is_sharded: bool) -> tuple[Any, Tensor]:
 
 
 def test_inverse_that_fails_at_its_owner(ranks: Pool) -> None:
-    """The last inverse stays where it is, as in one process."""
+    """The last inverse is kept, as in one process."""
     ((events, expected),) = ranks(1, train_with_failing_inverse, False)
     results = ranks(2, train_with_failing_inverse, True)
     assert events.failed_inverses == 1
@@ -127,7 +127,7 @@ def test_accelerators(ranks: Pool, settings: dict[str, Any]) -> None:
 
 
 def overflow_at_an_owner(accelerated: bool) -> None:
-    """Products of one owner are not finite: no rank takes the step."""
+    """If products of one owner are not finite, no rank takes the step."""
     with pytest.MonkeyPatch.context() as patch:
         model = every_layer(model_of("mlp"))
         optimizer = KFAC(model, LOSS, inverses_every=100, factors_every=100)
@@ -154,7 +154,7 @@ def test_products_that_are_not_finite(ranks: Pool, accelerated: bool) -> None:
 
 
 def train_with_a_plain_layer(is_sharded: bool) -> Tensor:
-    """Leave the parameters of one layer out of the shards, and average their gradients by hand."""
+    """Leave the parameters of one layer unsharded, and average their gradients by hand."""
     model = model_of("mlp")
     own = list(model.get_submodule("2").parameters())
     if is_sharded:

@@ -1,4 +1,4 @@
-"""Capturing passes of sharded models as PyTorch runs them: layer by layer, parameters are whole for a moment."""
+"""Captured passes of sharded models, run by PyTorch: parameters are unsharded layer by layer."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ SETTINGS = Settings(fisher="type-2")
 
 
 class Square(torch.autograd.Function):
-    """Hides its operations."""
+    """A custom function that hides its operations."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Square(torch.autograd.Function):
 
 
 class Deep(nn.Module):
-    """Has equal layers, which get each other's memory, a view of a parameter, and one that is left out."""
+    """Has equal layers, which reuse each other's memory, a view of a parameter, and an unsharded parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Deep(nn.Module):
 
 
 def captured(model: nn.Module, x: Tensor, y: Tensor, passes: int) -> tuple[dict[str, Block], Any]:
-    """Return factors of some passes, as those of the user's training are captured."""
+    """Return factors of some passes that are captured as in the user's training."""
     loss = kfs.losses.describe(nn.CrossEntropyLoss())
     sums = FactorSums(SETTINGS)
     frozen = {"layers.1.weight", "layers.1.bias"}
@@ -92,12 +92,12 @@ def compare_passes(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}])
 def test_passes_of_pytorch_are_captured(ranks: Pool, settings: dict[str, Any]) -> None:
-    """Three passes, of which each sends several vectors back."""
+    """Three passes, each of which sends several vectors back."""
     ranks(2, compare_passes, settings)
 
 
 def compare_without_model() -> None:
-    """A trace that does not know the model sees nothing."""
+    """A trace without the model finds no use."""
     model = nn.Linear(3, 2)
     fully_shard(model)
     trace = new_trace(dict(model.named_parameters()))

@@ -1,4 +1,4 @@
-"""Shards: consecutive data, each of them once, with the indices that they have among all data."""
+"""Shards: consecutive examples, each of them in one shard, with their indices among all data."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Batches(Dataset[Any]):
-    """Has batches as data."""
+    """A data set of batches."""
 
     def __len__(self) -> int:
         return 5
@@ -40,14 +40,14 @@ class Batches(Dataset[Any]):
 
 
 class OwnLoader(DataLoader[Any]):
-    """Gives something else than its data set has."""
+    """A loader that does not return the examples of its data set."""
 
     def __iter__(self) -> Any:
         return ((2 * x, y) for x, y in super().__iter__())
 
 
 def make(kind: str) -> Any:
-    """Return data of a kind, the same in every process."""
+    """Return data of one kind, the same in every process."""
     dataset = TensorDataset(X, Y)
     kinds: dict[str, Any] = {
         "pair": lambda: (X, Y),
@@ -87,7 +87,7 @@ KINDS = (
 
 
 def targets_in(data: Any) -> list[int]:
-    """Return all targets, in the order in which a risk sees them."""
+    """Return all targets, in the order of the risk's batches."""
     risk = kfs.EmpiricalRisk(nn.Linear(2, 2), nn.CrossEntropyLoss(), data)
     return [target for batch in risk.batches() for target in batch.y.tolist()]
 
@@ -149,7 +149,7 @@ def compare_draws(kind: str) -> None:
     K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, kfs.shard(data, dist.group.WORLD)), fisher="mc")
     one = kfs.KFAC(kfs.EmpiricalRisk(model, loss, data), fisher="mc")
     torch.testing.assert_close(K.to_dense(), one.to_dense(), rtol=1e-12, atol=1e-14)
-    # Indices matter: the same data with draws of others are another matrix.
+    # Indices matter: the same data with the draws of other indices have another matrix.
     other = kfs.KFAC(kfs.EmpiricalRisk(model, loss, data), fisher="mc", first_datum=1)
     assert not torch.allclose(other.to_dense(), one.to_dense(), rtol=1e-3)
 

@@ -1,4 +1,4 @@
-"""Tensors that are added up over ranks: all of them, triangles, and what tells them from others."""
+"""Sums of tensors over ranks: whole tensors, triangles, and checksums that tell tensors apart."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def sums(bucket_bytes: int) -> str:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**25])
 def test_sums(ranks: Pool, bucket_bytes: int) -> None:
-    """Bit by bit the same on all ranks, in buckets of any size."""
+    """All ranks have the same bits, for buckets of any size."""
     assert len(set(ranks(3, sums, bucket_bytes))) == 1
 
 
@@ -67,7 +67,7 @@ def test_other_shapes(ranks: Pool) -> None:
 
 @pytest.mark.parametrize("size", [1, 5, 32, 33, 100])
 def test_triangles(size: int) -> None:
-    """Panels have all that is above the diagonal, and not much below."""
+    """Panels have all entries above the diagonal, and few below."""
     matrices = torch.randn(2, size, size)
     symmetric = matrices + matrices.mT
     panels = list(upper_triangle(symmetric))
@@ -81,7 +81,7 @@ def test_triangles(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 def test_checksums(dtype: torch.dtype) -> None:
-    """One bit, another order, or another sign: each gives another number."""
+    """A changed bit, order or sign changes the checksum."""
     t = torch.arange(-20, 21, 2).to(dtype)
     one_bit = t.clone()
     one_bit.view(torch.uint8)[3] ^= 1
@@ -94,7 +94,7 @@ def test_checksums(dtype: torch.dtype) -> None:
 
 
 def test_checksums_of_special_tensors() -> None:
-    """Of tensors that are no arrays, only shapes are compared."""
+    """For tensors without plain storage, only shapes are compared."""
     special = [torch.eye(3).to_sparse(), torch.empty(3, 3, device="meta")]
     assert checksums([special, [*special, torch.ones(2)]]) == [0, checksum(torch.ones(2))]
     assert (
@@ -103,7 +103,7 @@ def test_checksums_of_special_tensors() -> None:
 
 
 def test_checksums_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and buckets have an order, too."""
+    """The order of rows and of buckets matters, too."""
     t = torch.randn(3 * collectives._ROW + 5)
     assert len({checksum(t), checksum(t.roll(collectives._ROW)), checksum(-t), checksum(t.flip(0))}) == 4
     monkeypatch.setattr(collectives, "BUCKET_BYTES", 64)

@@ -1,4 +1,4 @@
-"""Training on ranks, each with a part of every batch, and the same in one process."""
+"""Training on ranks, each with a part of every batch, and the same training in one process."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ class Tied(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Has convolutions, with shapes that two and three processes cannot share evenly."""
+    """Has convolutions, with shapes that cannot be divided evenly among two and three processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
 
 
 class Reused(nn.Module):
-    """Has a layer that is called twice and run again for gradients, one that is never called, and a frozen one."""
+    """Has a layer that is called twice and checkpointed, one that is never called, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,12 +122,12 @@ class Run(NamedTuple):
     bits: int
     events: Any
     uncovered: dict[str, str]
-    numbers: int  # that this process keeps as averages of gradients
+    numbers: int  # stored by this process as averages of gradients
 
 
 @contextmanager
 def accelerators() -> Iterator[None]:
-    """Let the CPU of this process count as an accelerator whose graphs are tapes."""
+    """Treat the CPU of this process as an accelerator whose graphs are tapes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs, "recorder_for", lambda *_: Tapes)
         patch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
@@ -174,16 +174,16 @@ def result(model: nn.Module, optimizer: KFAC) -> Run:
 
 
 class Plan(NamedTuple):
-    """How batches are split."""
+    """How batches are split over passes and ranks."""
 
-    parts: tuple[int, ...]  # data of each rank in a pass
-    passes: int = 1  # that gradients are accumulated over
+    parts: tuple[int, ...]  # examples of each rank in a pass
+    passes: int = 1  # number of passes over which gradients are accumulated
     ddp: bool = True
     net: str = "net"
     reduction: str = "mean"
-    early: bool = False  # whether the optimizer is made before the DDP model
+    early: bool = False  # whether the optimizer is created before the DDP model
     outlier: int | None = None  # step in which the first example is far too large
-    sort: bool = False  # whether the first rank sees only the data with the largest first features in the first step
+    sort: bool = False  # whether the first rank gets only examples with large first features in the first step
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return batches of all ranks, the same in every process."""
@@ -225,7 +225,7 @@ def on_ranks(plan: Plan, **settings: Any) -> Run:
                 average_gradients(module)
             return total
 
-        if plan.early:  # A pass shows who trains together.
+        if plan.early:  # The first pass shows which processes train together.
             closure()
         take_step(optimizer, None if plan.early else closure)
     return result(module, optimizer)
