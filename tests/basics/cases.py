@@ -1,4 +1,4 @@
-"""Shared by the tests of the definitions: shapes, functions of any shape, and small networks with losses and data."""
+"""Shapes, functions of any shape, and small networks with losses and data, shared by the tests of the definitions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ def assert_close(actual: Tensor, expected: Tensor, atol: float = ROUND_OFF) -> N
 
 
 def smooth_function(in_shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Return a nonlinear function between tensors of the given shapes, each output depending on each input."""
+    """Return a nonlinear function between tensors of the given shapes; every output depends on every input."""
     shift, scale = torch.randn(2, *out_shape, *in_shape, dtype=torch.float64)
     axes = tuple(range(-len(in_shape), 0))
 
@@ -37,7 +37,7 @@ def leaf(shape: tuple[int, ...]) -> Tensor:
 
 
 class Parallel(nn.Module):
-    """A network whose prediction is a matrix: linear maps of all rows and of all columns, with shared weights."""
+    """A network that predicts a matrix: linear maps act on all rows and on all columns, with shared weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Case:
     is_likelihood: bool = True
 
     def make(self) -> tuple[nn.Module, Loss, Tensor, Tensor]:
-        """Return model, loss, inputs and targets, always the same ones."""
+        """Return model, loss, inputs and targets, the same in every call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             model = self.make_model().double()

@@ -1,4 +1,4 @@
-"""Every definition file: it is listed, documented, runs, checks itself, and can be imported without side effects."""
+"""Every definition file is listed and documented, runs, checks itself, and can be imported without side effects."""
 
 import ast
 import runpy

@@ -1,4 +1,4 @@
-"""Every definition gives the same numbers on an accelerator as on the CPU. Skipped where there is none."""
+"""Every definition gives the same numbers on an accelerator as on the CPU. Skipped without an accelerator."""
 
 import copy
 
@@ -24,7 +24,7 @@ DEVICES = ["cuda"] if torch.cuda.is_available() else []
 
 
 def everything(case: Case, device: str) -> dict[str, torch.Tensor]:
-    """Compute what does not depend on random numbers, whose streams differ between devices."""
+    """Compute all results that do not depend on random numbers; random streams differ between devices."""
     model, loss, X, y = case.make()
     model, loss, X, y = model.to(device), copy.deepcopy(loss).to(device), X.to(device), y.to(device)
     name, W = next(iter(model.named_parameters()))

@@ -1,4 +1,4 @@
-"""Every definition notices mistakes: one line of it is changed at a time, and then its own check must fail."""
+"""Every definition notices mistakes: if any one of these lines is changed, the definition's own check must fail."""
 
 from types import ModuleType
 
@@ -36,7 +36,7 @@ from kfs.basics import (
 )
 from tests.edits import Edit, check_edit, failure
 
-# What to replace in which definition, and by what.
+# For each definition: text to replace, and its replacement.
 WRONG: dict[ModuleType, list[tuple[str, str]]] = {
     reduction_factors: [
         ("return 2.0 if", "return 1.0 if"),

@@ -1,4 +1,4 @@
-"""The paper's errata, each with the printed formula failing and the corrected one holding."""
+"""The paper's errata: the printed formula fails, and the corrected one holds."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_shapes_in_kronecker_products_with_a_vector() -> None:
 
 
 def test_kronecker_structure_needs_the_layers_output() -> None:
-    """The Jacobian is that of a layer's output, and the vector is pulled back to that output."""
+    """The Jacobian of a layer's output, and the vector pulled back to that output."""
     first = nn.Linear(3, 3, bias=False)
     model = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 3, bias=False)).double()
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
@@ -128,12 +128,12 @@ def test_diagonal_blocks_tell_the_activation_of_the_figures(activation: nn.Modul
     model = nn.Sequential(nn.Linear(5, 4), activation, nn.Linear(4, 4), activation, nn.Linear(4, 3)).double()
     f = model(torch.rand(20, 5, dtype=torch.float64))
     risk = nn.MSELoss()(f, torch.rand(20, 3, dtype=torch.float64))
-    for parameter in list(model.parameters())[:-2]:  # the last layer is linear in any case
+    for parameter in list(model.parameters())[:-2]:  # the last layer is linear in both networks
         assert torch.allclose(vec_hessian(risk, parameter), vec_ggn(risk, f, parameter)) == equal
 
 
 class Draws:
-    """Would-be gradients of a network's prediction, each example's with its Jacobian, and what they sum up to."""
+    """Would-be gradients of a network's prediction, each with its example's Jacobian, and their sum."""
 
     M, seed = 7, 3
 
@@ -166,7 +166,7 @@ def test_the_self_outer_product_sums_over_draws_already(loss: nn.MSELoss | nn.Cr
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(reduction="sum")], ids=str)
 def test_the_fisher_of_the_cheatsheet_sums_over_draws(loss: nn.MSELoss | nn.CrossEntropyLoss) -> None:
-    """Without the sum over m, as printed, one label per example is left: for no m is it the Fisher."""
+    """Without the sum over m, as printed, one label per example remains, and for no m is it the Fisher."""
     draws = Draws(loss)
 
     def term(m: int) -> Tensor:
@@ -178,7 +178,7 @@ def test_the_fisher_of_the_cheatsheet_sums_over_draws(loss: nn.MSELoss | nn.Cros
 
 
 def test_the_likelihood_of_the_cheatsheet_has_another_minimizer() -> None:
-    """The divergence and the expectation over the data's labels have one minimizer, the printed one has others."""
+    """The divergence and the expectation over the data's labels have the same minimizer; the printed one differs."""
     p_data = torch.tensor([0.8, 0.2], dtype=torch.float64)
     theta = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)  # the model's probability of the second label
     model = torch.stack([1 - theta, theta], dim=1)
@@ -206,7 +206,7 @@ def test_the_empirical_fisher_has_the_labels_of_the_data() -> None:
         return reduction_factor(loss, y) * V @ V.T
 
     assert_close(with_labels(y), E)
-    # 4000 drawn data sets: the error of the mean is about sqrt(2 / 4000 / 5), 1 percent, and E is further away.
+    # 4000 drawn data sets: the error of the mean is about sqrt(2 / 4000 / 5), 1 percent; E differs by more.
     drawn = torch.stack([with_labels(torch.normal(model(X).detach(), 1.0)) for _ in range(4000)]).mean(0)
     F = vec_type1_fisher(model, loss, X, y, model.weight)
     assert (drawn - F).norm() < 0.05 * F.norm()

@@ -1,4 +1,4 @@
-"""What the Fisher definitions refuse, and what they leave untouched."""
+"""Input that the Fisher definitions refuse, and state that they leave untouched."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Monte Carlo, exact and empirical Fisher, their products, and what connects them to each other and to the GGN."""
+"""Monte Carlo, exact and empirical Fisher, their products, and their relations to each other and to the GGN."""
 
 from collections.abc import Callable
 from math import sqrt
@@ -32,7 +32,7 @@ Fisher = Callable[[nn.Module, Any, Tensor, Tensor, Params], Tensor]
 
 
 def parameter_pairs(model: nn.Module) -> list[tuple[str, str]]:
-    """The first weight with itself, its bias and the last weight; both biases (of one shape in some cases); a bias."""
+    """The first weight with itself, its bias and the last weight; both biases (some have equal shapes); a bias."""
     W1, b1, W2, b2 = (name for name, _ in model.named_parameters())
     return [(W1, W1), (W1, b1), (W1, W2), (b1, b2), (b1, b1)]
 
@@ -43,7 +43,7 @@ def test_empirical_fisher_is_built_from_pytorchs_own_loss(case: Case) -> None:
     named = dict(model.named_parameters())
 
     def datum_loss(params: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
-        """The loss on a data set of one, without its reduction: PyTorch's value for reduction="sum"."""
+        """The loss on a data set of one example, without its reduction: PyTorch's value for reduction="sum"."""
         summed = type(loss)(**{**settings(loss), "reduction": "sum"})
         value: Tensor = summed(func.functional_call(model, params, x.unsqueeze(0)), target.unsqueeze(0))
         return value / 2 if isinstance(loss, nn.MSELoss) else value
@@ -141,7 +141,7 @@ def test_monte_carlo_fisher_converges_like_one_over_root_m(case: Case) -> None:
     for M, repeats in ((1, 160), (16, 40)):
         draws = torch.stack([mc_fisher(model, loss, X, y, b, M, seed) for seed in range(repeats)])
         mean_square = ((draws - F) ** 2).flatten(1).sum(1).mean().item()
-        # A squared error scatters by about its own size, more so for M = 1; the mean of many by some 15 percent.
+        # A squared error fluctuates by about its own size, more for M = 1; the mean of many by some 15 percent.
         assert V / M / 1.5 < mean_square < V / M * 1.5
 
 
@@ -150,13 +150,13 @@ def test_a_datum_whose_labels_are_all_missing_contributes_nothing(fisher: Fisher
     model, loss, X, _ = CASES[6].make()
     y = torch.tensor([[0, 1], [-100, -100]])
     both, first = (fisher(model, loss, X[:n], y[:n], "columns.weight") for n in (2, 1))
-    assert_close(both, first)  # the mean is over the labels that count
+    assert_close(both, first)  # the mean is over the labels that are not ignored
     summed = nn.CrossEntropyLoss(reduction="sum")
     assert one_sample_variance(model, summed, X[1:2], y[1:], "columns.weight") == 0
 
 
 class Routed(nn.Module):
-    """Sends every example through one of two layers."""
+    """Sends each example through one of two layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from tests.basics.cases import assert_close
 
 
 class Twice(nn.Module):
-    """Has layers that are not called once with one tensor in and one tensor out."""
+    """Has layers that are called twice, or with several tensors."""
 
     def __init__(self) -> None:
         super().__init__()

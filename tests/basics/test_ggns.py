@@ -169,7 +169,7 @@ def test_the_papers_order_of_arguments_is_refused(vec: str | Vec) -> None:
 
 
 def test_an_intermediate_result_may_be_the_variable() -> None:
-    """The check of the order must not refuse what was computed itself, but not from the prediction."""
+    """The check of the order must accept a variable that was computed, if it was not computed from the prediction."""
     x = leaf((3,))
     a = torch.sin(x)
     b = a**2
@@ -185,7 +185,7 @@ def test_rosenbrock_closed_forms(x: tuple[float, float], anchor: tuple[float, fl
     p, q = torch.tensor(x, dtype=torch.float64), torch.tensor(anchor, dtype=torch.float64)
 
     def f(x: Tensor) -> Tensor:
-        return (1 - x[0]) ** 2 + alpha * (x[1] - x[0] ** 2) ** 2  # the function as everybody knows it
+        return (1 - x[0]) ** 2 + alpha * (x[1] - x[0] ** 2) ** 2  # the usual definition of the function
 
     tangent = linearize(lambda x: rosenbrock_inner(x, alpha), q)
     atol = 1e-10  # values reach several thousand here

@@ -1,4 +1,4 @@
-"""Hessian products, Hessians, and those of the criteria with their symmetric factors."""
+"""Hessian products, Hessians, and the Hessians of the criteria with their symmetric factors."""
 
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from tests.basics.cases import CASES, Case, assert_close, leaf, shapes, smooth_f
 
 
 def coupled(shape1: tuple[int, ...], shape2: tuple[int, ...]) -> Any:
-    """Return a scalar function of two tensors in which everything depends on everything."""
+    """Return a scalar function of two tensors in which all entries interact."""
     inner, outer = smooth_function(shape1, shape2), smooth_function(shape2, ())
 
     def c(a1: Tensor, a2: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Jacobian products, Jacobians, and those of linear layers."""
+"""Jacobian products, Jacobians, and the Jacobians of linear layers."""
 
 from typing import Any, Literal
 
@@ -133,7 +133,7 @@ def test_an_overwritten_graph_is_named_as_the_cause() -> None:
 
 
 class Opaque(torch.autograd.Function):
-    """A cube whose backward pass hides its own dependence on what it is given, or cannot be run."""
+    """A cube whose backward pass hides that it depends on its input, or raises."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, fail: bool) -> torch.Tensor:

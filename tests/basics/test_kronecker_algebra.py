@@ -24,7 +24,7 @@ def matrix(rows: int, columns: int) -> Tensor:
 
 
 def numpys(A: Tensor, B: Tensor) -> Tensor:
-    """An independent route."""
+    """Compute the product with NumPy, as an independent reference."""
     return torch.from_numpy(np.kron(A.numpy(), B.numpy()))
 
 

@@ -8,7 +8,7 @@ from kfs.basics.label_sampling import hide_ignored, sample_label
 from kfs.errors import DtypeError, LossError, ShapeError
 from tests.basics.cases import shapes
 
-# Significance of the statistical tests below. The draws are seeded, so each of them passes always or never.
+# Significance of the statistical tests below. The draws are seeded, so each test always passes or always fails.
 LEVEL = 1e-3
 
 
@@ -31,7 +31,7 @@ def test_cross_entropy_draws_follow_the_softmax_independently_at_every_position(
     joint = torch.bincount(3 * y[:, 0] + y[:, 1], minlength=9)
     expected = draws * torch.outer(f.softmax(0)[:, 0], f.softmax(0)[:, 1]).flatten()
     assert stats.chisquare(joint, expected).pvalue > LEVEL
-    # The test would notice a softmax over positions instead of classes.
+    # A softmax over positions instead of classes fails this test.
     wrong = torch.outer(f.softmax(1)[:, 0], f.softmax(1)[:, 1]).flatten()
     assert stats.chisquare(joint, draws * wrong / wrong.sum()).pvalue < LEVEL
 

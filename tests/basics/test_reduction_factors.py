@@ -12,7 +12,7 @@ from tests.basics.cases import CASES, Case, assert_close, shapes
 
 
 def risk(loss: Loss, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The paper's empirical risk, with our two ingredients."""
+    """The paper's empirical risk, from our reduction factor and criterion."""
     c = criterion(loss)
     total = torch.stack([c(f, y) for f, y in zip(predictions, targets, strict=True)]).sum()
     return reduction_factor(loss, targets) * total
@@ -57,7 +57,7 @@ def test_cross_entropy_is_pytorchs(
         y = torch.rand_like(f).softmax(1)
     else:
         y = torch.randint(num_classes, (num_data, *shape))
-        y.view(-1)[0] = 0  # a label that counts
+        y.view(-1)[0] = 0  # a label that is not ignored
         if y.numel() > 1:
             y.view(-1)[1] = ignore_index
     assert_close(risk(loss, f, y), loss(f, y))

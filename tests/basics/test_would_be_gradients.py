@@ -27,7 +27,7 @@ def test_gradients_for_drawn_labels_are_those_of_torch_func(loss: Loss, shape: t
 
 @pytest.mark.parametrize("case", LIKELIHOODS, ids=str)
 def test_gradients_for_the_data(case: Case) -> None:
-    """Also with missing labels and probabilities."""
+    """Missing labels and probabilities are included."""
     model, loss, X, y = case.make()
     for f_n, y_n in zip(model(X).detach(), y, strict=True):
         assert_close(criterion_gradient(loss, f_n, y_n), func.grad(criterion(loss))(f_n, y_n))

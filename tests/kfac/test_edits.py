@@ -1,4 +1,4 @@
-"""Every listing notices mistakes: one line of it is changed at a time, and then its own check must fail."""
+"""Every listing notices mistakes: if any one of these lines is changed, the listing's own check must fail."""
 
 import pytest
 
@@ -26,7 +26,7 @@ MODULES = (
     reduce_Conv,
     ekfac_Linear,
 )
-# Instead of one, what is appended is zero, or the input without the one that was appended to it.
+# A zero is appended in place of the one, or the input is used without it.
 NO_BIAS = "append_one(x[n, s]) - append_one(0 * x[n, s]) if"
 EDITS = [
     # Scales
@@ -48,7 +48,7 @@ EDITS = [
     Edit(sum_of_kronecker_products, "reduction_factor * total", "total", "is a sum of Kronecker products"),
     Edit(ekfac_Linear, "reduction_factor * eigenvalues", "eigenvalues", "diagonal of the GGN"),
     Edit(ekfac_Linear, "(Q_B.T @ G_nc @ Q_A) ** 2", "(Q_B.T @ G_nc @ Q_A) ** 2 / N", "diagonal of the GGN"),
-    # Sums that are not taken, or where they do not belong
+    # Sums that are missing, or misplaced
     Edit(expand_Linear, "for c in range(C)", "for c in range(1)", "the same gradient-based factor"),
     Edit(expand_Linear, "A += outer", "A = outer", "the same input-based factor"),
     Edit(reduce_Linear, "g_nc += g[c, n, s]", "g_nc = g[c, n, s]", "the same gradient-based factor"),

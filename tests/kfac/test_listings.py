@@ -1,4 +1,4 @@
-"""The listings of `kfs/kfac` against the literal definition, and their form. Mistakes in them are in `test_edits`."""
+"""The listings of `kfs/kfac` against the literal definition, and their form. `test_edits` tests mistakes in them."""
 
 import ast
 from itertools import pairwise
@@ -64,7 +64,7 @@ def test_linear(sharing: str, loss: Any, bias: bool) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sharing", SHARING)
 def test_convolution(sharing: str, window: str, groups: int, bias: bool) -> None:
-    """Every group of channels is a convolution of its own."""
+    """Every group of channels is a separate convolution."""
     torch.manual_seed(0)
     listing, loss = CONV[sharing], nn.CrossEntropyLoss()
     layer = nn.Conv2d(4, 6, *WINDOWS[window], groups=groups, bias=bias).double()
@@ -91,7 +91,7 @@ def test_patches_are_those_of_unfold(window: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sum", "mean"])
 def test_vectors_at_an_output(kind: str) -> None:
-    """Gradients of a sum over positions are the columns of the identity at every position, for the square loss."""
+    """For the square loss, gradients of a sum over positions are the columns of the identity at every position."""
     z = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     f = Pool(kind, (1,))(z)
     (g,) = send_back(backpropagated_vectors(nn.MSELoss(), f, torch.zeros_like(f)), f, [z])
@@ -133,7 +133,7 @@ def test_all_listings_are_run() -> None:
 
 @pytest.mark.parametrize("name", LISTINGS)
 def test_functions_call_no_part_of_the_engine(name: str) -> None:
-    """Outside of the check of itself, a listing uses PyTorch, definitions, and other listings."""
+    """Except for its own check, a listing uses only PyTorch, definitions, and other listings."""
     source = (FOLDERS[0] / f"{name}.py").read_text(encoding="utf-8")
     top = [node.module or "" for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
     ours = [module for module in top if module.startswith("kfs")]

@@ -1,4 +1,4 @@
-"""The paper's tests notice mistakes in the listings that they test, and in what they compare."""
+"""The paper's tests notice mistakes in the listings that they test, and in their own comparisons."""
 
 import sys
 from contextlib import redirect_stdout
@@ -36,7 +36,7 @@ FOLDERS = ("kfs.kfac.", "kfs.kfac_tests.")
 TYPE2, CONVERGES = "False: KFAC-type-II equals the GGN", "False: KFAC-MC converges"
 EXPAND, REDUCE = "False: KFAC-expand equals the GGN", "False: KFAC-reduce equals the GGN"
 EMPIRICAL = "False: KFAC-empirical equals the empirical Fisher"
-# Test, edited module, what to replace by what, and the claim that is then false first.
+# Test, edited module, text to replace, its replacement, and the first claim that becomes false.
 LISTINGS = [
     (mlp_batch_size_1, scaffold, "R * A[name]", "A[name]", TYPE2),
     (mlp_batch_size_1, scaffold, "R = reduction_factor(loss, y)", "R = 1 / len(y)", TYPE2),
@@ -61,7 +61,7 @@ LISTINGS = [
     (weight_sharing_reduce, reduce_Linear, "append_one(x[n, s]) if", "append_one(x[n, s] / S) if", REDUCE),
     (mlp_batch_size_1, _checks, "= self.W[:, d_in]", "= 0 * self.W[:, d_in]", TYPE2),
 ]
-# The same for mistakes in the tests themselves.
+# Mistakes in the tests themselves.
 ORDER = ("if vec is cvec else", "if vec is rvec else")
 TEXTS = [
     *((test, *ORDER, claim) for test, claim in zip(TESTS, (TYPE2, TYPE2, EXPAND, REDUCE), strict=True)),
@@ -73,7 +73,7 @@ TEXTS = [
     (weight_sharing_reduce, 'y, sharing="reduce")', 'y, sharing="expand")', REDUCE),
     (weight_sharing_reduce, 'loss, X, y, vectors, "reduce")', 'loss, X, y, vectors, "expand")', CONVERGES),
 ]
-# In these listings, the part that verifies passes the reduction factor. For some losses and sizes, it is 1 / N.
+# In these listings, the verification code passes the reduction factor. For some losses and sizes, it is 1 / N.
 USERS_OF_R = (
     sum_of_kronecker_products,
     expectation_approximation,
@@ -117,7 +117,7 @@ def test_an_edit_of_a_listing_is_noticed(
 
 
 def run(source: str) -> str | None:
-    """Run a program; return the claim that it found to be false."""
+    """Run a program; return the claim that it reported as false."""
     with redirect_stdout(StringIO()), fork_rng(devices=[]):
         try:
             exec(source, {"__name__": "__main__"})

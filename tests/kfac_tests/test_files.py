@@ -1,4 +1,4 @@
-"""Every file runs, verifies what it claims, and does nothing when it is imported."""
+"""Every file runs, verifies its claims, and has no effect when it is imported."""
 
 import runpy
 from importlib import import_module
@@ -46,13 +46,13 @@ def test_a_program_prints_one_row_per_claim(name: str, capsys: pytest.CaptureFix
     assert head.split() == ["claim", "cases", "largest", "error"]
     assert [row.removeprefix("[ok] ").rsplit(maxsplit=2)[0] for row in rows] == list(claims)
     assert [int(row.split()[-2]) for row in rows] == [len(cases) for cases in claims.values()]
-    # What is verified of the listings is verified of the engine, too, which has more layers.
+    # Claims about the listings are verified for the engine, too, which supports more layers.
     ours = [claim for claim in claims if claim.startswith("the engine's")]
     assert len(ours) == len(claims) - len(ours)
 
 
 def test_a_wrong_kfac_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scaled by the number of examples, the deep linear test fails; one example does not see it."""
+    """With factors scaled by the number of examples, the deep linear test fails; one example does not reveal it."""
 
     class Wrong(KFAC):
         """Forgets to divide by the number of examples."""

@@ -12,13 +12,13 @@ from kfs.losses import Custom, HalfSquaredError, Loss, TokenCrossEntropy, descri
 
 @dataclass(frozen=True)
 class Case:
-    """A loss as users write it, and data for it.
+    """A loss as users write it, with data.
 
     Attributes:
         name: For the test's id.
         loss: A module, a function or a description, with reduction "mean".
         data: Makes predictions and targets.
-        value: PyTorch's own value for the same; `None` if the loss itself can be called so.
+        value: PyTorch's own value; `None` if the loss itself can be called with predictions and targets.
         fisher: Whether there is a Fisher matrix; "equal" if it equals the Hessian.
         convex: Whether the Hessian has a symmetric factor.
     """
@@ -31,7 +31,7 @@ class Case:
     convex: bool = True
 
     def make(self) -> tuple[Loss, Tensor, Tensor]:
-        """Return description, predictions and targets, always the same ones."""
+        """Return description, predictions and targets, the same in every call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
             f, y = self.data()

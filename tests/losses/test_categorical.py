@@ -1,4 +1,4 @@
-"""Gradients of cross-entropy, bit for bit: probabilities minus a one, however many positions are drawn at a time."""
+"""Gradients of cross-entropy, bit for bit: probabilities minus a one, for any number of positions at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ WEIGHT = torch.tensor([0.5, 1.0, 3.0, 0.0, 2.0])
 
 
 def drawn(sigma: Tensor, u: float) -> int:
-    """The class in which `u` lies if classes are as wide as they are likely: a loop over cumulative sums."""
+    """The class whose interval contains `u`, if intervals are as wide as probabilities: a loop over cumulative sums."""
     cumulative = [0.0]
     for p in sigma.double().tolist():
         cumulative.append(cumulative[-1] + p)
@@ -25,12 +25,12 @@ def drawn(sigma: Tensor, u: float) -> int:
 
 
 def literally(sigma: Tensor, y: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-    """Position by position: the root of the label's weight, times probabilities minus a one at `labels`.
+    """Loop over positions: the root of the label's weight, times probabilities minus a one at `labels`.
 
     Args:
         sigma: `[N, C, S]`.
-        y: `[N, S]`, which counts.
-        labels: `[N, S]`, where the one is.
+        y: `[N, S]`, the targets, whose weights are used.
+        labels: `[N, S]`, the positions of the one.
         weight: `[C]`.
     """
     g = torch.zeros_like(sigma)
@@ -90,7 +90,7 @@ def test_draws_bit_for_bit(
 def test_draws_for_tokens_bit_for_bit(
     dtype: torch.dtype, bytes_at_a_time: int, shift: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Classes are adjacent in memory, where the softmax is that of every row alone."""
+    """Classes are adjacent in memory, where the softmax of a row does not depend on the others."""
     monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", bytes_at_a_time)
     f, y = data(dtype)
     draws = Draws(3, 10, 1)
@@ -106,7 +106,7 @@ def test_draws_for_tokens_bit_for_bit(
     assert torch.equal(loss.sampled_gradient(logits, y, draws), expected)
     expected[:, : sigma.shape[2]] = literally(sigma, labels, labels, ones).transpose(1, 2)
     assert torch.equal(loss.gradient(logits, y), expected)
-    if not shift:  # a view with the classes in PyTorch's place
+    if not shift:  # a view with the classes on PyTorch's axis
         plain = describe(nn.CrossEntropyLoss())
         assert torch.equal(plain.gradient(logits.transpose(1, 2), y), expected.transpose(1, 2))
 
@@ -119,7 +119,7 @@ def test_gradients_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 def test_not_a_number() -> None:
-    """NaN stays NaN, at its position alone; whether a class is drawn there or not."""
+    """NaN stays NaN at its position, whether or not a class is drawn there, and does not affect other positions."""
     f, y = data(torch.float64)
     f[1, 3, 2] = torch.nan
     expected = torch.zeros_like(f, dtype=torch.bool)
@@ -128,7 +128,7 @@ def test_not_a_number() -> None:
     assert torch.equal(loss.sampled_gradient(f, y, Draws(0, 0, 0)).isnan(), expected)
     tokens = f.transpose(1, 2)
     last = TokenCrossEntropy(shift=True).sampled_gradient(tokens[:, :3], y[:, :3], Draws(0, 0, 0))
-    assert last.isfinite().all()  # the last position predicts nothing
+    assert last.isfinite().all()  # the last position has no target
 
 
 def test_nothing_to_draw() -> None:
@@ -151,7 +151,7 @@ def test_gradients_can_be_differentiated() -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Keeps all storages of some size that operations return, so that each has its own address."""
+    """Keeps all storages of some size that operations return, so that each one has its own address."""
 
     def __init__(self, size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -168,7 +168,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_for_language_models(dtype: torch.dtype, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor as large as the logits is new, the result; two for products, where probabilities are needed, too."""
+    """The result is the only new tensor of the logits' size; products, which need probabilities, have two."""
     monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", 8 * 50 * 2)
     f = torch.randn(4, 10, 50).to(dtype)
     y = torch.randint(50, (4, 10))
@@ -190,7 +190,7 @@ def test_memory_for_language_models(dtype: torch.dtype, shift: bool, monkeypatch
 @pytest.mark.parametrize("classes", [9, 10, 40])
 @pytest.mark.parametrize("temporary", [1, 2**20])
 def test_two_steps(classes: int, block: int, temporary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of classes, then one of its classes: the same labels as from all cumulative sums."""
+    """Drawing a block of classes and then a class of it gives the same labels as a cumulative sum over all classes."""
     generator = torch.Generator().manual_seed(classes)
     sigma = (3 * torch.randn(3, classes, 50, generator=generator, dtype=torch.float64)).softmax(1)
     sigma[0, classes // 2 :] = 0
@@ -208,7 +208,7 @@ def test_two_steps(classes: int, block: int, temporary: int, monkeypatch: pytest
 def test_many_classes() -> None:
     """Draws among many classes have the right frequencies, for rounded probabilities, too."""
     f = torch.zeros(1, 5_001, 2_000, dtype=torch.bfloat16)
-    f[:, 3_000] = 8.5  # as likely as all 5,000 others together, up to rounding by 2 %
+    f[:, 3_000] = 8.5  # as likely as the 5,000 others together, up to rounding by 2 %
     sigma = f.softmax(1)
     u = Draws(0, 0, 0).uniform(1, (1, 2_000), CPU)
     labels = (categorical.subtract_draws_(sigma.clone(), u) - sigma).argmin(1)
@@ -222,7 +222,7 @@ def test_many_classes() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_classes_without_probability(dtype: torch.dtype) -> None:
-    """The sum of a block is rounded. A draw at its end takes a class that has some probability nevertheless."""
+    """The sum of a block is rounded. A draw at its end must still select a class with positive probability."""
     generator = torch.Generator().manual_seed(0)
     f = 3 * torch.randn(1, 32, categorical._BLOCK, generator=generator)
     f[:, :, 200:] = -torch.inf  # the last classes of every block

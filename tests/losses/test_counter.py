@@ -1,4 +1,4 @@
-"""The counter-based generator: known answers, uniformity, independence, and indifference to how it is called."""
+"""The counter-based generator: known answers, uniformity, independence, and results that do not depend on chunks."""
 
 from fractions import Fraction
 from itertools import product
@@ -12,7 +12,7 @@ from kfs.losses.draws import Draws, threefry
 from kfs.losses.poisson import poisson_quantile
 
 CPU = torch.device("cpu")
-# Significance of the statistical tests. The numbers are fixed, so each passes always or never.
+# Significance of the statistical tests. The numbers are fixed, so each test always passes or always fails.
 LEVEL = 1e-3
 
 
@@ -40,7 +40,7 @@ def test_numbers_are_uniform_and_normal() -> None:
 
 
 def test_numbers_are_transforms_of_known_words() -> None:
-    """Uniform numbers are 52 bits in the middle of their interval; normal ones have a radius by Rayleigh's quantile."""
+    """Uniform numbers are midpoints of 2^52 intervals; normal ones have a radius by Rayleigh's quantile function."""
     seed, first, sample = (5 << 32) + 6, 100, 3
     key = threefry((6, 5), 0, sample)
     u, z = (draw(4, (3,), CPU) for draw in (Draws(seed, first, sample).uniform, Draws(seed, first, sample).normal))
@@ -77,7 +77,7 @@ def test_numbers_depend_on_the_index_alone() -> None:
 
 
 def test_many_numbers_are_the_same_as_few_at_a_time() -> None:
-    """Many are drawn with PyTorch, few with NumPy."""
+    """PyTorch computes many numbers, NumPy computes few."""
     many = Draws(3, 5, 1).uniform(70_000, (1,), torch.device("cpu"))
     few = [Draws(3, 5 + start, 1).uniform(10_000, (1,), torch.device("cpu")) for start in range(0, 70_000, 10_000)]
     assert torch.equal(many, torch.cat(few))

@@ -1,7 +1,7 @@
 """Draws, exactly: for given random numbers, a drawn gradient is that of a target with the right probability.
 
-Nothing is estimated here. Where labels are finitely many, an evenly spaced grid of uniform numbers gives every label as
-often as it is likely, so that averages over the grid are expectations. Other targets come from SciPy's quantiles.
+Nothing is estimated here. If there are finitely many labels, an evenly spaced grid of uniform numbers gives every label
+in proportion to its probability, so averages over the grid are expectations. Other targets use SciPy's quantiles.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ W3 = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
 
 @dataclass(frozen=True)
 class Given(Draws):
-    """Uniform numbers that a test chooses: one for all data and entries, or one per example."""
+    """Uniform numbers chosen by a test: one for all examples and entries, or one per example."""
 
     numbers: Tensor
 
@@ -56,13 +56,13 @@ def test_expected_outer_products_of_drawn_gradients_are_the_fisher(module: Any, 
 
 @pytest.mark.parametrize("name", ["bce", "bce-weight", "bce-scalar", "ce-sequence", "ce-weight", "ce-smooth"])
 def test_drawn_gradients_are_those_of_a_label(name: str) -> None:
-    """A draw is the gradient without weights for one of the labels, times the root of how much the entry counts."""
+    """A draw is the unweighted gradient for one of the labels, times the root of the entry's weight."""
     loss, f, y = next(case for case in CASES if case.name == name).make()
     binary = name.startswith("bce")
     plain = describe(nn.BCEWithLogitsLoss() if binary else nn.CrossEntropyLoss())
     labels = (torch.zeros_like(f), torch.ones_like(f)) if binary else [torch.full(y.shape, k) for k in range(3)]
     possible = torch.stack([func.grad(lambda f, y=y: plain.criterion(f, y).sum())(f) for y in labels])
-    # Both Hessians are the same matrix, times how much an entry counts.
+    # Both Hessians are the same matrix, times the weight of an entry.
     diagonals = [dense(of, f, y).diagonal(dim1=1, dim2=2).reshape(f.shape) for of, y in ((loss, y), (plain, labels[0]))]
     possible = (diagonals[0] / diagonals[1]).sqrt() * possible
     drawn = torch.stack([loss.sampled_gradient(f, y, Draws(0, 0, m)) for m in range(30)])
@@ -75,7 +75,7 @@ def test_drawn_gradients_are_those_of_a_label(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["poisson", "poisson-full", "poisson-rate", "mse", "mse-tensor", "half-square-error"])
 def test_drawn_gradients_are_those_of_scipys_quantiles(name: str) -> None:
-    """With the same uniform numbers, SciPy gives the same counts; with the same normal ones, targets are known."""
+    """With the same uniform numbers, SciPy gives the same counts; with the same normal numbers, targets are known."""
     loss, f, y = next(case for case in CASES if case.name == name).make()
     for sample in range(10):
         draws = Draws(3, 7, sample)
@@ -102,7 +102,7 @@ def test_drawn_gradients_of_normal_targets(case: Case) -> None:
 
 @pytest.mark.parametrize("classes", [900, 1005])
 def test_labels_are_drawn_evenly_where_probabilities_do_not_sum_to_one(classes: int) -> None:
-    """Rounded probabilities sum to more or to less than one; equally likely classes are equally wide nevertheless."""
+    """The sum of rounded probabilities is not one; equally likely classes still have intervals of equal width."""
     f, y = torch.zeros(classes, classes, dtype=torch.bfloat16), torch.zeros(classes, dtype=torch.int64)
     total = f[0].softmax(0).double().sum()
     assert (total > 1.002) if classes == 900 else (total < 0.998)

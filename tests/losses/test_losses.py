@@ -1,4 +1,4 @@
-"""Every description against PyTorch's own values, autodiff, and its own draws."""
+"""All loss descriptions against PyTorch's own values, automatic differentiation, and their own draws."""
 
 import copy
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 def dense(loss: Loss, f: Tensor, y: Tensor) -> Tensor:
     """Every example's Hessian by autodiff, `[N, size, size]`.
 
-    In reverse mode twice, because PyTorch clamps variances without gradients, which forward mode does not get past.
+    It uses reverse mode twice, because PyTorch clamps variances without gradients, which forward mode does not support.
     """
     size = f[0].numel()
     H = [
@@ -63,9 +63,9 @@ def test_value_is_pytorchs(case: Case, reduction: str) -> None:
 def test_deviance_is_the_distance_to_the_smallest_criterion(case: Case) -> None:
     loss, f, y = case.make()
     if isinstance(loss, Custom):
-        close(loss.deviance(f, y), loss.criterion(f, y))  # Nobody knows the smallest one.
+        close(loss.deviance(f, y), loss.criterion(f, y))  # The smallest value is not known.
         return
-    if isinstance(loss, Gaussian):  # The variance is left as it is: without that, no criterion is the smallest one.
+    if isinstance(loss, Gaussian):  # The variance is fixed: otherwise the criterion would have no minimum.
         right = torch.stack([y, f[:, 1]], 1)
         close(loss.deviance(f, y), loss.criterion(f, y) - loss.criterion(right, y))
         return
@@ -80,7 +80,7 @@ def test_deviance_is_the_distance_to_the_smallest_criterion(case: Case) -> None:
 
     optimizer.step(closure)
     smallest = loss.criterion(best.detach(), y)
-    # Labels have their smallest criterion, zero, at infinity. Some hundred steps come as close as this.
+    # With labels, the smallest criterion, zero, is at infinity. Some hundred steps come this close.
     torch.testing.assert_close(loss.deviance(f, y), loss.criterion(f, y) - smallest, rtol=1e-5, atol=1e-5)
 
 
@@ -191,12 +191,12 @@ def test_clipping_drops_the_negative_part() -> None:
 
 
 def nearly_convex(f: Tensor, y: Tensor) -> Tensor:
-    """A Hessian with the eigenvalues 1 and -1e-6, whatever the prediction is."""
+    """A Hessian with the eigenvalues 1 and -1e-6, for any prediction."""
     return 0.5 * (f[0] ** 2 - 1e-6 * f[1] ** 2) + 0 * y.sum()
 
 
 def square_of_the_sum(f: Tensor, y: Tensor) -> Tensor:
-    """A Hessian of rank one; the solver finds its zero eigenvalues up to round-off, some of them negative."""
+    """A Hessian of rank one; the solver finds its zero eigenvalues up to round-off, so some are negative."""
     return 0.5 * (f.sum() - y.sum()) ** 2
 
 
@@ -283,7 +283,7 @@ def test_labels_are_checked_before_their_weights_are_counted() -> None:
     ],
 )
 def test_functions_of_pytorch_are_their_modules(function: Any, module: nn.Module) -> None:
-    """Also where data differ in how many positions count: a mean is one over all positions."""
+    """This includes examples with different numbers of counted positions: a mean is over all positions."""
     f = torch.rand(4, 3, 2, dtype=torch.float64)
     y: Tensor = torch.rand(4, 3, 2, dtype=torch.float64)
     if isinstance(module, nn.CrossEntropyLoss):
@@ -301,7 +301,7 @@ def test_likelihoods_that_cannot_be_summed_or_drawn_are_refused() -> None:
     rate = describe(nn.PoissonNLLLoss(log_input=False))
     with pytest.raises(LossError, match="negative or infinite rate"):
         rate.sampled_gradient(-torch.ones(2, 1), torch.ones(2, 1), Draws(0, 0, 0))
-    Custom(log_cosh).check(torch.zeros(0, 2), torch.zeros(0, 2))  # nothing to check
+    Custom(log_cosh).check(torch.zeros(0, 2), torch.zeros(0, 2))  # there are no examples to check
 
 
 def first_entry(f: Tensor) -> Normal:
@@ -349,7 +349,7 @@ def test_settings_and_targets_follow_the_predictions_dtype() -> None:
 @all_cases
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_stand_ins_have_the_same_fisher(case: Case, scale: float) -> None:
-    """Targets that are read off the gradient make the same Fisher matrix, or there is none to make."""
+    """Targets that are read off the gradient give the same Fisher matrix, or an error if there is none."""
     loss, f, y = case.make()
     try:
         expected = squared(loss.fisher_factor(f, y))
@@ -366,7 +366,7 @@ def test_stand_ins_have_the_same_fisher(case: Case, scale: float) -> None:
 
 @pytest.mark.parametrize("margin", [1.0, 10.0, 16.0, 17.0, 18.0, 30.0])
 def test_round_off_of_sure_predictions_is_no_departure(margin: float) -> None:
-    """At the end of training, float32 cannot tell one from a probability of the right label. Another term shows."""
+    """After training, probabilities of right labels round to one in float32. An additional term is still noticed."""
     torch.manual_seed(0)
     y = torch.randint(10, (64,))
     f = 0.3 * torch.randn(64, 10)
@@ -380,7 +380,7 @@ def test_round_off_of_sure_predictions_is_no_departure(margin: float) -> None:
 
 
 def test_stand_ins_that_do_not_exist() -> None:
-    """Where curvature depends on targets, they must be known; and predictions must be the loss's."""
+    """If curvature depends on targets, they must be known; and predictions must be the inputs of the loss."""
     with pytest.raises(LossError, match="depends on targets"):
         describe(nn.HuberLoss()).stand_in(torch.ones(2, 3), torch.ones(2, 3))
     for shape in ((4,), (4, 3)):
@@ -390,7 +390,7 @@ def test_stand_ins_that_do_not_exist() -> None:
 
 @all_cases
 def test_stand_ins_have_the_same_ggn(case: Case) -> None:
-    """Targets that are read off the gradient make the same GGN, or are refused."""
+    """Targets that are read off the gradient give the same GGN, or are refused."""
     loss, f, y = case.make()
     if loss.hessian_needs_targets:
         pytest.skip("the optimizer asks for targets")

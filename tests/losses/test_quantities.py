@@ -35,13 +35,13 @@ def of_labels(value: Callable[[Tensor, int], Tensor], f: Tensor, y: Tensor) -> T
 
 
 def of_tokens(value: Callable[[Tensor, int], Tensor], f: Tensor, y: Tensor, shift: int) -> Tensor:
-    """Sum over positions that predict something, and whose label counts."""
+    """Sum over positions that have a target which is not ignored."""
     places = [(n, s) for n in range(N) for s in range(S - shift) if int(y[n, s + shift]) >= 0]
     return torch.stack([value(f[n, s], int(y[n, s + shift])) for n, s in places]).sum()
 
 
 def of_yes_or_no(value: Callable[[Tensor, int], Tensor], f: Tensor, y: Tensor) -> Tensor:
-    """Treat each entry as two classes, of which no has a logit of zero."""
+    """Treat each entry as two classes; the logit of "no" is zero."""
     both = torch.stack([torch.zeros_like(f), f], -1).flatten(0, -2)
     return of_labels(value, both, y.flatten().long())
 
@@ -68,7 +68,7 @@ def differentiated(value: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
 @pytest.mark.parametrize(("quantity", "value"), [("log-probability", log_p), ("margin", log_odds)])
 @pytest.mark.parametrize("case", CASES)
 def test_labels(case: str, quantity: Any, value: Callable[[Tensor, int], Tensor]) -> None:
-    """Neither weights nor smoothing matter, and positions that do not count have no gradient."""
+    """Weights and smoothing have no effect, and positions that do not count have no gradient."""
     loss, f, y, total = CASES[case]
     expected = differentiated(lambda f: total(value, f, y), f)
     torch.testing.assert_close(gradient_of(quantity, describe(loss))(f, y), expected)
@@ -88,7 +88,7 @@ def test_losses() -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_functions(together: bool) -> None:
-    """A function that `vmap` does not know, because it looks at values, is called for one example after the other."""
+    """A function that `vmap` does not support, because it reads values, is called for one example at a time."""
 
     def gap(f: Tensor, y: Tensor) -> Tensor:
         label = y if together else int(y)

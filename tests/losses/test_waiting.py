@@ -1,6 +1,6 @@
-"""On an accelerator losses ask the device for nothing; here the CPU passes for one.
+"""On an accelerator, losses do not synchronize; in these tests, the CPU is treated as one.
 
-Asking is what a host cannot do without waiting: reading a number, or making a tensor whose size depends on values.
+A host synchronizes if it reads a number, or makes a tensor whose size depends on values.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,13 +27,13 @@ DRAWS = Draws(0, 0, 0)
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU pass for a device that runs behind the host."""
+    """Treat the CPU as a device that runs behind the host."""
     monkeypatch.setattr(sync, "is_asynchronous", lambda device: True)  # noqa: ARG005
 
 
 @contextmanager
 def seen_from_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the CPU be itself again for tensors that were copied to it."""
+    """Treat the CPU as a CPU again for tensors that were copied to it."""
     behind = {"behind": True}
 
     def cpu(t: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def seen_from_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class NoQuestions(TorchDispatchMode):
-    """Raises where an accelerator would have to be waited for."""
+    """Raises an error in operations that would synchronize with an accelerator."""
 
     ASK = (
         torch.ops.aten._local_scalar_dense.default,
@@ -93,7 +93,7 @@ def test_questions_are_noticed(ask: Callable[[Tensor], Any]) -> None:
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_asks_the_device(case: Case) -> None:
-    """Except for what a function of the user needs: an eigensolver, and distributions."""
+    """The exceptions are due to the user's function: an eigensolver, and distributions."""
     loss, f, y = case.make()
     v = torch.randn(2, *f.shape, dtype=f.dtype)
     calls: list[Callable[[], Any]] = [
@@ -117,7 +117,7 @@ def test_nothing_asks_the_device(case: Case) -> None:
             lambda: loss.sampled_gradient(f, y, DRAWS),
         ]
     for call in calls:
-        # Some matrices do not exist, whatever the values are.
+        # Some matrices do not exist, for any values.
         with NoQuestions(), suppress(LossError):
             call()
 
@@ -212,7 +212,7 @@ def test_wrong_data_are_marked_and_refused(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bad targets are refused at once on a CPU or by `check_now`, and otherwise marked."""
+    """Invalid targets raise an error at once on a CPU or by `check_now`; otherwise, a deferred check is recorded."""
     loss = describe(module)
     for refuse in (loss.check, loss.check_now, loss):
         with pytest.raises(error, match=message):
@@ -243,7 +243,7 @@ def test_wrong_data_are_marked_and_refused(
 def test_wrong_data_make_no_wrong_index(
     module: Any, f: Tensor, y: Tensor, which: list[bool], error: type[Exception], message: str
 ) -> None:
-    """The CPU says so where CUDA would abort. Data that are right keep their results."""
+    """The CPU raises an error where CUDA would abort. Results of valid examples do not change."""
     del error, message
     loss = describe(module)
     right = ~torch.tensor(which)
@@ -254,7 +254,7 @@ def test_wrong_data_make_no_wrong_index(
         close(product(f, y, v)[right], product(f[right], y[right], v[right]))
     if not isinstance(module, nn.GaussianNLLLoss):
         close(loss.hessian_factor(f, y)[:, right], loss.hessian_factor(f[right], y[right]))
-    # An example's numbers depend on its place. So data that are right stay in theirs.
+    # Random numbers of an example depend on its index, so valid examples keep theirs.
     mended = torch.where(right.reshape(-1, *[1] * (y.ndim - 1)), y, 0)
     close(loss.sampled_gradient(f, y, DRAWS)[right], loss.sampled_gradient(f, mended, DRAWS)[right])
     assert torch.as_tensor(loss.count(y)).isfinite()
@@ -340,7 +340,7 @@ def test_quantiles_do_not_depend_on_who_knows_how_large_they_are(monkeypatch: py
 
 
 def test_settings_are_copied_to_a_device_once() -> None:
-    """And again if they have changed."""
+    """They are copied again if they have changed."""
     device = torch.device("meta")
     setting = torch.ones(3)
     assert placed(setting, CPU) is setting
@@ -355,7 +355,7 @@ def test_settings_are_copied_to_a_device_once() -> None:
 
 
 def test_weights_follow_the_predictions() -> None:
-    """Weights are moved to the device of the predictions before anything is computed."""
+    """Weights are moved to the device of the predictions before any computation."""
     f = torch.zeros(4, 3, dtype=torch.float64, device="meta")
     labels = torch.zeros(4, dtype=torch.int64, device="meta")
     losses: list[tuple[Loss, Tensor]] = [

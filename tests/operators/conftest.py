@@ -10,7 +10,7 @@ from tests.factors.tape import Tapes
 
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
-    """Let the CPU count as an accelerator whose graphs are tapes."""
+    """Treat the CPU as an accelerator whose graphs are tapes."""
     made: list[Tapes] = []
 
     def make() -> Tapes:

@@ -74,7 +74,7 @@ def check_contract(A: LinearOperator, dense: Tensor) -> None:
 
 
 def check_forms(A: LinearOperator, dense: Tensor, V: Tensor) -> None:
-    """Check dictionaries and lists, of single vectors and of several, from both sides."""
+    """Check dictionaries and lists, of single vectors and of several, multiplied from both sides."""
     several = A.domain.unflatten(V.T)
     product, transposed = dense @ V, dense.T @ torch.ones_like(dense[:, 0])
     answers = A @ several
@@ -89,7 +89,7 @@ def check_forms(A: LinearOperator, dense: Tensor, V: Tensor) -> None:
     close(torch.cat([t.flatten() for t in single]), product[:, 0])
     assert all(len(t) == 0 for t in (A @ {name: t[:0] for name, t in several.items()}).values())
     one_axis = A @ {name: t[:1] for name, t in several.items()}
-    assert all(len(t) == 1 for t in one_axis.values())  # one vector with an axis for several keeps it
+    assert all(len(t) == 1 for t in one_axis.values())  # one vector with an axis for several keeps this axis
     ones = {name: torch.ones(shape, dtype=A.dtype) for name, shape in A.codomain.shapes.items()}
     for left in (ones @ A, dict(zip(A.domain.shapes, list(ones.values()) @ A, strict=True))):
         close(torch.cat([t.flatten() for t in left.values()]), transposed)

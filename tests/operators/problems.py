@@ -20,7 +20,7 @@ class Problem:
         make_model: Makes the model.
         loss: A PyTorch loss module, so that `kfs.basics` can serve as oracle.
         make_data: Makes inputs and targets.
-        params: Which parameters to consider; all trainable ones by default.
+        params: The parameters to consider; all trainable ones by default.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
 
 
 class Tied(nn.Module):
-    """A network whose two layers share their weight."""
+    """A network with two layers that share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Tied(nn.Module):
 
 
 class Padded(nn.Module):
-    """An embedding whose padding row has no gradient, and that is used a second time, where the row has one."""
+    """An embedding whose padding row has no gradient, with a second use in which the row has one."""
 
     def __init__(self, padding: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Problems whose products are recorded, and how to see that they are."""
+"""Problems whose products are recorded, and functions that report recordings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 class Net(nn.Module):
-    """A network with a setting; it counts its calls outside of itself."""
+    """A network with a setting; it counts its calls in a class attribute."""
 
     calls = 0
 
@@ -53,12 +53,12 @@ def columns_for(A: Any, number: int = 3, seed: int = 0) -> Tensor:
 
 
 def recordings(tapes: list[Tapes]) -> int:
-    """Return how many products of a batch have been recorded."""
+    """Return the number of recorded products of batches."""
     return sum(len(one.made) for one in tapes)
 
 
 def recorded(A: Any, number: int = 3) -> Tensor:
-    """Multiply often enough that products of all batches are recorded, and return the columns."""
+    """Multiply until products of all batches are recorded, and return the columns."""
     V = columns_for(A, number)
     for _ in range(4):
         A @ V
@@ -66,7 +66,7 @@ def recorded(A: Any, number: int = 3) -> Tensor:
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
-    """Compare products, up to the order in which numbers are added up."""
+    """Compare products, up to the order of sums."""
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 

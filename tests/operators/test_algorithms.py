@@ -79,7 +79,7 @@ def sum_of_two_networks() -> tuple[LinearOperator, Tensor]:
 
 
 def test_more_iterations_than_rows() -> None:
-    """Round-off makes them necessary. A limit of one iteration per row is too low, as the report says."""
+    """Due to round-off, they are necessary. A limit of one iteration per row is too low, as the report says."""
     A, b = sum_of_two_networks()
     rows = A.shape[0]
     assert torch.linalg.cond(A.to_dense()) < 1e4
@@ -97,7 +97,7 @@ def test_more_iterations_than_rows() -> None:
 
 
 def test_iterations_end_without_convergence() -> None:
-    """A system that float32 cannot solve to the tolerance ends, by default, after ten iterations per row at most."""
+    """If float32 cannot reach the tolerance, iterations end, by default, after at most ten iterations per row."""
     torch.manual_seed(0)
     Q, _ = torch.linalg.qr(torch.randn(30, 30, dtype=torch.float64))
     A = Dense((Q @ torch.diag(torch.logspace(-9, 0, 30, dtype=torch.float64)) @ Q.T).float())
@@ -130,7 +130,7 @@ def test_what_precision_cannot_resolve_is_not_blamed_on_the_operator() -> None:
     signs = torch.ones(10, dtype=torch.float64)
     signs[1] = -1
     noise = torch.zeros(10, dtype=torch.float64)
-    noise[0], noise[1] = 1, 1e-15  # as small as a rounding error, so its negative curvature might be one, too
+    noise[0], noise[1] = 1, 1e-15  # as small as a rounding error, so its negative curvature might be round-off, too
     solution = solve(Dense(torch.diag(signs)), noise, tolerance=0.0)
     assert not solution.converged
     assert solution.residuals[-1] < 1e-14
@@ -186,7 +186,7 @@ def test_neumann_series() -> None:
 def test_neumann_series_stop_as_soon_as_they_diverge() -> None:
     A = Dense(17 * torch.eye(6, dtype=torch.float64))
     b = torch.ones(6, dtype=torch.float64)
-    # Every term is -16 times the one before, so residuals are 16, 256, ..., and 16^5 is the first above a million.
+    # Every term is -16 times the previous one, so residuals are 16, 256, ..., and 16^5 is the first above a million.
     with pytest.raises(SolverError, match=r"residual is 1\.0e\+06 after 5 terms"):
         neumann(A, b, scale=1.0)
     assert neumann(A, b, scale=1.0, terms=4).residuals == (16.0, 16.0**2, 16.0**3, 16.0**4)
@@ -213,7 +213,7 @@ def test_outermost_eigenvalues() -> None:
 
 def test_eigenvectors_of_signs_are_found() -> None:
     A = Dense(torch.block_diag(torch.ones(2, 2, dtype=torch.float64), torch.zeros(10, 10, dtype=torch.float64)))
-    for seed in range(4):  # every second vector of signs is orthogonal to the only eigenvector that matters
+    for seed in range(4):  # every second vector of signs is orthogonal to the dominant eigenvector
         close(eigenvalues(A, 1, seed=seed)[0], torch.tensor([2.0], dtype=torch.float64))
 
 
@@ -223,9 +223,9 @@ def test_spectral_density_has_the_right_moments() -> None:
     close(density.weights.sum(), torch.tensor(1.0, dtype=torch.float64))
     for power in (1, 2, 3):
         exact = torch.linalg.matrix_power(A.matrix, power).trace().item() / 20
-        # 200 random vectors of 20 entries scatter by one percent and some; the third power has a heavier tail.
+        # 200 random vectors of 20 entries have an error of about one percent; the third power has a heavier tail.
         assert density.expectation(power) == pytest.approx(exact, rel=0.05)
-    # With as many steps as rows the nodes are the eigenvalues themselves.
+    # With as many steps as rows, the nodes are the eigenvalues themselves.
     distances = (density.nodes.unsqueeze(1) - torch.linalg.eigvalsh(A.matrix)).abs().min(1).values
     assert distances.max() < 1e-6
     grid = torch.linspace(-4, 8, 2000, dtype=torch.float64)
@@ -237,7 +237,7 @@ def test_spectral_density_has_the_right_moments() -> None:
 
 
 def test_spectral_density_has_no_ghosts() -> None:
-    """Lanczos vectors that lose their orthogonality find outer eigenvalues a second time, and not all inner ones."""
+    """Without reorthogonalization, Lanczos finds outer eigenvalues a second time, and misses inner ones."""
     A = with_spectrum(torch.cat([torch.tensor([1e8, 1e4]), torch.linspace(0, 1, 38)]))
     nodes = spectral_density(A, num_vectors=1, num_steps=40).nodes
     # Float64's eps, 2.2e-16, times the largest eigenvalue and some hundred operations. A ghost is wrong by 1 or more.
@@ -265,14 +265,14 @@ def test_densities_on_a_logarithmic_axis() -> None:
     logs = density.log10(floor)
     assert torch.equal(logs.weights, density.weights)
     exact = float((spectrum.double().abs() + floor).log10().mean())
-    # 100 vectors of 16 entries scatter by some percent.
+    # 100 vectors of 16 entries have an error of some percent.
     assert logs.expectation(1) == pytest.approx(exact, rel=0.1)
     grid = torch.linspace(-7, 3, 2000, dtype=torch.float64)
     smooth = logs.on(grid, width=0.1)
     assert torch.trapezoid(smooth, grid).item() == pytest.approx(1, abs=1e-3)
     at_zero = smooth[(grid - torch.tensor(floor).log10()).abs() < 0.5].sum() * (grid[1] - grid[0])
     assert float(at_zero) == pytest.approx(4 / 16, abs=0.05)  # four eigenvalues of zero are at the floor
-    # By default, zeros are where round-off puts them.
+    # By default, the floor is at the round-off.
     assert density.log10().nodes.min() > torch.tensor(10 * torch.finfo(torch.float64).eps / 2).log10()
     assert spectral_density(with_spectrum(torch.zeros(9)), num_vectors=1).log10().nodes.isfinite().all()
     with pytest.raises(ShapeError, match="floor is 0"):
@@ -302,7 +302,7 @@ def test_everything_on_a_network() -> None:
 
 
 def test_sums_of_a_list() -> None:
-    """`sum` starts at zero; other numbers are not operators."""
+    """`sum` starts with zero; other numbers are not operators."""
     A, B = with_spectrum(POSITIVE), with_spectrum(POSITIVE - 1)
     close(sum([A, B, A]).to_dense(), 2 * A.matrix + B.matrix)  # type: ignore[union-attr]
     with pytest.raises(DtypeError, match=r"A int cannot be added.*A\.shift"):

@@ -15,7 +15,7 @@ from tests.operators.contract import close
 
 
 class Checkpointed(nn.Module):
-    """Two layers, the first of which may be run again in the backward pass; its embedding has a padding index."""
+    """Two layers, the first of which may be recomputed in the backward pass; its embedding has a padding index."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_second_derivatives_of_products_with_zeros_are_explained() -> None:
 
 
 class TwoLayers(nn.Module):
-    """Two layers of equal shape that are run again together, so that one may be taken for the other."""
+    """Two layers of equal shape that are recomputed together, so that they may be mixed up."""
 
     def __init__(self, saving: bool) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_frozen_parameters_of_checkpointed_models_are_refused() -> None:
 
 
 class Fickle(TwoLayers):
-    """Computes something else when it is run again."""
+    """Computes a different function when it is recomputed."""
 
     calls = 0
 

@@ -58,7 +58,7 @@ def test_values_and_derivatives_are_autograds() -> None:
 
 
 def test_a_graph_is_recorded_only_if_the_model_needs_one() -> None:
-    """The first batch is evaluated twice, and no other: the risk remembers."""
+    """The first batch is evaluated twice, and no other: the risk remembers the result."""
     model, risk, _, _ = problem()
     risk.count()
     for expected in (3, 2):

@@ -1,4 +1,4 @@
-"""Operators give the same numbers on an accelerator as on the CPU, Monte Carlo draws included. Skipped without one."""
+"""Operators agree between an accelerator and the CPU, Monte Carlo draws included. Skipped without an accelerator."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ DEVICES = ["cuda"] if torch.cuda.is_available() else []
 
 
 def products(problem: Problem, device: str) -> dict[str, Tensor]:
-    """Multiply the same columns on a device. The batches stay on the CPU: a risk moves them."""
+    """Multiply the same columns on a device. The batches stay on the CPU, and the risk moves them."""
     _, model, X, y = problem.make()
     risk = EmpiricalRisk(model.to(device), problem.loss, (X, y), params=problem.params)
     operators = {
@@ -82,7 +82,7 @@ def columns_on(A: Any, number: int = 3, seed: int = 0) -> Tensor:
 
 
 def multiplied(A: Any, number: int = 3) -> Tensor:
-    """Multiply often enough that products are recorded."""
+    """Multiply until products are recorded."""
     V = columns_on(A, number)
     for _ in range(5):
         A @ V
@@ -91,7 +91,7 @@ def multiplied(A: Any, number: int = 3) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 class TestReplayedProducts:
-    """CUDA graphs compute what runs, and notice what has changed."""
+    """CUDA graphs give the same results, and notice changes."""
 
     @pytest.mark.parametrize("number", [1, 3])
     @pytest.mark.parametrize("kind", OPERATORS)
@@ -104,12 +104,12 @@ class TestReplayedProducts:
             found.append((A @ V, B @ V))
         for mine, theirs in found:
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-        assert len(replayed) == 2 + 4 * 4 + 3  # of batches: two of four, all four in four products, the last one thrice
+        assert len(replayed) == 2 + 4 * 4 + 3  # batches: two of four; all four, four times; the last one thrice
 
     @pytest.mark.parametrize("number", [1, 3])
     @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
     def test_all_models(self, problem: Problem, number: int, device: str) -> None:
-        """Those that cannot be recorded run as they are."""
+        """Models that cannot be recorded run eagerly."""
         _, model, X, y = problem.make()
         data = X.to(device), y.to(device)
         risk = EmpiricalRisk(model.to(device), problem.loss, data, params=problem.params)
@@ -177,7 +177,7 @@ class TestReplayedProducts:
             torch.testing.assert_close(A @ V, GGN(risk, replay=False) @ V, rtol=1e-10, atol=1e-10)
 
     def test_many_kinds(self, device: str, replayed: list[int]) -> None:
-        """Graphs are freed together, and others recorded in their place."""
+        """Graphs are freed together, and others are recorded instead."""
         risk = risk_on(device)
         A, B = GGN(risk), GGN(risk, replay=False)
         for _ in range(2):
@@ -188,7 +188,7 @@ class TestReplayedProducts:
                 assert len(replayed) == times + 5
 
     def test_memory(self, device: str) -> None:
-        """What deleted operators have taken is free, but for a workspace of cuBLAS for each of PyTorch's streams."""
+        """The memory of deleted operators is free, except for a workspace of cuBLAS for each of PyTorch's streams."""
         risk = risk_on(device)
         multiplied(GGN(risk))
         gc.collect()

@@ -19,7 +19,7 @@ METHODS: list[Any] = ["hutchinson", "hutch++", "xtrace"]
 
 
 def definition(method: str, A: Tensor, products: int, seed: int, probes: Any = "rademacher") -> Tensor:
-    """The samples whose mean is the estimate, by dense matrices and one test vector at a time."""
+    """The samples whose mean is the estimate, by dense matrices and a loop over test vectors."""
     num = {"hutchinson": products, "hutch++": 2 * (products // 3), "xtrace": products // 2}[method]
     omega = random_columns(probes, len(A), num, A.dtype, A.device, seed)
     samples = []
@@ -50,7 +50,7 @@ def test_traces_are_the_definition(method: Any, products: int, probes: Any) -> N
 
 
 class Counting(Dense):
-    """A matrix that counts the columns that it is multiplied with."""
+    """A matrix that counts the columns of its products."""
 
     count = 0
 
@@ -87,8 +87,8 @@ def test_traces_come_with_honest_error_bars(method: Any) -> None:
     estimates = [trace(A, method=method, products=24, seed=seed) for seed in range(300)]
     deviations = torch.stack([e.value - exact for e in estimates])
     bars = torch.stack([e.error for e in estimates])
-    # Root mean squares over 300 seeds are known to about five percent, and a single short bar does not matter in them.
-    # The samples of XTrace are not independent, so its bars are too short by a factor of up to two.
+    # Root mean squares over 300 seeds are accurate to about five percent, and single small error bars hardly matter.
+    # The samples of XTrace are not independent, so its error bars are too small by a factor of up to two.
     ratio = deviations.square().mean().sqrt() / bars.square().mean().sqrt()
     assert 0.8 < ratio < (2 if method == "xtrace" else 1.25)
     assert deviations.mean().abs() < 4 * deviations.std() / 300**0.5
@@ -135,12 +135,12 @@ def test_small_and_zero_operators(method: Any) -> None:
 
 
 def xdiag_samples(A: Tensor, omega: Tensor) -> Tensor:
-    """The samples whose mean is the estimate, by dense matrices and one test vector at a time."""
+    """The samples whose mean is the estimate, by dense matrices and a loop over test vectors."""
     samples = []
     for place in range(omega.shape[1]):
         w = omega[:, place]
         Q, _ = torch.linalg.qr(A @ torch.cat([omega[:, :place], omega[:, place + 1 :]], 1))
-        P = Q @ Q.T  # the projection to the range of the sketch by all others
+        P = Q @ Q.T  # the projection to the range of the sketch of all other vectors
         samples.append((P @ A).diagonal() + w * (A @ w - P @ A @ w))
     return torch.stack(samples, 1)
 
@@ -162,7 +162,7 @@ def test_xdiag_is_the_definition(probes: Any, symmetric: bool) -> None:
 
 @pytest.mark.parametrize("probes", ["rademacher", "normal"])
 def test_xdiag_is_unbiased_and_wrong_variants_are_not(probes: Any) -> None:
-    """Mean over many seeds. Without the part outside of the sketch, or with a sketch of all vectors, it is biased."""
+    """The mean over many seeds is exact; it is biased without the part outside the sketch, or with a full sketch."""
     A = with_spectrum(torch.linspace(0.5, 2, 20))
     exact = A.matrix.diagonal()
     estimates, inside_only, all_sketched = [], [], []
@@ -172,7 +172,7 @@ def test_xdiag_is_unbiased_and_wrong_variants_are_not(probes: Any) -> None:
         Q, _ = torch.linalg.qr(A.matrix @ omega)
         P = Q @ Q.T
         inside_only.append((P @ A.matrix).diagonal())
-        # The product with a vector that is in the sketch has nothing outside of its range.
+        # The product with a vector in the sketch has no part outside its range.
         all_sketched.append(inside_only[-1] + (omega * (A.matrix @ omega - P @ A.matrix @ omega)).mean(1))
 
     def largest_z(values: list[Tensor]) -> float:
@@ -220,9 +220,9 @@ def test_normal_probes_scatter_as_they_should() -> None:
             [trace(A, method="hutchinson", products=8, probes=probes, seed=seed).value for seed in range(400)]
         )
         assert abs(values.mean() - exact) < 4 * values.std() / 20
-        # A variance from 400 numbers is known to seven percent.
+        # A variance from 400 numbers is accurate to seven percent.
         assert values.var() * 8 == pytest.approx(float(expected[probes]), rel=0.3)
-        assert abs(1.1 * values.mean() - exact) > 4 * values.std() / 20  # a variance of 1.1 in place of one
+        assert abs(1.1 * values.mean() - exact) > 4 * values.std() / 20  # a variance of 1.1 instead of one
         norm = torch.stack([squared_frobenius_norm(A, products=8, probes=probes, seed=s).value for s in range(200)])
         assert abs(norm.mean() - squares.sum()) < 4 * norm.std() / 200**0.5
         diagonals = torch.stack([diagonal(A, products=8, probes=probes, seed=seed).value for seed in range(400)])

@@ -1,4 +1,4 @@
-"""A flattening is a function or its name: both work in definitions and in operators, and nothing else does."""
+"""A flattening is a function or its name: both work in definitions and in operators, and other values raise errors."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Operators without a risk: the identity, matrices, and outer products, with inputs that are easily got wrong."""
+"""Operators without a risk: the identity, matrices, and outer products, with frequently mistaken inputs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from kfs.operators.space import Space
 
 @pytest.mark.parametrize("form", [list, dict])
 def test_a_product_with_the_identity_is_a_copy(form: type) -> None:
-    """Whoever changes the product in place does not change what was multiplied."""
+    """Changing the product in place does not change the input."""
     named = {"a": torch.ones(2, 3), "b": torch.ones(2)}
     A = Identity(Space({name: t.shape for name, t in named.items()}, torch.float32, torch.device("cpu")))
     v: Any = named if form is dict else list(named.values())
@@ -35,7 +35,7 @@ def test_matrices_are_real(dtype: torch.dtype) -> None:
 
 
 def test_matrices_without_entries() -> None:
-    """They are symmetric, and what is computed with them has no entries either."""
+    """They are symmetric, and their results have no entries either."""
     A = Dense(torch.zeros(0, 0, dtype=torch.float64))
     assert A.symmetric
     assert A.shift(1.0).to_dense().shape == (0, 0)

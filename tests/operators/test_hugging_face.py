@@ -1,4 +1,4 @@
-"""Language models of Hugging Face as they are: batches as mappings, logits in the output, shifted labels."""
+"""Language models of Hugging Face without changes: batches as mappings, logits in the output, shifted labels."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def problem(request: pytest.FixtureRequest) -> tuple[Any, TokenCrossEntropy, lis
 def test_value_is_the_models_own(problem: Any) -> None:
     model, loss, batches = problem
     together = {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
-    # The models compute their loss in float32 whatever their own dtype is.
+    # The models compute their loss in float32 for any dtype.
     assert EmpiricalRisk(model, loss, batches).value() == pytest.approx(model(**together).loss.item(), rel=1e-6)
 
 
@@ -43,7 +43,7 @@ def test_products_are_the_definitions(problem: Any) -> None:
     H, G, F = Hessian(risk), GGN(risk), Fisher(risk, "type-1", mc_samples=2)
     v = {name: torch.randn_like(p) for name, p in risk.params.items()}
 
-    # One parameter moves; the answers' rows for another one, by definition, on all data at once.
+    # The vector has one parameter; the product's rows belong to another one, by definition, on all data at once.
     moved, watched = "attention.self.query.weight", "attention.self.value.bias"
     names = list(risk.params)
     if moved not in " ".join(names):
@@ -72,7 +72,7 @@ def test_products_are_the_definitions(problem: Any) -> None:
 
 
 def test_speech_models_draw_numbers_that_they_do_not_use() -> None:
-    """Wav2Vec2 asks for every layer whether to leave it out, also where the answer does not matter."""
+    """Wav2Vec2 draws a number for every layer to decide whether to skip it, even if layers are never skipped."""
     size: dict[str, Any] = {
         "hidden_size": 8,
         "num_hidden_layers": 2,
@@ -96,7 +96,7 @@ def test_speech_models_draw_numbers_that_they_do_not_use() -> None:
     expected = torch.autograd.grad(value, [model.get_parameter(name) for name in names])
     for found, exact in zip(risk.gradient().values(), expected, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
-    # For one example, KFAC is exact where a layer is used at one position.
+    # For one example, KFAC is exact if a layer is used at one position.
     one = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), [({"input_values": sound[:1]}, y[:1])], params=names)
     classifier = GGN(one).submatrix("classifier.weight").to_dense()
     torch.testing.assert_close(KFAC(one).submatrix("classifier.weight").to_dense(), classifier, rtol=1e-9, atol=1e-15)

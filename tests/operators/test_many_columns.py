@@ -1,4 +1,4 @@
-"""Many columns at once: how they are divided, and that operations run for all columns of a chunk together."""
+"""Many columns at once: their chunks, and operations that run once for all columns of a chunk."""
 
 from collections import Counter
 from typing import Any
@@ -39,7 +39,7 @@ class Calls(TorchDispatchMode):
 
 
 class Chunks(LinearOperator):
-    """The identity, which remembers how many columns come at once."""
+    """The identity, which records the numbers of columns of its products."""
 
     symmetric = True
 
@@ -57,7 +57,7 @@ class Chunks(LinearOperator):
 
 
 def network(saves_memory: bool = False) -> EmpiricalRisk:
-    """Return the risk of a network whose backward pass once ran column by column."""
+    """Return the risk of a network whose backward pass would run column by column in PyTorch."""
 
     class Network(nn.Module):
         def __init__(self) -> None:
@@ -83,10 +83,10 @@ def test_chunks_are_about_equal(columns: int, chunk_size: int, sizes: list[int])
 
 @pytest.mark.parametrize("kind", ["ggn", "mc", "hessian"])
 def test_backward_passes_run_for_all_columns_together(kind: str) -> None:
-    """No operation runs once per column, as PyTorch does where it has no rule for several of them."""
+    """No operation runs once per column, as it does in PyTorch without a batching rule."""
     risk = network()
     A = {"ggn": GGN(risk), "mc": Fisher(risk, "mc"), "hessian": Hessian(risk)}[kind]
-    A @ torch.zeros(A.shape[1], 2, dtype=torch.float64)  # counts the data
+    A @ torch.zeros(A.shape[1], 2, dtype=torch.float64)  # counts the examples
     counts = []
     for num_columns in (4, 12):
         with Calls() as calls:
@@ -97,14 +97,14 @@ def test_backward_passes_run_for_all_columns_together(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [GGN, Hessian])
 def test_models_that_functions_cannot_differentiate(kind: Any) -> None:
-    """A checkpoint does not work in `torch.func`, so that columns come back through an ordinary graph."""
+    """A checkpoint does not work in `torch.func`, so columns are sent back through an ordinary graph."""
     plain, saving = kind(network()), kind(network(saves_memory=True))
     close(saving.to_dense(), plain.to_dense())
     close(plain.to_dense(), kind(network(), chunk_size=1).to_dense())
 
 
 class Cube(torch.autograd.Function):
-    """A function whose backward pass refuses to be differentiated; `torch.func` would take it for a constant."""
+    """A function whose backward pass cannot be differentiated; `torch.func` would treat it as a constant."""
 
     generate_vmap_rule = True
 
@@ -125,14 +125,14 @@ class Cube(torch.autograd.Function):
 
 
 def product_of_zeros(x: Tensor) -> Tensor:
-    """Multiply the numbers of each row; PyTorch has no second derivative where several are zero."""
+    """Multiply the numbers of each row; PyTorch has no second derivative if several of them are zero."""
     return torch.ones_like(x).scatter_reduce(1, torch.zeros_like(x, dtype=torch.int64), x, "prod")
 
 
 @pytest.mark.parametrize("operation", [Cube.apply, product_of_zeros], ids=["custom function", "product"])
 @pytest.mark.parametrize("chunk_size", [1, 2])
 def test_missing_second_derivatives_are_errors_for_all_columns(operation: Any, chunk_size: int) -> None:
-    """Both are wrong in `torch.func`, without an error: second derivatives with respect to `W` are not zero."""
+    """`torch.func` silently returns wrong results for both: second derivatives with respect to `W` are not zero."""
     X = torch.ones(3, 2, dtype=torch.float64)
     risk = EmpiricalRisk(
         lambda params, x: operation(x * params["W"]), nn.MSELoss(), (X, X), params={"W": torch.zeros_like(X[0])}
@@ -142,7 +142,7 @@ def test_missing_second_derivatives_are_errors_for_all_columns(operation: Any, c
 
 
 def test_blocks_of_second_derivatives() -> None:
-    """Rows and columns may be the same parameters, other ones, or overlap."""
+    """Rows and columns may be the same parameters, different ones, or overlap."""
     H = Hessian(network())
     dense = H.to_dense()
     names = list(H.domain.shapes)
@@ -185,7 +185,7 @@ def test_convolutions_on_a_cpu_have_smaller_chunks() -> None:
 
 @pytest.mark.parametrize("at_once", ["one", "all"])
 def test_blocks_multiply_columns_one_by_one_and_together(at_once: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large blocks have their columns multiplied one after the other on a CPU."""
+    """On a CPU, columns of large blocks are multiplied in a loop."""
     monkeypatch.setattr(block_diagonal, "_LARGE", 1 if at_once == "one" else 10**9)
     risk = network()
     K, other = KFAC(risk), KFAC(risk, "empirical")
@@ -210,7 +210,7 @@ def test_factors_multiply_thin_and_wide_matrices(width: int, num_columns: int) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_estimates_in_half_precision(dtype: torch.dtype) -> None:
-    """Products are in half precision; what is computed from them has no decompositions there."""
+    """Products are in half precision; computations with them are not, since decompositions do not support it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).to(dtype)
     X, y = torch.randn(8, 4).to(dtype), torch.randint(2, (8,))

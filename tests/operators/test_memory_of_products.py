@@ -1,4 +1,4 @@
-"""Products keep no graph of columns, no copies of all predictions and no matrices of attention in memory."""
+"""Products keep no graph of columns, no copies of all predictions, and no attention matrices in memory."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.operators.test_operators import dense
 def test_predictions_are_multiplied_a_few_at_a_time(
     problem: Problem, kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The definition, however many numbers there may be at once."""
+    """Results equal the definition for any limit of numbers at a time."""
     seen = _numbers_seen(monkeypatch)
     monkeypatch.setattr(curvature, "_NUMBERS_AT_ONCE", at_once)
     risk, *_ = problem.make()
@@ -34,7 +34,7 @@ def test_predictions_are_multiplied_a_few_at_a_time(
 
 
 def _numbers_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Take note of how many numbers, and of how many examples, are multiplied in prediction space at once."""
+    """Record how many numbers, and how many examples, are multiplied in prediction space at once."""
     seen: list[tuple[int, int]] = []
     for kind in (GGN, Fisher):
 
@@ -57,7 +57,7 @@ def test_draws_do_not_depend_on_how_many_are_multiplied_at_once(
 
 
 class Attention(nn.Module):
-    """Attention, perhaps within a checkpoint. Takes note of how it is run."""
+    """Attention, optionally within a checkpoint, which records the kernels that are enabled."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -91,21 +91,21 @@ def test_a_column_is_pushed_forward_without_a_graph() -> None:
     allowed = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
     with sdpa_kernel(allowed):
         operator = GGN(risk)
-        operator @ v  # the first product checks derivatives
+        operator @ v  # the first product compares derivatives
         model.runs.clear()
         close(operator @ v, matrix @ v)
         assert model.runs == [(False, [SDPBackend.MATH]), (True, allowed)]
-    # The user's choice is that at the time of the product.
+    # The user's setting at the time of the product applies.
     model.runs.clear()
     with sdpa_kernel(SDPBackend.MATH):
         close(operator @ v, matrix @ v)
     assert model.runs == [(False, [SDPBackend.MATH]), (True, [SDPBackend.MATH])]
-    # Faster kernels do not take several columns back together.
+    # Faster kernels do not support several columns in the backward pass.
     model.runs.clear()
     columns = torch.stack([v, 2 * v], dim=1)
     close(operator @ columns, matrix @ columns)
     assert model.runs == [(False, [SDPBackend.MATH]), (True, [SDPBackend.MATH])]
-    # Parameters that are not considered make no graph either.
+    # Parameters that are not considered have no graph either.
     few = GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(b.x, b.y) for b in risk.batches()], params=["head.weight"]))
     expected = operator.submatrix("head.weight") @ v[:12]
     few @ v[:12]

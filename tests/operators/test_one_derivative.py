@@ -1,4 +1,4 @@
-"""One derivative in every mode: where gradients stop, hooks, operations whose forward mode is wrong, and poles."""
+"""One derivative in every mode: stopped gradients, hooks, operations with a wrong forward mode, and poles."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from tests.operators.test_traps import NoForwardMode
 
 
 class Net(nn.Module):
-    """Two layers, with something in between that gets the first one; counts its calls."""
+    """Two layers, with a function in between that gets the first one; counts its calls."""
 
     def __init__(self, between: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def make_risk(between: Callable[[Tensor], Tensor], num_data: int = 6, dtype: tor
 
 
 def matrices(risk: EmpiricalRisk) -> tuple[Tensor, Tensor]:
-    """Return Jacobian and GGN, by one backward pass for every prediction."""
+    """Return Jacobian and GGN, by one backward pass per prediction."""
     params = list(risk.params.values())
     model: Any = risk.model
     f = torch.cat([model(batch.x) for batch in risk.batches()])
@@ -201,7 +201,7 @@ def test_derivatives_are_compared_once_and_on_few_data() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_rounding_is_no_other_derivative(dtype: torch.dtype) -> None:
-    """Numbers may be rounded more coarsely inside of the model than parameters are."""
+    """Numbers inside the model may have a lower precision than the parameters."""
     inside = torch.float32 if dtype == torch.float64 else torch.bfloat16
     risk = make_risk(lambda h: (h.to(inside) * 3).tanh().exp().to(dtype), dtype=dtype)
     for operator in (GGN(risk), Hessian(risk), Jacobian(risk)):

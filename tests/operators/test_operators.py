@@ -27,7 +27,7 @@ def assemble(blocks: dict[tuple[str, str], Tensor], names: list[str]) -> Tensor:
 
 @cache
 def dense(kind: str, problem: Problem) -> Tensor:
-    """The matrix by definition, block by block; cached, because it takes longer than all that is compared with it."""
+    """Compute the matrix by definition, block by block; cached, because it takes longer than all other computations."""
     risk, model, X, y = problem.make()
     names = list(risk.params)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -71,7 +71,7 @@ def test_batches_chunks_and_blocks(problem: Problem, kind: str) -> None:
     expected = dense(ORACLE[kind], problem)
     close(OPERATORS[kind](split, chunk_size=len(expected) // 2 + 1).to_dense(), expected)
 
-    # Random columns tell two matrices apart as well as unit vectors do, and few of them suffice.
+    # Random columns distinguish two matrices as well as unit vectors do, and few of them suffice.
     V = torch.randn(len(expected), 2, dtype=torch.float64)
     for blocks in ("parameter", "layer"):
         operator = OPERATORS[kind](split, block_diagonal=blocks)
@@ -126,7 +126,7 @@ def test_diagonals_are_exact(problem: Problem, kind: str) -> None:
 def test_diagonals_in_half_precision_square_in_a_wider_one() -> None:
     model = torch.nn.Linear(1, 1, bias=False).half()
     X = torch.zeros(8, 1, dtype=torch.float16)
-    X[3] = 256  # its square, 65536, is more than float16 can hold; times 2 / 8 it fits again
+    X[3] = 256  # its square, 65536, exceeds float16; times 2 / 8 it fits again
     G = GGN(EmpiricalRisk(model, torch.nn.MSELoss(), (X, X)))
     assert G.diagonal().tolist() == [16384.0]
 
@@ -136,7 +136,7 @@ def test_diagonals_in_half_precision_square_in_a_wider_one() -> None:
 def test_reused_graphs_give_the_same_products(problem: Problem, kind: str) -> None:
     risk, model, *_ = problem.make((1, len(problem.make()[3]) - 1))
     kept, plain = OPERATORS[kind](risk, reuse=True, chunk_size=1), OPERATORS[kind](risk)
-    V = torch.randn(kept.shape[1], 3, dtype=torch.float64)  # graphs are kept at the first column and used at the others
+    V = torch.randn(kept.shape[1], 3, dtype=torch.float64)  # graphs are kept for the first column and then reused
     before = plain @ V
     close(kept @ V, before)
     close(kept @ V[:, 0], before[:, 0])
@@ -154,7 +154,7 @@ def test_reused_graphs_give_the_same_products(problem: Problem, kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn", "sum", "kfac", "inverse"])
 def test_blocks_have_the_order_in_which_they_are_named(kind: str) -> None:
-    """A square block, one whose rows and columns have another order, lists of tensors, and sets, which have none."""
+    """A square block, one whose rows and columns have different orders, lists of tensors, and sets, without order."""
     risk, *_ = PROBLEMS[1].make()
     K = KFAC(risk)
     A = {"hessian": Hessian(risk), "ggn": GGN(risk), "sum": GGN(risk) + K, "kfac": K, "inverse": K.inverse(0.1)}[kind]
@@ -211,7 +211,7 @@ def test_sums_over_data_do_not_stall_in_half_precision() -> None:
     results = [risk.gradient()["weight"], G @ v, G.diagonal(), Hessian(risk) @ v, Jacobian(risk).T @ X.flatten() / 150]
     for result in results:
         assert result.dtype == torch.bfloat16
-        assert result.item() == pytest.approx(2, rel=0.01)  # bfloat16's eps is 0.008
+        assert result.item() == pytest.approx(2, rel=0.01)  # the eps of bfloat16 is 0.008
 
 
 def test_the_operators_are_related() -> None:

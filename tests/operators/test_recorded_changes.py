@@ -1,4 +1,4 @@
-"""Recordings of products notice what has changed since, survive errors, and go with their operator."""
+"""Recordings of products notice changes, survive errors, and are freed with their operator."""
 
 import copy
 import weakref
@@ -18,7 +18,7 @@ from tests.operators.recorded import Net, columns_for, make_risk, recorded, reco
 
 
 class Tokens(Net):
-    """Predicts at three positions, from the last of which nothing follows."""
+    """Predicts at three positions; the last one has no target."""
 
     scales: Tensor
 
@@ -32,7 +32,7 @@ class Tokens(Net):
 
 
 def make_tokens() -> EmpiricalRisk:
-    """Return a risk whose loss consists of another one, which has weights."""
+    """Return a risk whose loss contains another loss, which has weights."""
     torch.manual_seed(0)
     X = torch.randn(14, 4, dtype=torch.float64)
     y = torch.randint(3, (14, 3))
@@ -67,7 +67,7 @@ def rename_key(A: Any) -> None:
 
 
 def add_attribute(A: Any) -> None:
-    head = A.risk.model.head  # the last module, so that all that was there before is still in its place
+    head = A.risk.model.head  # the last module, so that all others keep their positions
     head.forward = lambda x: 2 * nn.functional.linear(x, head.weight, head.bias)
 
 
@@ -87,7 +87,7 @@ def change_seed(A: Any) -> None:
     A.seed = 7
 
 
-# What changes, and whether recordings read it in place.
+# A change, and whether recordings read it in place.
 CHANGES: dict[Callable[[Any], None], bool] = {
     change_parameters: True,
     change_buffer: True,
@@ -121,7 +121,7 @@ def test_changes(change: Callable[[Any], None], tapes: list[Tapes]) -> None:
 
 
 class TestSurroundings:
-    """Modes, and settings of PyTorch."""
+    """Modes, and global settings of PyTorch."""
 
     def test_training_mode(self, tapes: list[Tapes]) -> None:
         class Modes(Net):
@@ -186,7 +186,7 @@ class TestSurroundings:
         ],
     )
     def test_hooks(self, register: str, tapes: list[Tapes]) -> None:
-        """A replay would not call them, so that models with hooks are not recorded."""
+        """A replay would not call them, so models with hooks are not recorded."""
         risk = make_risk()
         assert isinstance(risk.model, nn.Module)
         hook = getattr(risk.model.get_submodule("head"), register)(lambda *_: None)
@@ -200,7 +200,7 @@ class TestSurroundings:
 
 
 class TestErrors:
-    """Errors come at the end of a product, name the example, and leave nothing behind."""
+    """Errors are raised at the end of a product, name the example, and leave no state behind."""
 
     def test_nan(self, tapes: list[Tapes]) -> None:
         risk = make_risk()
@@ -264,10 +264,10 @@ class TestErrors:
 
 
 class TestLifetime:
-    """Recordings go with their operator, and copies have none."""
+    """Recordings are freed with their operator, and copies have none."""
 
     def test_deleted(self, tapes: list[Tapes]) -> None:
-        """At once, and not when Python collects garbage."""
+        """They are freed at once, without a garbage collection."""
         risk = make_risk()
         A = GGN(risk)
         recorded(A)
@@ -288,7 +288,7 @@ class TestLifetime:
             same(B @ V, expected)
 
     def test_other_operators_of_the_risk(self, tapes: list[Tapes]) -> None:
-        """They take turns."""
+        """Both operators are used alternately."""
         risk = make_risk()
         A, B = GGN(risk), Fisher(risk, "empirical")
         V = columns_for(A)

@@ -1,6 +1,6 @@
-"""Replayed products are those that run, on the CPU with tapes in place of CUDA graphs.
+"""Replayed products equal eager ones, on the CPU with tapes in place of CUDA graphs.
 
-A tape repeats operations without any Python. Memory that was freed, or that belongs to the tape, has no values.
+A tape repeats operations without Python. Memory that was freed, or that belongs to the tape, has no values.
 """
 
 import logging
@@ -19,7 +19,7 @@ from tests.operators.recorded import OPERATORS, Net, columns_for, make_risk, mes
 
 
 class TestSameProducts:
-    """Replayed products equal products that run."""
+    """Replayed products equal eager products."""
 
     @pytest.mark.parametrize("number", [1, 3])
     @pytest.mark.parametrize("kind", OPERATORS)
@@ -30,7 +30,7 @@ class TestSameProducts:
         for seed in range(6):
             V = columns_for(A, number, seed)
             found.append((A @ V, B @ V))
-        for mine, theirs in found:  # after all of them: nothing that was returned is overwritten later
+        for mine, theirs in found:  # after all of them: no result is overwritten later
             same(mine, theirs)
         assert recordings(tapes) == 2  # the last batch is smaller
         assert tapes[0].noticed == ["", ""]
@@ -38,10 +38,10 @@ class TestSameProducts:
     @pytest.mark.parametrize("number", [1, 3])
     @pytest.mark.parametrize("kind", OPERATORS)
     def test_nothing_falls_back(self, kind: str, number: int, tapes: list[Tapes]) -> None:
-        """Checks that only set flags work inside of `vmap` and `jvp`: the model runs as often as without."""
+        """Deferred checks work inside `vmap` and `jvp`: the model is called as often as without them."""
         A = OPERATORS[kind](make_risk(batches=1))
         V = columns_for(A, number)
-        A @ columns_for(A, number + 1)  # the first product of all compares derivatives
+        A @ columns_for(A, number + 1)  # the very first product compares derivatives
         calls = []
         for _ in range(3):  # the first one checks values at once, and the last one is a rehearsal
             Net.calls = 0
@@ -69,7 +69,7 @@ class TestSameProducts:
 
     @pytest.mark.parametrize("kind", ["mc", "ggn"])
     def test_in_pieces(self, kind: str, tapes: list[Tapes], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Draws for a part of a batch are those for its data."""
+        """Draws for a part of a batch are those of its examples."""
         monkeypatch.setattr(curvature, "_NUMBERS_AT_ONCE", 10)
         risk = make_risk()
         A = OPERATORS[kind](risk)
@@ -110,7 +110,7 @@ class TestSameProducts:
         assert len(tapes) == 1  # they share their memory
 
     def test_many_kinds(self, tapes: list[Tapes]) -> None:
-        """Only some of them are kept."""
+        """Only some of the recordings are kept."""
         risk = make_risk()
         A = GGN(risk)
         for number in range(1, 7):
@@ -121,7 +121,7 @@ class TestSameProducts:
 
 
 class TestWhatIsRecorded:
-    """Which products are recorded, and which are not."""
+    """Products that are recorded, and products that are not."""
 
     def test_a_single_product_leaves_nothing_behind(self, tapes: list[Tapes]) -> None:
         A = GGN(make_risk())
@@ -151,7 +151,7 @@ class TestWhatIsRecorded:
         same(A @ V, GGN(risk, replay=False) @ V)
 
     def test_functions(self, tapes: list[Tapes], caplog: pytest.LogCaptureFixture) -> None:
-        """Variables that a function reads may change without notice, so products are not recorded."""
+        """Variables that a function reads may change unnoticed, so its products are not recorded."""
         factor = [1.0]
 
         def model(params: Any, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class TestWhatIsRecorded:
         assert "is a function" in messages(caplog)[0]
 
     def test_modes_that_watch(self, tapes: list[Tapes]) -> None:
-        """PyTorch's counter of operations sees them all."""
+        """PyTorch's counter of operations counts all of them."""
         A = GGN(make_risk())
         V = recorded(A)
         counts = []
@@ -192,7 +192,7 @@ class TestWhatIsRecorded:
         assert not tapes
 
     def test_waits(self, tapes: list[Tapes], caplog: pytest.LogCaptureFixture) -> None:
-        """Data decide what is computed; PyTorch says so when it is recorded."""
+        """The model branches on data; recording fails, and the log gives the reason."""
 
         class Branches(Net):
             def forward(self, x: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class TestWhatIsRecorded:
     def test_little_memory(
         self, tapes: list[Tapes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Tensors for columns do not fit."""
+        """There is no room for the recording's tensors."""
         risk = make_risk()
         A = GGN(risk)
 

@@ -1,4 +1,4 @@
-"""Starts, preconditioned series, least squares, inverses, operators from matrices: against dense matrices and SciPy."""
+"""Initial guesses, preconditioned series, least squares, inverses, matrices: against dense matrices and SciPy."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_a_start_saves_iterations() -> None:
     there = solve(A, B, start=cold.x, tolerance=1e-8)
     assert (there.iterations, there.converged) == (0, True)
     assert torch.equal(there.x, cold.x)
-    # The answer does not depend on the start, and a bad start is not believed.
+    # The result does not depend on the initial guess, and a bad guess is not accepted as the result.
     close(solve(A, B, start=1e3 * random(12, 2, seed=2), tolerance=1e-13).x, X)
     close(solve(A, 0 * B, start=B).x, torch.zeros_like(B))
     tiny = solve(A, 1e-150 * B[:, 0], start=1e-150 * near[:, 0], tolerance=1e-10)
@@ -93,7 +93,7 @@ def test_lsmr_solves_least_squares(shape: tuple[int, int], damping: float) -> No
 @pytest.mark.parametrize("damping", [0.0, 0.3])
 @pytest.mark.parametrize("iterations", [1, 2, 3, 5])
 def test_lsmr_goes_the_way_of_scipy(damping: float, iterations: int) -> None:
-    """Not only the limit is the same, but every iterate. Without damping's square root, it is not."""
+    """Not only the limit, but every iterate is that of SciPy. Without the square root of the damping, it is not."""
     matrix, b = random(12, 7), random(12, seed=1)
     mine = lsmr(Dense(matrix), b, damping=damping, tolerance=0.0, max_iterations=iterations)
     options: Any = {"atol": 0.0, "btol": 0.0, "conlim": 0.0, "maxiter": iterations}
@@ -118,7 +118,7 @@ def test_lsmr_in_all_forms_and_for_indefinite_operators() -> None:
     b = random(31)
     with pytest.raises(SolverError, match="not positive definite") as refused:
         solve(H, b)
-    # The error says how much damping is missing at least: a quotient between the smallest eigenvalue and zero.
+    # The error gives a lower bound of the missing damping: a quotient between the smallest eigenvalue and zero.
     assert values[0] <= 1.01 * float(str(refused.value).split("curvature ")[1].split(". ")[0]) < 0
     torch.testing.assert_close(lsmr(H, b, tolerance=1e-12).x, torch.linalg.solve(H.to_dense(), b), rtol=1e-5, atol=1e-6)
     nothing = lsmr(J, {"prediction": 0 * u})
@@ -174,7 +174,7 @@ def test_inverses_refuse() -> None:
 
 
 def test_an_inverse_preconditions_another() -> None:
-    """Everything together on a network: GGN, KFAC's inverse, and conjugate gradients."""
+    """The parts together, on a network: GGN, KFAC's inverse, and conjugate gradients."""
     risk, *_ = PROBLEMS[1].make((2, 3))
     G = GGN(risk).shift(1e-3)
     plain = Inverse(G, tolerance=1e-10)

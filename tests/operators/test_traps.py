@@ -1,4 +1,4 @@
-"""Operations, models, data and vectors that are easily got wrong: fall-backs, refusals, and nothing overwritten."""
+"""Operations, models, data and vectors that often cause errors: fallbacks, refusals, and no overwritten input."""
 
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from tests.operators.problems import OPERATORS, PROBLEMS
 
 
 class NoForwardMode(torch.autograd.Function):
-    """A cube with a backward pass that can be differentiated, and without forward mode."""
+    """A cube with a differentiable backward pass, and without forward mode."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -53,7 +53,7 @@ def test_operations_without_forward_mode_fall_back() -> None:
 
 
 class Detached(torch.autograd.Function):
-    """A multiple of the square whose backward pass leaves the graph; nothing arrives if the multiple is zero."""
+    """A multiple of the square whose backward pass is not differentiable; without gradient if the multiple is zero."""
 
     @staticmethod
     def forward(ctx, x, factor):  # type: ignore[no-untyped-def]
@@ -132,7 +132,7 @@ def test_weight_normalization_has_a_symmetric_hessian() -> None:
 
 
 def test_reused_graphs_notice_every_change() -> None:
-    risk, model, X, y = PROBLEMS[3].make()  # a subset of the parameters
+    risk, model, X, y = PROBLEMS[3].make()  # some of the parameters
     first, second = X[:2].clone(), X[2:].clone()
     batches = [(X[:0], y[:0]), (first, y[:2]), (second, y[2:])]
     risk = EmpiricalRisk(model, PROBLEMS[3].loss, batches, params=PROBLEMS[3].params)
@@ -143,7 +143,7 @@ def test_reused_graphs_notice_every_change() -> None:
         model.get_parameter("0.weight").mul_(2)  # not among the parameters that are considered
     results.append(kept @ v)
     close(results[1], GGN(risk) @ v)
-    model.get_parameter("2.weight").data.mul_(3)  # does not count as a change for autograd
+    model.get_parameter("2.weight").data.mul_(3)  # autograd does not see this change
     results.append(kept @ v)
     close(results[2], GGN(risk) @ v)
     second.mul_(2)
@@ -303,7 +303,7 @@ def test_bad_operands_are_refused() -> None:
 
 
 class Constant(nn.Module):
-    """A prediction in which one parameter has no influence and another one has no curvature."""
+    """A prediction that does not depend on one parameter, and has no curvature in another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ def half_norm(f: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
 
 
 class Itself(nn.Module):
-    """Predicts its parameter, so that the Hessian of half its norm is the identity."""
+    """Predicts its parameter, so the Hessian of half the squared norm is the identity."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The shared parts of the matrix figures: the problem, the scale, the axes, and the files."""
+"""The shared parts of the matrix figures: problem, scale, axes, and files."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_no_unit_is_off_for_all_data() -> None:
     for depth in (2, 4):
         on = (risk.model[:depth](batch.x) > 0).double().mean(0)
         assert on.min() > 0.1
-        assert on.min() < 0.9  # but the network is not linear
+        assert on.min() < 0.9  # since the network is not linear
 
 
 def test_limit_is_a_quantile_of_all_panels() -> None:

@@ -1,4 +1,4 @@
-"""The figure of the Rosenbrock function shows the function, its partial linearization, and where they touch."""
+"""The figure of the Rosenbrock function shows the function, its partial linearization, and their common point."""
 
 import runpy
 import sys
@@ -33,11 +33,11 @@ def test_points() -> None:
     anchor, step = shown["anchor"].requires_grad_(), shown["step"].requires_grad_()
     h_lin = linearize(lambda x: rosenbrock_inner(x, ALPHA), anchor)
     f_lin = rosenbrock_outer(h_lin(step))
-    close(f_lin, torch.zeros_like(f_lin))  # a sum of squares: no less is possible
+    close(f_lin, torch.zeros_like(f_lin))  # a sum of squares cannot be smaller
     close(hessian(f_lin, step), rosenbrock_ggn(anchor, ALPHA))
     f = rosenbrock_outer(rosenbrock_inner(shown["minimum"], ALPHA))
     close(f, torch.zeros_like(f))
-    assert torch.linalg.eigvalsh(rosenbrock_hessian(anchor, ALPHA)).min() < 0  # as the docstring says
+    assert torch.linalg.eigvalsh(rosenbrock_hessian(anchor, ALPHA)).min() < 0  # the value in the docstring
 
 
 def test_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from tests.factors.definition import definition
 from tests.operators.contract import close
 
 LOSS = nn.MSELoss()
-few = pytest.fixture(scope="module", name="few")(lambda: problem(num_data=4))  # definitions go example by example
+few = pytest.fixture(scope="module", name="few")(lambda: problem(num_data=4))  # definitions loop over examples
 flattenings = pytest.mark.parametrize(("flattening", "vec"), [("cvec", cvec), ("rvec", rvec)])
 MODULES = [synthetic_hessian, synthetic_fisher, synthetic_kfac]
 
@@ -54,7 +54,7 @@ def expected(kind: str, risk: EmpiricalRisk, vec: VecFunction) -> Tensor:
 
 
 def diagonal(matrix: Tensor, risk: EmpiricalRisk, params: int) -> Tensor:
-    """Keep the diagonal blocks of this many parameters each."""
+    """Keep the diagonal blocks with these numbers of parameters."""
     sizes = list(blocks(risk).values())
     sizes = [sum(sizes[i : i + params]) for i in range(0, len(sizes), params)]
     mask: Tensor = torch.block_diag(*(torch.ones(d, d, dtype=matrix.dtype) for d in sizes))
@@ -74,7 +74,7 @@ def vectors(kind: str, risk: EmpiricalRisk, mc_samples: int) -> Tensor:
 
 
 def layers(risk: EmpiricalRisk, backpropagated: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Inputs with a one at the end, `[N, d_A]`, and gradients, `[V, N, d_B]`, of every linear layer."""
+    """Inputs with an appended one, `[N, d_A]`, and gradients, `[V, N, d_B]`, of every linear layer."""
     model, x, _ = network(risk)
     inputs, outputs = [], []
     for module in model:
@@ -159,7 +159,7 @@ def test_convergence() -> None:
     close(errors[0, 0], norm)
     log_M, log_error = torch.tensor(samples, dtype=torch.float64).log(), errors.mean(0).log()
     slope = torch.stack([log_M, log_error]).cov()[0, 1] / log_M.var()
-    # Ten runs that scatter by some 40 percent: 0.13 for each mean, 0.04 for the slope over a factor 64.
+    # Ten runs with errors of some 40 percent: 0.13 for each mean, 0.04 for the slope over a factor 64.
     assert abs(slope.item() + 0.5) < 0.1
 
 
@@ -186,7 +186,7 @@ def test_kfac(few: EmpiricalRisk, flattening: str, vec: VecFunction) -> None:
 
 
 def test_kfac_is_exact_in_the_last_layer_only() -> None:
-    """Its gradients are the same for all data, and so nothing is lost by averaging them apart from the inputs."""
+    """Its gradients are equal for all examples, so averaging them separately from the inputs is exact."""
     shown = synthetic_kfac.data("rvec")
     exact, approximation = shown["GGN, layer blocks"], shown["KFAC of the GGN"]
     close(approximation[-15:, -15:], exact[-15:, -15:])
@@ -234,6 +234,6 @@ def test_figure_of_the_convergence_shows_the_errors(tmp_path: Path) -> None:
     figures = [synthetic_fisher.draw_convergence(samples, errors) for _ in range(2)]
     drawn = torch.stack([torch.as_tensor(line.get_ydata()) for line in figures[0].axes[0].lines])
     mean = errors.mean(0, keepdim=True)
-    close(drawn, torch.cat([errors, mean, mean]))  # these fall like one over the square root
+    close(drawn, torch.cat([errors, mean, mean]))  # these decrease like one over the square root
     paths = [save(figure, tmp_path / str(i), "name", ("svg",))[0] for i, figure in enumerate(figures)]
     assert paths[0].read_bytes() == paths[1].read_bytes()

@@ -1,4 +1,4 @@
-"""Data: every pass is the same one, users' generators are left alone, and data that change or are none are refused."""
+"""Data: every pass is the same, users' generators do not change, and data that change, or are invalid, are refused."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,7 +35,7 @@ def test_loaders_with_a_generator_are_repeatable_and_leave_it_alone(progress: bo
 
 
 class OneAtATime:
-    """Starts its only iterator anew, as a `DataLoader` with persistent workers does."""
+    """Restarts its only iterator, as a `DataLoader` with persistent workers does."""
 
     def __init__(self, *batches: Any) -> None:
         self.batches, self.position = batches, 0
@@ -119,7 +119,7 @@ def test_unpack_returns_a_pair(wrong: Any) -> None:
 
 
 class Drawn:
-    """Data that NumPy draws from others, anew in every pass."""
+    """Data that NumPy samples from other data, again in every pass."""
 
     def __init__(self, draw: Callable[[np.random.Generator, Tensor, Tensor], Any]) -> None:
         self.draw, self.generator = draw, np.random.default_rng(0)
@@ -165,7 +165,7 @@ def test_data_that_somebody_else_draws_are_refused(call: str, draw: Any) -> None
 
 
 def test_eigenvalues_need_the_data_of_the_factors() -> None:
-    """EKFAC takes two passes. If they have different data, it notices."""
+    """EKFAC makes two passes. If their data differ, it raises an error."""
     with pytest.raises(DataError, match="different values"):
         EKFAC(EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), Drawn(augmented)))
 
@@ -189,7 +189,7 @@ def test_data_that_are_changed_in_place_need_a_new_risk() -> None:
 
 
 def test_only_complete_passes_are_remembered() -> None:
-    """Data may be repaired after a first attempt that failed."""
+    """Data may be corrected after a first attempt that failed."""
     X, y = torch.full((4, 3), torch.nan, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     risk = EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), (X, y))
     with pytest.raises(DataError, match="example 0 is not finite"):
@@ -211,7 +211,7 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-# A batch, and the same with a small change that no sum over its values would show.
+# A batch, and a version with a small change that leaves the sum of its values as it is.
 BATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "permuted": (lambda: numbers(5, 3), lambda x: x[[1, 0, 2, 3, 4]]),
     "large": (lambda: numbers(500, 30), lambda x: x.flip(0)),
@@ -251,7 +251,7 @@ def test_fingerprints(name: str) -> None:
 
 
 class Words:
-    """Data without tensors, and without an order."""
+    """Data without tensors, and without order."""
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -264,7 +264,7 @@ def test_what_has_no_fingerprint_is_left_out() -> None:
 
 
 def test_the_device_is_asked_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tensors there are in a batch, their samples are brought to the CPU together."""
+    """For any number of tensors in a batch, samples of them are copied to the CPU together."""
     calls = []
     original = Tensor.cpu
 
@@ -295,11 +295,11 @@ def test_one_batch_is_looked_at_in_every_pass(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Special(Tensor):
-    """Of which nobody knows what it does."""
+    """An object whose behavior is unknown."""
 
 
 def test_values_of_parameters_are_told_apart() -> None:
-    """In any precision that has the values; not of tensors that have none, or that are not plain ones."""
+    """This holds for any precision in which values differ, but not for tensors without values or plain storage."""
     a, b = torch.rand(3), torch.rand(2, 1000)
     assert values_digest([a, b]) == values_digest([a.double(), nn.Parameter(b)])
     assert len({values_digest(tensors) for tensors in ([a, b], [b, a], [a], [a, b + 1])}) == 4
@@ -307,7 +307,7 @@ def test_values_of_parameters_are_told_apart() -> None:
 
 
 def test_batches_have_random_numbers_of_their_own() -> None:
-    """Random numbers of a data set are the same in every pass, and not the same in every batch."""
+    """Random numbers of a data set are the same in every pass, and differ between batches."""
 
     class Noisy:
         def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -322,7 +322,7 @@ def test_batches_have_random_numbers_of_their_own() -> None:
 
 @pytest.mark.parametrize("length", [1021, 1022, 5000])
 def test_fingerprints_see_all_parts_of_large_tensors(length: int) -> None:
-    """Of many numbers, some are looked at, which are spread over all of them."""
+    """Of many numbers, a sample is used that is spread over all of them."""
     y = torch.zeros(2)
     x = torch.arange(float(length))
     digests = {fingerprint(x, y).digest}
@@ -334,7 +334,7 @@ def test_fingerprints_see_all_parts_of_large_tensors(length: int) -> None:
 
 
 def test_the_given_batch_axis_is_cut() -> None:
-    """If several axes are as long as there are data, it is the given one, or else the first."""
+    """If the lengths of several axes are the number of examples, the given one is used, or else the first."""
     x = torch.arange(9).reshape(3, 3)
     assert torch.equal(cut(x, 3, [2, 0]), x[[2, 0]])
     assert torch.equal(cut(x, 3, [2, 0], batch_axis=1), x[:, [2, 0]])
@@ -342,7 +342,7 @@ def test_the_given_batch_axis_is_cut() -> None:
 
 
 def test_indices_of_data_are_not_cut() -> None:
-    """Few examples cannot be taken from a batch whose inputs point to data, as the edges of a graph do."""
+    """A batch whose inputs contain indices of examples, such as the edges of a graph, cannot be cut to few examples."""
     X = torch.randn(6, 2)
     assert can_be_cut(X, 6, 4)
     assert can_be_cut((X, torch.tensor([[0, 3], [1, 2]]).flatten()), 6, 4)

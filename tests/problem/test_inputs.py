@@ -28,7 +28,7 @@ def r(*shape: int) -> Tensor:
 
 
 class Layers(nn.Module):
-    """Two linear maps. Subclasses say what `forward` takes."""
+    """Two linear maps. Subclasses define the arguments of `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class Positional(Layers):
 
 
 class SameName(Layers):
-    """Its only argument is called like one of the keys."""
+    """Its only argument has the name of one of the keys."""
 
     def forward(self, x: Any) -> Tensor:
         return self.combine(x["x"], x["z"])
 
 
 class Wrapper(nn.Module):
-    """Passes everything on, as `DataParallel` does."""
+    """Passes all arguments on, as `DataParallel` does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_mappings_are_keyword_arguments_or_one_argument(
 
 
 def test_unpack_decides_if_it_returns_arguments() -> None:
-    """A tuple has the arguments, one of which may be a mapping whose keys would be keyword arguments, too."""
+    """A tuple contains the arguments; one of them may be a mapping whose keys are also names of arguments."""
 
     class Nested(Layers):
         def forward(self, x: Any, z: Any = None) -> Tensor:
@@ -136,7 +136,7 @@ def test_mappings_that_fit_in_neither_way_are_refused(keys: tuple[Any, ...], mes
 
 
 def test_keys_of_further_arguments_mean_keyword_arguments() -> None:
-    """A mapping with a key too many is not passed as first argument: nobody would understand the model's error."""
+    """A mapping with an additional key is not passed as first argument, since the model's error would be misleading."""
 
     class Optional(Layers):
         def forward(self, x: Tensor, mask: Any = None) -> Tensor:
@@ -160,7 +160,7 @@ def test_compiled_modules_are_looked_into() -> None:
 
 
 class Attributes(dict[str, Any]):
-    """Items are attributes: a well-known idiom."""
+    """Items are attributes: a common idiom."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -168,7 +168,7 @@ class Attributes(dict[str, Any]):
 
 
 class BothWays(OrderedDict[str, Any]):
-    """Items are set as attributes, too, as in outputs of Hugging Face."""
+    """Items are also attributes, as in outputs of Hugging Face."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -176,7 +176,7 @@ class BothWays(OrderedDict[str, Any]):
 
 
 class Holder(Mapping[str, Any]):
-    """Cannot be changed, and has its items in an attribute."""
+    """An immutable mapping that stores its items in an attribute."""
 
     def __init__(self, items: Any, *, source: str) -> None:
         self.source, self._items, self._more = source, dict(items), {"x": 3}
@@ -192,7 +192,7 @@ class Holder(Mapping[str, Any]):
 
 
 class Changeable(Holder, MutableMapping[str, Any]):
-    """Can be changed; Python's copy of it would share its items."""
+    """A mutable mapping; a shallow copy of it shares its items."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._items[key] = value
@@ -202,7 +202,7 @@ class Changeable(Holder, MutableMapping[str, Any]):
 
 
 class Slots(MutableMapping[str, Any]):
-    """Has no attributes that one could look at, but a method `copy`, as `TensorDict` has."""
+    """Has no attributes to inspect, but a method `copy`, as `TensorDict` has."""
 
     __slots__ = ("_items", "source")
 
@@ -234,7 +234,7 @@ def with_source(mapping: Any) -> Any:
 
 
 class Encoding(UserDict[str, Any]):
-    """A mapping with an attribute, as `BatchEncoding` is."""
+    """A mapping with an attribute, like `BatchEncoding`."""
 
     def __init__(self, items: Any, source: str | None = None) -> None:
         super().__init__(items)
@@ -281,7 +281,7 @@ def test_mappings_keep_their_type_and_attributes(make: Callable[[dict[str, Any]]
     without = with_values(mine, {"n": 4})
     assert type(without) is type(mine)
     assert dict(without) == {"n": 4}
-    # The user's own mapping is as before.
+    # The user's own mapping has not changed.
     assert list(mine) == list(items)
     assert all(mine[key] is items[key] for key in items)
 
@@ -293,7 +293,7 @@ def test_copies_that_keep_their_items_also_keep_later_ones_as_attributes() -> No
 
 
 class Elsewhere(Mapping[str, Any]):
-    """Nobody sees where its items are, and nobody can make another one."""
+    """A mapping that hides its items, and cannot be rebuilt."""
 
     def __init__(self, items: dict[str, Any], more: int) -> None:
         self._parts = [items, more]
@@ -344,13 +344,13 @@ def test_named_tuples_are_one_argument() -> None:
     assert on_meta.z.is_meta
     risk = EmpiricalRisk(Takes(), LOSS, [(point, y)])
     assert risk.value() == pytest.approx(LOSS(Takes().combine(x, z), y).item(), rel=1e-14)
-    # What is computed from it is known to depend on the data: KFAC is that of separate arguments.
+    # Results are marked as dependent on data: KFAC equals that of separate arguments.
     close(KFAC(risk).to_dense(), KFAC(EmpiricalRisk(Separate(), LOSS, [((x, z), y)])).to_dense())
 
 
 @pytest.mark.parametrize("kind", [KFAC, Optimizer], ids=["risk", "optimizer"])
 def test_models_see_their_own_type(kind: Any) -> None:
-    """In a captured pass, which replaces all tensors, the model gets what the user passed."""
+    """In a captured pass, which replaces all tensors, the model gets arguments of the user's types."""
     seen = []
 
     class Takes(Layers):
@@ -372,7 +372,7 @@ def test_models_see_their_own_type(kind: Any) -> None:
 
 
 def test_inputs_without_their_tensors() -> None:
-    """Equal for all types, so that checkpoints do not depend on them."""
+    """The structure is equal for all types, so that checkpoints do not depend on the type."""
     t = torch.empty(0)
     for make in TYPES.values():
         found = plain(make({"x": r(3), "n": 3, "parts": [r(2), Point(r(1), r(2), "name")]}))

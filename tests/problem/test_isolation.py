@@ -1,4 +1,4 @@
-"""Models that change their input, or whose weights are cached, are refused; random generators are restored."""
+"""Models that change their input, or cache their weights, are refused; random generators are restored."""
 
 import random
 import sys
@@ -36,7 +36,7 @@ def test_models_that_change_their_input_are_refused() -> None:
     for kind, size in product((GGN, Hessian), (1, 4)):
         calls.append(lambda risk, kind=kind, size=size: kind(risk, chunk_size=size).to_dense())  # type: ignore[misc]
     for call in calls:
-        # Data that were changed need a new risk.
+        # After data were changed, a new risk is needed.
         risk = EmpiricalRisk(InPlace(copy=False).double(), nn.MSELoss(), (X, y))
         with pytest.raises(ModelError, match=r"changed its input in place.*clone its input"):
             call(risk)

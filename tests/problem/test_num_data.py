@@ -1,4 +1,4 @@
-"""`num_data=`: operators need no pass to count data, and a wrong number is never believed."""
+"""`num_data=`: operators need no pass to count examples, and a wrong number is always noticed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from tests.operators.contract import close
 
 
 class Loader:
-    """Batches that count how often they are asked for."""
+    """Batches that count how often they are requested."""
 
     def __init__(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         self.batches = batches
@@ -45,7 +45,7 @@ def test_results_are_the_same_without_counting(make: Any, loss: nn.Module) -> No
     expected, actual = make(risk), make(known)
     v = torch.randn(8, dtype=torch.float64)
     close(actual @ v, expected @ v)
-    # One batch is asked for in place of three, to see how many numbers a target has.
+    # One batch is requested instead of three, to find the size of a target.
     saved = 0 if make is KFAC else 2
     assert counted.asked - declared.asked == saved
     close(actual @ v, expected @ v)
@@ -70,7 +70,7 @@ def test_what_is_no_number_is_refused(number: Any) -> None:
 
 
 def test_targets_that_do_not_count() -> None:
-    """The first batch says nothing about ignored labels in others, so the complete pass refuses what it led to."""
+    """The first batch does not reveal ignored labels in others, so the complete pass raises an error afterwards."""
     X, y = torch.randn(9, 3).double(), torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1])
     model, v = nn.Linear(3, 2).double(), torch.randn(8, dtype=torch.float64)
 
@@ -84,5 +84,5 @@ def test_targets_that_do_not_count() -> None:
     all_of_the_first[:3] = -100
     with pytest.raises(DataError, match=r"divides by 8, but by 9 when.*Leave num_data out"):
         GGN(risk_of(later, num_data=9)) @ v
-    # A first batch without any label that counts is no example, and data are counted.
+    # If all labels of the first batch are ignored, the examples are counted.
     close(GGN(risk_of(all_of_the_first, num_data=9)) @ v, GGN(risk_of(all_of_the_first)) @ v)

@@ -16,7 +16,7 @@ from tests.operators.contract import close
 
 LOSS = nn.CrossEntropyLoss()
 Named = namedtuple("Named", ["hidden", "logits"])
-# How a model returns its prediction, and how a user takes it out.
+# Forms in which a model returns its prediction, and functions that extract it.
 FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "tuple": (lambda f: (f, None), lambda output: output[0]),
     "list": (lambda f: [f, 2 * f], lambda output: output[0]),

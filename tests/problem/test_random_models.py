@@ -1,4 +1,4 @@
-"""Models that draw random numbers: fine if predictions do not depend on them, refused as soon as they do.
+"""Models that draw random numbers: allowed if predictions do not depend on them, and refused otherwise.
 
 The oracle is the same model without draws.
 """
@@ -19,7 +19,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 class Draws(nn.Module):
-    """Draws random numbers in some way, and says how often it was called."""
+    """Draws random numbers in a given way, and counts its calls."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def nothing(x: Tensor) -> Tensor:
 
 
 def unused(x: Tensor) -> Tensor:
-    """Draw as a layer that may be left out in training does, among others."""
+    """Draw numbers without using them, as layers with stochastic depth do in evaluation mode."""
     torch.rand([])
     torch.randn_like(x)
     torch.randperm(3)
@@ -47,7 +47,7 @@ def unused(x: Tensor) -> Tensor:
 
 
 def skips(x: Tensor) -> Tensor:
-    """Use a number for control flow alone, and rarely so, as a layer that is left out does."""
+    """Use a number only for control flow, and rarely, as a skipped layer does."""
     return 2 * x if torch.rand([]) < 0.01 else x
 
 
@@ -56,7 +56,7 @@ def skips_others(x: Tensor) -> Tensor:
 
 
 def waits(x: Tensor) -> Tensor:
-    """Wait for a number, of which the extremes never are one."""
+    """Draw a number until it is not extreme, which reads it."""
     while not 0.2 < torch.rand(1) < 0.9:
         pass
     return x
@@ -146,7 +146,7 @@ def test_only_the_first_batch_of_a_computation_pays() -> None:
     batches = list(zip(X.split(4), y.split(4), strict=True))
     models = [Draws(nothing), Draws(unused)]
     risks = [EmpiricalRisk(model, LOSS, batches) for model in models]
-    # An audit looks at batches of other sizes, for which other random numbers are drawn.
+    # An audit uses batches of other sizes, for which other random numbers are drawn.
     computations: list[Callable[[EmpiricalRisk], Any]] = [
         EmpiricalRisk.value,
         EmpiricalRisk.gradient,
@@ -162,7 +162,7 @@ def test_only_the_first_batch_of_a_computation_pays() -> None:
 
 
 def test_models_that_start_to_use_their_draws_are_noticed() -> None:
-    """Between computations, because each of them looks again; and within one, if other numbers are drawn."""
+    """Between computations, since each of them checks again; and within one, if other numbers are drawn."""
     model = Draws(unused)
     risk = EmpiricalRisk(model, LOSS, data())
     for compute in COMPUTATIONS.values():

@@ -25,7 +25,7 @@ def linear() -> nn.Module:
 
 
 class Identity(nn.Module):
-    """Returns a parameter of its own as prediction, so that any loss can be tested."""
+    """Returns its own parameter as prediction, so that any loss can be tested."""
 
     def __init__(self, f: Tensor) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_all_forms_of_data_are_the_same_risk() -> None:
 
 
 class Generated:
-    """Data of unknown length that starts anew at every iteration."""
+    """Data of unknown length that are generated again in every iteration."""
 
     def __init__(self, X: Tensor, y: Tensor) -> None:
         self.pairs = list(zip(X.split(2), y.split(2), strict=True))
@@ -126,7 +126,7 @@ def test_user_state_is_untouched() -> None:
 
 
 class Counting(nn.Module):
-    """Assigns its buffer anew in every forward pass."""
+    """Assigns its buffer again in every forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_batch_statistics_inference_mode_and_targets_that_are_not_finite_are_ref
 
 
 def test_masked_classes_are_finite_enough() -> None:
-    """Negative infinity masks a class; an example may have nothing else."""
+    """Negative infinity masks a class; an example may consist of masked classes only."""
     X, y = data()
     risk = EmpiricalRisk(linear(), nn.CrossEntropyLoss(), (X, y))
     (batch,) = risk.batches()
@@ -334,7 +334,7 @@ def test_compiled_modules_are_refused() -> None:
     [kfs.KFAC, kfs.EKFAC, kfs.GGN, kfs.Hessian, kfs.Fisher, kfs.Jacobian, kfs.compare, exact_blocks, kfs.per_datum],
 )
 def test_a_model_in_place_of_a_risk(take: Any) -> None:
-    """Other libraries take a model there, and the optimizer does."""
+    """Other libraries and the optimizer take a model at this position."""
     with pytest.raises(DtypeError, match=r"The risk is a Linear\. Pass kfs.EmpiricalRisk.*kfs.optim.KFAC"):
         take(nn.Linear(3, 2))
     with pytest.raises(DtypeError, match=r"The risk is a tuple\. Pass kfs.EmpiricalRisk\(model, loss, data\)\.$"):
