@@ -1,4 +1,4 @@
-"""Small models with curvature in float64, and dense answers to compare with."""
+"""Small models with curvature in float64, and dense reference results."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def mlp_risk(model: nn.Module | None = None) -> EmpiricalRisk:
 
 
 def cnn(**settings: Any) -> nn.Module:
-    """Two convolutions and a linear layer; settings are those of the second convolution."""
+    """Two convolutions and a linear layer; the arguments are settings of the second convolution."""
     return (
         nn.Sequential(
             nn.Conv2d(2, 4, 3, padding=1),

@@ -1,4 +1,4 @@
-"""Invalid input raises errors with cause and way out; descriptions of results."""
+"""Invalid input raises errors that give the cause and the way out; descriptions of results."""
 
 from copy import deepcopy
 from functools import partial
@@ -41,7 +41,7 @@ def test_names(compress: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("settings", [{}, {"keep": 1.0}])
 def test_models_without_such_layers(compress: Any, settings: dict[str, Any]) -> None:
-    """A product with a parameter has a block, but there is no module to compress."""
+    """A product with a parameter has a block, but there is no module that could be compressed."""
 
     class Product(nn.Module):
         def __init__(self) -> None:
@@ -95,7 +95,7 @@ def test_curvature_of_others(compress: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("curvature", [kfs.KFAC, kfs.EKFAC])
 def test_curvature_of_another_model_of_the_same_shapes(compress: Any, curvature: Any) -> None:
-    """It is a warning, on the user's line: the model may have been trained a little since then."""
+    """A warning on the user's line, not an error: the model may have been trained a little since then."""
     model = mlp()
     K = curvature(mlp_risk(model))
     compress(deepcopy(model), K, 0.6)
@@ -136,7 +136,7 @@ def test_modes(compress: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"structured": True}, None], ids=str)
 def test_undamped_singular_curvature(options: dict[str, Any] | None) -> None:
-    """More weights than data."""
+    """There are more weights than examples."""
     model = mlp()
     data = torch.randn(3, 6, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
     K = kfs.KFAC(kfs.EmpiricalRisk(model, nn.MSELoss(), data))
@@ -155,7 +155,7 @@ def test_no_curvature_at_all(compress: Any) -> None:
 
 
 class PartlyUsed(nn.Module):
-    """Predictions do not depend on one of its layers."""
+    """Predictions do not depend on one of the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class PartlyUsed(nn.Module):
     "compress", [prune, low_rank, partial(prune, structured=True), partial(prune, basis="eigen", damping=0.1)]
 )
 def test_layers_that_are_not_used(compress: Any) -> None:
-    """They stay as they are and do not count, unless they are named."""
+    """Unused layers stay as they are and do not count, unless they are named."""
     torch.manual_seed(0)
     model = PartlyUsed()
     K = kfs.KFAC(mlp_risk(model))
@@ -185,7 +185,7 @@ def test_layers_that_are_not_used(compress: Any) -> None:
 
 
 def test_channels_of_a_layer_without_curvature() -> None:
-    """Its rows stay, though they are read by a layer that has curvature."""
+    """Its rows stay, although the layer that reads them has curvature."""
     torch.manual_seed(0)
     first = nn.Linear(6, 5)
     nn.init.constant_(first.bias, -100.0)
@@ -196,11 +196,11 @@ def test_channels_of_a_layer_without_curvature() -> None:
 
 
 def test_training_losses_with_ignored_targets() -> None:
-    """Batches without targets are not chosen; if there are no others, it is said what to do."""
+    """Batches without targets are not chosen; if there are no others, the error says how to proceed."""
     torch.manual_seed(0)
     model, loss = mlp(), nn.CrossEntropyLoss()
     X, y = torch.randn(40, 6, dtype=torch.float64), torch.randint(7, (40,))
-    y[::5] = -100  # all that would be read
+    y[::5] = -100  # all batches that would be read
     risk = kfs.EmpiricalRisk(model, loss, [(X[i : i + 1], y[i : i + 1]) for i in range(40)])
     report = prune(model, kfs.KFAC(risk), 0.5).report
     assert len(report.losses) == 4
@@ -223,7 +223,7 @@ def _eigendamage(model: nn.Module, K: kfs.KFAC) -> None:
 
 
 class Scaled(nn.Linear):
-    """Does more than a linear layer does."""
+    """Computes more than a linear layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)

@@ -1,4 +1,4 @@
-"""Pruning of channels: smaller layers compute what masked ones do."""
+"""Pruning of channels: smaller layers compute the same as masked ones."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,13 +21,13 @@ from tests.compress.problems import cnn, constrained_minimum, damped, flat, imag
 
 
 def rows_left(before: nn.Module, after: nn.Module, name: str) -> Tensor:
-    """Return which rows of a layer are left, if its columns are all there or its bias tells."""
+    """Return which rows of a layer are left, by comparing its bias."""
     old, new = (dict(m.named_parameters())[f"{name}.bias"] for m in (before, after))
     return torch.isin(old, new)
 
 
 def masked(model: nn.Module, small: nn.Module, pairs: list[tuple[str, str]]) -> nn.Module:
-    """Return the whole model with columns of channels at zero that the smaller one has lost."""
+    """Return the original model, with zero columns for the channels that the smaller model has lost."""
     same = cnn().double()
     same.load_state_dict(model.state_dict())
     for source, reader in pairs:
@@ -74,7 +74,7 @@ def test_columns_that_are_left_adapt(curvature: Callable[..., Any]) -> None:
     names = ["2.weight", "2.bias"]
     C = damped(K.submatrix(names), 0.01)
     w = flat(model, names)
-    # By brute force: each channel alone, all its columns.
+    # By brute force: remove each channel alone, with all of its columns.
     costs = []
     for channel in range(5):
         removed = torch.arange(7) * 5 + channel
@@ -112,7 +112,7 @@ def test_patches_adapt() -> None:
 
 
 def test_channels_go_by_their_cost_for_each_number() -> None:
-    """Channels of two links compete. How many numbers one has is counted in the models."""
+    """Channels of two links compete by their cost per number; the numbers of a channel are counted in the models."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 7)).double().eval()
     model.get_parameter("4.weight").data.mul_(10.0)  # so that channels of both links have similar costs
     K = kfs.KFAC(mlp_risk(model))
@@ -173,7 +173,7 @@ class Tokens(nn.Module):
     ids=["low rank", "channels", "channels without update", "eigenbasis"],
 )
 def test_transformers_reach_their_share(compress: Any, settings: dict[str, Any]) -> None:
-    """The share counts all linear layers; evaluation with and without gradients, and with padding, compute the same."""
+    """The share counts all linear layers; results agree with and without gradients, and with padding."""
     model = Tokens(**settings).double().eval()
     x, y = torch.randn(40, 3, 8, dtype=torch.float64), torch.randn(40, 7, dtype=torch.float64)
     K = kfs.KFAC(kfs.EmpiricalRisk(model, nn.MSELoss(), (x, y)))
@@ -193,7 +193,7 @@ def test_transformers_reach_their_share(compress: Any, settings: dict[str, Any])
     torch.testing.assert_close(fast, small(x), rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(shortened, small(x[:, :2]), rtol=1e-9, atol=1e-11)
     assert all(type(module).__module__.startswith("torch.nn") for module in small.encoder.modules())
-    # What was removed from the second feed-forward part is what the model computes: masking columns does the same.
+    # Masking columns of the second feed-forward layer gives the same predictions as removing its channels.
     if compress is not low_rank and compress.keywords.get("update") is False:
         masked = deepcopy(model)
         for place in range(2):
@@ -203,9 +203,9 @@ def test_transformers_reach_their_share(compress: Any, settings: dict[str, Any])
 
 
 def test_transformers_without_a_graph() -> None:
-    """What PyTorch's layers read inside is known, also where `torch.fx` cannot trace the model; nothing is found twice.
+    """Readers of weights inside PyTorch's layers are known even if `torch.fx` fails on the model; none is found twice.
 
-    A layer whose activation mixes channels has none.
+    A layer whose activation mixes channels has no channels that could be removed.
     """
 
     class Untraceable(Tokens):
@@ -268,7 +268,7 @@ def test_which_layers_are_linked(model: nn.Module, count: int) -> None:
 
 
 class Branch(nn.Module):
-    """What it does depends on numbers."""
+    """Branches on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Branch(nn.Module):
 
 
 class ReadsWeight(nn.Module):
-    """Uses the weight of a layer once more, all rows of it."""
+    """Uses the weight of a layer a second time, all rows of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class ReadsWeight(nn.Module):
 
 
 def test_weights_that_others_read() -> None:
-    """Without a row of the first layer, the sum would be another one."""
+    """Without one row of the first layer, the sum would change."""
     model = ReadsWeight().double().eval()
     assert not links(model)
     K = kfs.KFAC(mlp_risk(model))

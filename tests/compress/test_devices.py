@@ -1,4 +1,4 @@
-"""Smaller models on an accelerator: they compute what those of the CPU compute, and stay where the model is."""
+"""Smaller models on an accelerator compute the same as on the CPU, and stay on the device of the model."""
 
 from copy import deepcopy
 from typing import Any
@@ -27,7 +27,7 @@ WAYS: dict[str, Any] = {
 @pytest.mark.parametrize("problem", ["mlp", "cnn"])
 @pytest.mark.parametrize("way", WAYS)
 def test_same_smaller_models(way: str, problem: str, make: Any) -> None:
-    """Signs of singular vectors and eigenvectors are arbitrary, so that outputs are compared, and reports."""
+    """Signs of singular vectors and eigenvectors are arbitrary, so outputs and reports are compared."""
     here: nn.Module = mlp() if problem == "mlp" else cnn()
     risk = mlp_risk(here) if problem == "mlp" else image_risk(here)
     batch = next(iter(risk.batches()))
@@ -47,7 +47,7 @@ def test_same_smaller_models(way: str, problem: str, make: Any) -> None:
 
 
 def test_curvature_of_another_device() -> None:
-    """Curvature that was computed on the CPU is moved to the device of the model."""
+    """Curvature computed on the CPU is moved to the device of the model."""
     here = mlp()
     risk = mlp_risk(here)
     K = kfs.KFAC(risk)

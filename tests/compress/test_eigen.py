@@ -12,7 +12,7 @@ from tests.compress.problems import cnn, flat, image_risk, mlp, mlp_risk
 
 
 def wide() -> tuple[nn.Module, kfs.EmpiricalRisk]:
-    """A model whose layers can become smaller also if bases count."""
+    """A model whose layers can become smaller even if the bases count."""
     model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 9)).double().eval()
     data = torch.randn(80, 12, dtype=torch.float64), torch.randn(80, 9, dtype=torch.float64)
     return model, kfs.EmpiricalRisk(model, nn.MSELoss(), data)
@@ -30,7 +30,7 @@ def effective(module: Any) -> Tensor:
 
 
 def coefficients(K: kfs.KFAC, name: str, matrix: Tensor) -> Tensor:
-    """Rotate a matrix by eigenvectors of the block's factors. Their signs do not matter for what is zero or equal."""
+    """Rotate a matrix into the eigenbasis of the block. Signs of eigenvectors do not affect which entries are zero."""
     block = K.blocks[name]
     Q_A, Q_B = (torch.linalg.eigh(factor).eigenvectors for factor in (block.A, block.B))
     rotated: Tensor = Q_B.T @ matrix @ Q_A
@@ -167,7 +167,7 @@ def test_convolutions(settings: dict[str, Any]) -> None:
 
 
 def test_bases_count_for_single_coefficients_too() -> None:
-    """A layer whose numbers and bases are more than it had stays as it is, to the last bit."""
+    """A layer stays as it is, to the last bit, if its coefficients and bases have more numbers than the layer."""
     model, risk = wide()
     K = kfs.KFAC(risk)
     small, report = prune(model, K, 0.5, basis="eigen", count_bases=True)
@@ -182,7 +182,7 @@ def test_bases_count_for_single_coefficients_too() -> None:
 
 
 def test_the_size_of_bases() -> None:
-    """An eigenvector of the output side has as many numbers as there are outputs, and one of the input side inputs."""
+    """An eigenvector has as many numbers as the layer has outputs (output side) or inputs (input side)."""
     model, risk = wide()
     K = kfs.KFAC(risk)
     small, report = prune(model, K, 0.05, basis="eigen", damping=0.01)

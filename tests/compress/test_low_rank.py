@@ -1,4 +1,4 @@
-"""Low rank: the best approximation in the metric, as two plain layers."""
+"""Low rank: the best approximation in the metric, stored as two plain layers."""
 
 from itertools import product
 from typing import Any
@@ -22,7 +22,7 @@ def root(M: Tensor) -> Tensor:
 
 
 def matrix_of(module: Any) -> Tensor:
-    """Return weight and bias of a linear layer, or of two in a row, as one matrix: from products with unit vectors."""
+    """Return weight and bias of a linear layer, or of two consecutive ones, as one matrix: multiply unit vectors."""
     first: Any = module[0] if isinstance(module, nn.Sequential) else module
     size = first.in_features
     units = torch.eye(size, dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_modes_and_flags_are_taken_over() -> None:
 
 @pytest.mark.parametrize("make", [mlp, cnn])
 def test_random_numbers_of_the_caller_stay(make: Any) -> None:
-    """New layers have no initial values, for which numbers would be drawn."""
+    """New layers draw no initial values."""
     model = make()
     K = kfs.KFAC(mlp_risk(model) if make is mlp else image_risk(model))
     before = torch.get_rng_state()
@@ -182,7 +182,7 @@ def test_other_kronecker_products_and_factors_of_ekfac() -> None:
 
 
 def test_choices_are_the_best_at_their_size() -> None:
-    """All combinations of options, tried."""
+    """By brute force over all combinations of options."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         options = []
@@ -201,7 +201,7 @@ def test_choices_are_the_best_at_their_size() -> None:
 
 
 def test_costs_of_options() -> None:
-    """Layers compete by how much the quadratic model rises with each rank, and by the numbers that are left."""
+    """Layers compete by the increase of the quadratic model per rank, and by the numbers that are saved."""
     model = mlp()
     K = kfs.KFAC(mlp_risk(model))
     for layer in layers_of(model, K, 0.5, 0.0):
@@ -218,7 +218,7 @@ def test_costs_of_options() -> None:
 
 
 def test_no_more_is_removed_than_needed() -> None:
-    """Inside of the last step along the hull, the largest option that fits is the cheapest."""
+    """Within the last step along the hull, the cheapest choice is the largest option that fits."""
     options = [[(10, 0.0), (9, 5.0), (8, 5.5), (2, 6.0)]]
     assert lower_hull(options[0]) == [0, 3]
     assert [chosen(options, budget) for budget in (9, 8, 7)] == [[1], [2], [3]]

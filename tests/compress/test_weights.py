@@ -35,7 +35,7 @@ def test_one_weight_is_removed_as_dense_algebra_says() -> None:
     v = flat(small, names_of(K))
     assert (v == 0).nonzero().flatten().tolist() == [cheapest]
     torch.testing.assert_close(v, best[cheapest], rtol=1e-10, atol=1e-12)
-    # The diagonal alone would choose another weight, and without an update more is lost.
+    # The diagonal alone would choose another weight, and without an update the loss is larger.
     damage = 0.5 * C.diagonal() * w**2
     assert float(damage[cheapest]) > costs[cheapest]
     undamped = float(cost(K.to_dense(), w, v))
@@ -51,7 +51,7 @@ def test_a_set_of_weights_is_removed_together(
     curvature: Curvature, keep: float, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(surgery, "_DENSE", limit)
-    monkeypatch.setattr(surgery, "_AT_ONCE", 100)  # matrices are formed in several parts
+    monkeypatch.setattr(surgery, "_AT_ONCE", 100)  # matrices are formed in several chunks
     for name in ("_TOLERANCE", "_TOLERANCE_ROUGHLY"):
         monkeypatch.setattr(surgery, name, 1e-12)
     model = mlp()
@@ -63,8 +63,8 @@ def test_a_set_of_weights_is_removed_together(
     removed = (v == 0).nonzero().flatten()
     assert len(removed) == len(w) - int(keep * len(w))
     torch.testing.assert_close(v, constrained_minimum(C, w, removed), rtol=1e-8, atol=1e-10)
-    # Weights are chosen by their own costs, from the dense inverse: in one step if few go, and else in three, between
-    # which the others adapt.
+    # Weights are chosen by their own costs, from the dense inverse: in one step if few are removed, otherwise in three.
+    # Between steps, the remaining weights adapt.
     single = w**2 / torch.linalg.inv(C).diagonal()
     at_once = set(single.argsort()[: len(removed)].tolist())
     if keep == 0.8:
@@ -81,7 +81,7 @@ def test_a_set_of_weights_is_removed_together(
 
 
 def test_adding_up_updates_of_single_weights_is_worse() -> None:
-    """A plausible mistake: the updates of all removed weights, each computed alone, are added."""
+    """A plausible mistake: adding the updates of all removed weights, each computed alone."""
     model = mlp()
     K = kfs.KFAC(mlp_risk(model))
     C, w = damped(K, DAMPING), flat(model, names_of(K))
@@ -137,7 +137,7 @@ def test_shares_by_layer() -> None:
 
 
 def test_a_layer_of_which_all_or_nothing_is_left() -> None:
-    """Layers compete: one whose curvature is huge keeps all its weights, at the expense of the other one."""
+    """Layers compete: a layer with huge curvature keeps all its weights, and the other one loses more."""
     model = mlp()
     K = kfs.KFAC(mlp_risk(model))
     for stack in K.stacks:
@@ -202,7 +202,7 @@ def test_the_root_of_a_model_may_be_a_layer() -> None:
 
 @pytest.mark.parametrize("curvature", [kfs.KFAC, exact_blocks], ids=["KFAC", "blocks"])
 def test_round_off_of_sums_in_float32(curvature: Curvature) -> None:
-    """A hundred times the precision is what sums over many examples leave of a zero eigenvalue. More is an error."""
+    """Due to round-off of long sums, an eigenvalue may be negative by about a hundred eps. More is an error."""
     model = mlp().float()
     risk = kfs.EmpiricalRisk(model, nn.MSELoss(), (torch.randn(60, 6), torch.randn(60, 7)))
 
@@ -230,7 +230,7 @@ def test_not_converged_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def overtrained() -> tuple[nn.Module, kfs.EmpiricalRisk]:
-    """A classifier that was trained until its loss is tiny, so that its curvature says little far away."""
+    """A classifier trained to a tiny loss, so that its curvature is no guide far from the minimum."""
     torch.manual_seed(0)
     X = torch.randn(60, 8, dtype=torch.float64)
     y = (X[:, :4].argmax(1) + (X[:, 4] > 0)) % 4
@@ -246,7 +246,7 @@ def overtrained() -> tuple[nn.Module, kfs.EmpiricalRisk]:
 
 @pytest.mark.parametrize("options", [{}, {"update": False}, {"structured": True}, {"basis": "eigen"}], ids=str)
 def test_damping_is_chosen_by_training_loss(options: dict[str, Any]) -> None:
-    """What is returned is what the chosen damping gives. Each loss is that of the pruned model, by the risk itself."""
+    """The returned model is that of the chosen damping. Each loss is the pruned model's, computed by the risk."""
     model, risk = overtrained()
     K = kfs.KFAC(risk)
     small, report = prune(model, K, 0.3, **options)
@@ -256,14 +256,14 @@ def test_damping_is_chosen_by_training_loss(options: dict[str, Any]) -> None:
     assert report.loss_before == pytest.approx(risk.value())
     assert report.loss_data == 60
     assert report.damping == min(losses, key=lambda d: losses[d])
-    assert max(losses.values()) > 1.02 * min(losses.values())  # so that it matters
+    assert max(losses.values()) > 1.02 * min(losses.values())  # so that damping matters
     expected = made[report.damping].model.state_dict()
     assert all(torch.equal(t, expected[name]) for name, t in small.state_dict().items())
     assert f"damping {report.damping}, chosen by the training loss of 60 examples: " in repr(report)
 
 
 def test_steps_are_better_than_removing_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, the last layer loses everything, as each of its weights alone is cheap."""
+    """In a single step, the last layer loses everything, since each of its weights alone is cheap."""
     model, risk = overtrained()
     K = kfs.KFAC(risk)
     after = prune(model, K, 0.2).report
@@ -296,7 +296,7 @@ def test_whose_data_choose_damping(tmp_path: Any) -> None:
 
 
 def test_modes_and_random_state_stay_while_damping_is_chosen() -> None:
-    """Dropout may be in training mode: losses are those of evaluation. Frozen models are evaluated, too."""
+    """Dropout may be in training mode: losses are computed in evaluation mode. Frozen models are evaluated, too."""
     layers = (nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 7))
     model = nn.Sequential(*layers).double().eval().requires_grad_(False)
     data = torch.randn(60, 6, dtype=torch.float64), torch.randn(60, 7, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Models and data that do not fit in ways that shapes do not show."""
+"""Models and data that do not match, although their shapes do."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -16,7 +16,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def changed(name: str) -> nn.Module:
-    """Return a model in which one entry has another value."""
+    """Return a copy of the model in which one entry differs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double().eval()
     if name:
@@ -26,7 +26,7 @@ def changed(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["0.weight", "1.running_var"])
 def test_queries_of_a_model_with_another_body(name: str) -> None:
-    """The curvature has the last layer alone, which is the same in both."""
+    """The curvature covers only the last layer, which is the same in both models."""
     head = ["2.weight", "2.bias"]
     train, queries = (kfs.EmpiricalRisk(model, LOSS, data(8), head) for model in (changed(""), changed(name)))
     influence = kfs.Influence(kfs.KFAC(train))
@@ -46,7 +46,7 @@ def test_queries_of_a_model_without_an_entry() -> None:
 
 
 def test_models_that_were_trained_on() -> None:
-    """It may be what the user wants: curvature of a few steps before."""
+    """This may be intended: the curvature may be that of a few steps before."""
     model = mlp()
     train = kfs.EmpiricalRisk(model, LOSS, data(8))
     influence = kfs.Influence(kfs.KFAC(train))
@@ -66,7 +66,7 @@ def test_models_that_were_trained_on() -> None:
 
 
 class Guarded(nn.Module):
-    """Predicts zero where a layer returns NaN: nothing comes back to the layer, but its input is NaN."""
+    """Predicts zero where a layer returns NaN: the layer gets no gradient, but its input is NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_inputs_that_are_not_finite() -> None:
 
 
 class SameMemory:
-    """Batches that are written into the same memory, one after the other."""
+    """Batches that are written into the same memory."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         X, y = data(8)

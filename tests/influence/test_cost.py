@@ -1,4 +1,4 @@
-"""Compressed queries, what they cost, and what a computation will cost."""
+"""Compressed queries, the error of compression, and the predicted cost of a computation."""
 
 from math import ceil
 from typing import Any
@@ -23,7 +23,7 @@ WIDTH, NUM_DATA = 16, 500
 
 
 def wide() -> tuple[kfs.EmpiricalRisk, kfs.EmpiricalRisk]:
-    """Make a problem with enough training data for compressed queries to pay."""
+    """Make a problem with so much training data that compressed queries pay."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
     X, y = torch.randn(NUM_DATA, WIDTH, dtype=torch.float64), torch.randint(3, (NUM_DATA,))
@@ -33,7 +33,7 @@ def wide() -> tuple[kfs.EmpiricalRisk, kfs.EmpiricalRisk]:
 
 
 def dense_gradients(risk: kfs.EmpiricalRisk) -> dict[str, Tensor]:
-    """Differentiate one example after the other; weight and bias of a layer are a matrix."""
+    """Differentiate in a loop over examples; weight and bias of a layer are one matrix."""
     model: Any = risk.model
     rows: dict[str, list[Tensor]] = {"0": [], "2": []}
     for batch in risk.batches():
@@ -52,10 +52,10 @@ def problem() -> tuple[kfs.EmpiricalRisk, kfs.EmpiricalRisk, kfs.Influence]:
 
 
 def expected_scores(problem: Any, rank: int | None) -> tuple[Tensor, Tensor]:
-    """Truncate the product of the dense inverse and each query's gradient. That pays for both layers.
+    """Truncate the product of the dense inverse and each query's gradient, in both layers.
 
     Returns:
-        Scores, and for every query the norm of what was left out.
+        Scores, and for every query the norm of the truncated part.
     """
     queries, train, influence = problem
     of_queries, of_train = dense_gradients(queries), dense_gradients(train)
@@ -74,7 +74,7 @@ def expected_scores(problem: Any, rank: int | None) -> tuple[Tensor, Tensor]:
 
 
 def relative_norms_left_out(problem: Any, rank: int) -> dict[str, float]:
-    """Compare all products of a block with the nearest ones of a rank."""
+    """Compare all products of a block with their best approximations of a rank."""
     queries, _, influence = problem
     found = {}
     for stack in influence.inverse.stacks:
@@ -121,7 +121,7 @@ def test_all_singular_vectors_are_exact(problem: Any) -> None:
 
 
 def test_compression_that_does_not_pay() -> None:
-    """For few training data, and for Kronecker products with one row, scores stay exact."""
+    """With few training data, and for Kronecker products with one row, scores stay exact."""
     queries, train = both()
     influence = kfs.Influence(kfs.EKFAC(train))
     close(influence.scores(queries, train, query_rank=1), influence.scores(queries, train))
@@ -132,20 +132,20 @@ def test_compression_that_does_not_pay() -> None:
 
 
 def test_nothing_to_explain() -> None:
-    """Gradients of zero have no relative error."""
+    """Zero gradients have no relative error."""
     queries, train = both()
     error = kfs.Influence(kfs.EKFAC(train)).query_error(queries, train, 1, of=lambda f, _: 0 * f.sum())
     assert error.measured == 0
 
 
 def test_matrices_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries with several rows are compressed, too; all blocks of them if nothing else is allowed."""
+    """Queries with several rows are compressed, too, and all of their blocks if necessary."""
     one = made("operators: cnn")
     influence = kfs.Influence(kfs.KFAC(one.risk()), DAMPING)
     monkeypatch.setattr("kfs.influence.ways.multiplications", lambda way, _: way != "low rank")
 
     def change(M: Tensor, _: Any, dense: Tensor) -> Tensor:
-        """Scores are symmetric: here, the queries' products are truncated, and multiplied with the block again."""
+        """Return the truncated products of the queries, multiplied with the block again, since scores are symmetric."""
         result = torch.zeros_like(M)
         for n in range(len(M)):
             for group in range(M.shape[1]):
@@ -174,7 +174,7 @@ def test_work_by_phase() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 7])
 def test_queries_of_several_batches_stay_within_memory(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are split and joined, so that as many queries are kept at a time as memory allows, and no more."""
+    """Batches are split and joined, so that the number of queries at a time is the largest that fits into memory."""
     _, train = both()
     X, y = (torch.cat([getattr(batch, part) for batch in train.batches()]) for part in ("x", "y"))
     queries = kfs.EmpiricalRisk(train.model, nn.CrossEntropyLoss(), list(zip(X.split(2), y.split(2), strict=True)))
@@ -197,7 +197,7 @@ def test_queries_of_several_batches_stay_within_memory(most: int, monkeypatch: p
 
 @pytest.mark.parametrize("memory", [1, 5_000, 2**30])
 def test_passes(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are as many passes over the training data as `cost` predicts, and as many bytes."""
+    """The numbers of passes over the training data and of bytes are those that `cost` predicts."""
     queries, train = both()
     influence = kfs.Influence(kfs.EKFAC(train))
     cost = influence.cost(queries, train, memory=memory)
@@ -220,13 +220,13 @@ def test_passes(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_operations_are_those_that_run(problem: Any) -> None:
-    """PyTorch counts the operations of products of matrices, for rows: matrices are multiplied in place, and missed."""
+    """PyTorch counts the operations of matrix products, for rows; in-place products of matrices are not counted."""
     queries, train, _ = problem
     influence = kfs.Influence(kfs.KFAC(train), DAMPING, "factored")
     cost = influence.cost(queries, train)
     with FlopCounterMode(display=False) as counter:
         influence.scores(queries, train)
-    # Nothing is sent back through the first layer; and there is the audit of a few examples.
+    # No gradient is sent back through the first layer; in addition, a few examples are audited.
     first = 2 * NUM_DATA * WIDTH * (WIDTH + 1)
     assert 0.9 * (cost.flops - first) < counter.get_total_flops() < 1.1 * (cost.flops - first)
 
@@ -253,7 +253,7 @@ def test_size_of_an_index(name: str, settings: Any) -> None:
     ids=str,
 )
 def test_index_that_does_not_exist_has_no_cost(setting: Any, message: str) -> None:
-    """`cost` refuses the same arguments as `index`, also without a rank for the compression."""
+    """`cost` refuses the same arguments as `index`, also if the compression has no rank."""
     queries, train = both()
     influence = kfs.Influence(kfs.EKFAC(train))
     with pytest.raises(ModelError, match=message):
@@ -267,7 +267,7 @@ def test_tables_cost_no_products() -> None:
     influence = kfs.Influence(kfs.EKFAC(train))
     cost = influence.cost(train, train)
     by_name = {phase.name: phase for phase in cost.phases}
-    # Forward and backward pass of the head alone: two products with 3 x 5 numbers each, for six data.
+    # Forward and backward pass of the head alone: two products with 3 x 5 numbers each, for six examples.
     assert by_name["gradients of queries"].flops == 6 * 2 * 2 * 15
     assert "<table>" in cost._repr_html_()
     assert "1 pass over the training data; an index takes" in repr(cost)

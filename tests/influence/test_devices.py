@@ -1,4 +1,4 @@
-"""Influence functions on an accelerator: scores, rankings and indices are those of the CPU."""
+"""Influence functions on an accelerator: scores, rankings and indices agree with the CPU."""
 
 import copy
 from pathlib import Path
@@ -28,7 +28,7 @@ def image_net() -> nn.Module:
 
 
 def batches(make: type[nn.Module] | Any, sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Return data for one of the models, always the same."""
+    """Return data for one of the models, the same in every call."""
     torch.manual_seed(sum(sizes))
     if make is Mixed:
         return [(torch.randint(7, (size, 6)), torch.randint(3, (size,))) for size in sizes]
@@ -46,7 +46,7 @@ def both(make: Any, of_data: Any = batches, loss: Any = None) -> list[tuple[kfs.
 
 
 def same(there: Tensor, here: Tensor) -> None:
-    """Compare, with room for sums in another order and for eigenvectors of another library."""
+    """Compare with a tolerance for other orders of sums, and for eigenvectors of another library."""
     assert there.device.type == DEVICE
     torch.testing.assert_close(there.cpu(), here, rtol=1e-8, atol=1e-8 * float(here.abs().max()))
 
@@ -92,7 +92,7 @@ def test_compressed_queries() -> None:
 
 
 def test_curvature_of_another_device() -> None:
-    """Curvature that was computed on the CPU is moved to the device of the gradients."""
+    """Curvature computed on the CPU is moved to the device of the gradients."""
     (train, queries), (train_there, queries_there) = both(Mixed)
     influence = kfs.Influence(kfs.EKFAC(train), DAMPING)
     same(influence.scores(queries_there, train_there), influence.scores(queries, train))
@@ -104,7 +104,7 @@ def test_curvature_of_another_device() -> None:
 @pytest.mark.parametrize("in_folder", [False, True])
 @pytest.mark.parametrize("options", [{}, {"rank": 1}, {"rank": 2, "compression": "projected"}], ids=str)
 def test_index(options: dict[str, Any], in_folder: bool, tmp_path: Path) -> None:
-    """An index made on the accelerator is that of the CPU, in memory and from files."""
+    """An index that was made on the accelerator equals the CPU's, in memory and from files."""
     (train, queries), (train_there, queries_there) = both(image_net)
     here, there = (kfs.Influence(kfs.EKFAC(risk), DAMPING) for risk in (train, train_there))
     settings: dict[str, Any] = {"dtype": torch.float64, "shard_bytes": 0} | options
@@ -120,7 +120,7 @@ def test_index(options: dict[str, Any], in_folder: bool, tmp_path: Path) -> None
 
 
 def test_index_of_another_device_is_refused(tmp_path: Path) -> None:
-    """Round-off differs between devices, so that scores would not be those of either."""
+    """Round-off differs between devices, so scores would belong to neither device."""
     (train, _), (train_there, _) = both(image_net)
     K = kfs.EKFAC(train)
     kfs.Influence(K, DAMPING).index(train, file=tmp_path)

@@ -1,4 +1,4 @@
-"""Functions that an index was made with: those that compute something else are told apart, and equal ones are not."""
+"""Functions that an index was made with: functions with different results are told apart, and equal ones are not."""
 
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +42,7 @@ def list_of_tensors(number: float) -> Any:
 
 
 def inner_function(number: float) -> Any:
-    """A function that uses itself, and another one."""
+    """Return a function that calls a recursive inner function."""
 
     def power(f: Tensor, exponent: int) -> Tensor:
         return f[0] if exponent == 1 else number * f[0] * power(f, exponent - 1)

@@ -1,4 +1,4 @@
-"""An index: its scores against brute force, whatever is stored, and what compression costs."""
+"""An index: its scores against brute force, for all stored forms, and the error of compression."""
 
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ def made(name: str) -> Any:
 
 @pytest.mark.parametrize("place", range(2 * len(MODELS)), ids=lambda place: MODELS[place % len(MODELS)])
 def test_all_numbers(place: int, tmp_path: Path) -> None:
-    """Scores of an index that keeps all numbers are those of brute force, from files and from memory."""
+    """Scores of an index without compression equal those of brute force, from files and from memory."""
     one = made(MODELS[place % len(MODELS)])
-    # Blocks of exact matrices do not have groups, nor uses that are added up.
+    # Exact blocks have no groups, and their parameters no repeated uses.
     kinds = KINDS if place % len(MODELS) in {0, 1} else KINDS[:3]
     make, method = kinds[(place + place // len(MODELS)) % len(kinds)]
     train, queries = one.risk([0], [1, 2, 3]), one.risk([2, 0, 1], [3])
@@ -89,7 +89,7 @@ def matrices(one: Any, G: Tensor, layout: Any) -> Tensor:
 
 
 def by_blocks(influence: kfs.Influence, one: Any, queries: Tensor, change: Any) -> Tensor:
-    """Compute scores from the dense inverse of every block, after a change of the matrices of training data."""
+    """Compute scores from the dense inverse of every block, with changed matrices of training data."""
     G = flat(gradients(one))
     total = torch.zeros(len(queries), len(G), dtype=G.dtype)
     for stack in influence.inverse.stacks:
@@ -106,7 +106,7 @@ def by_blocks(influence: kfs.Influence, one: Any, queries: Tensor, change: Any) 
 @pytest.mark.parametrize("name", ["operators: cnn", "convolution: groups", "many positions", "operators: transformer"])
 @pytest.mark.parametrize("method", ["exact", "factored"])
 def test_low_rank(name: str, method: Any) -> None:
-    """Every matrix is replaced by its best approximation of rank one: singular vectors by LAPACK, one by one."""
+    """Every matrix is replaced by its best approximation of rank one, by LAPACK, in a loop."""
     one = made(name)
     influence = kfs.Influence(kfs.KFAC(one.risk()), DAMPING, method)
     index = influence.index(one.risk([0], [1, 2, 3]), rank=1, dtype=torch.float64)
@@ -130,7 +130,7 @@ def test_low_rank(name: str, method: Any) -> None:
     full = by_blocks(influence, one, G, lambda M, *_: M)
     close(index.scores(one.risk()), expected)
     assert float((expected - full).norm()) > 1e-6 * float(full.norm())
-    # Data 1 to 3 are compared within their batch; example 0 is alone.
+    # Examples 1 to 3 are compared within their batch; example 0 is alone.
     others = ~torch.eye(3, dtype=torch.bool)
     wrong = (expected - full)[1:, 1:][others].square().sum() + (expected - full)[0, 0].square()
     norm = full[1:, 1:][others].square().sum() + full[0, 0].square()
@@ -140,7 +140,7 @@ def test_low_rank(name: str, method: Any) -> None:
 @pytest.mark.parametrize("name", ["operators: cnn", "convolution: groups", "linear", "operators: transformer"])
 @pytest.mark.parametrize(("make", "method"), KINDS[:3])
 def test_projected(name: str, make: Any, method: Any) -> None:
-    """Coordinates in an eigenbasis of the inverse are set to zero, but for those with the smallest eigenvalues."""
+    """In the eigenbasis, all coordinates are set to zero except for those with the smallest eigenvalues."""
     one = made(name)
     influence = kfs.Influence(make(one.risk()), DAMPING, method)
     index = influence.index(one.risk([0, 1], [2, 3]), rank=2, compression="projected", dtype=torch.float64)
@@ -154,7 +154,7 @@ def test_projected(name: str, make: Any, method: Any) -> None:
         basis = structure.eigenbasis()
         Q = torch.stack([torch.kron(b, a) for b, a in zip(basis.Q_B.to_dense(), basis.Q_A.to_dense(), strict=True)])
         inside = torch.einsum("ngi,gij->ngj", M.flatten(2), Q)
-        values = basis.values.flatten(1)  # some are equal, and which of them come first is chance
+        values = basis.values.flatten(1)  # some are equal, and their order is arbitrary
         close(torch.einsum("gij,gj,gkj->gik", Q, values, Q), dense)
         keep = torch.zeros_like(values).flatten()
         keep[values.flatten().topk(2, largest=False).indices] = 1
@@ -170,7 +170,7 @@ def test_projected(name: str, make: Any, method: Any) -> None:
 
 
 def test_wrong_coordinates_show_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least important coordinates have a larger error than the most important ones, and it is seen."""
+    """Keeping the least important coordinates gives a larger reported error than keeping the most important ones."""
     queries, train = both()
     influence = kfs.Influence(kfs.EKFAC(train))
     settings: Any = {"rank": 3, "compression": "projected", "dtype": torch.float64}
@@ -188,7 +188,7 @@ def test_wrong_coordinates_show_in_the_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_dtypes() -> None:
-    """Fewer bytes have a larger error, of the size of round-off."""
+    """Smaller dtypes have a larger error, of the size of their round-off."""
     queries, train = both()
     influence = kfs.Influence(kfs.EKFAC(train))
     expected = influence.scores(queries, train)
@@ -199,7 +199,7 @@ def test_dtypes() -> None:
         assert float((index.scores(queries) - expected).norm() / expected.norm()) <= eps
     assert [index.error for index in found] == sorted(index.error for index in found)
     sizes = [index.nbytes for index in found]
-    # Self-scores of six data are kept in float64.
+    # Self-scores of six examples are kept in float64.
     assert sizes[0] - 48 == 2 * (sizes[1] - 48) == 4 * (sizes[2] - 48)
 
 
@@ -221,7 +221,7 @@ def test_quantities_and_layers() -> None:
 
 
 def test_what_is_smallest_is_stored() -> None:
-    """Rows of many positions take more than a matrix; a rank that saves nothing compresses nothing."""
+    """Rows of many positions are larger than a matrix; a rank that saves no memory is not used."""
     one = made("many positions")
     influence = kfs.Influence(kfs.KFAC(one.risk()), DAMPING)
     (batch,) = kfs.per_datum(one.risk())
@@ -250,7 +250,7 @@ def test_unit_vectors_stay_indices() -> None:
 
 
 def test_singular_vectors_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few examples at a time give the same; what is left out has the norm of the difference."""
+    """Chunks of a few examples give the same result; the norm of the remainder is the norm of the difference."""
     one = made("operators: cnn")
     (batch,) = kfs.per_datum(one.risk())
     for name, block in batch.blocks.items():

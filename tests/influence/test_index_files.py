@@ -54,11 +54,11 @@ def make(
 @forks
 @pytest.mark.parametrize("compression", [{}, {"rank": 2, "compression": "projected"}], ids=["all", "projected"])
 def test_killed_and_started_again(tmp_path: Path, compression: Any) -> None:
-    """A process is killed before each batch in turn; what comes out is what one that lives computes."""
+    """A process is killed before each batch in turn; the result is that of an uninterrupted process."""
     expected = make(None, **compression)
     deaths = 0
     status = -signal.SIGKILL
-    while status:  # each process lives a batch longer than the last one
+    while status:  # each process runs one batch longer than the one before
         left = iter(range(2 + deaths))
 
         def before(_: int, left: Iterator[int] = left) -> None:
@@ -69,7 +69,7 @@ def test_killed_and_started_again(tmp_path: Path, compression: Any) -> None:
         status = finished(in_child(lambda train=train: make(tmp_path, train(), **compression)))  # type: ignore[misc]
         assert status in {0, -signal.SIGKILL}
         deaths += status == -signal.SIGKILL
-    assert deaths >= NUM_BATCHES - 1  # the first two calls are free
+    assert deaths >= NUM_BATCHES - 1  # the first two calls are not counted
     assert list(tmp_path.glob("shard-*"))
     index = make(tmp_path, **compression)
     close_to(index, expected)
@@ -82,7 +82,7 @@ def close_to(index: Index, expected: Index) -> None:
 
 
 def test_nothing_is_computed_twice(tmp_path: Path) -> None:
-    """Neither by an index that is complete, nor for batches whose shards are there."""
+    """This is true for a complete index, and for batches whose shards exist."""
     first = make(tmp_path)
     calls: list[int] = []
     model = mlp()
@@ -99,12 +99,12 @@ def test_nothing_is_computed_twice(tmp_path: Path) -> None:
     incomplete(tmp_path)
     calls.clear()
     close_to(make(tmp_path, risk(model), K), first)
-    # The audit of the first batch that runs takes a few more passes.
+    # The audit of the first computed batch needs a few more passes.
     assert sum(calls) < 4 * 4
 
 
 def incomplete(folder: Path) -> None:
-    """Let an index be as if the process had ended before it was complete."""
+    """Change an index as if the process had ended before it was complete."""
     header, state = files.read(folder / "index.safetensors")
     about = {"kind": "index", "belongs_to": json.loads(header["belongs_to"])}
     files.write(folder / "index.safetensors", about, state | {"complete": False})
@@ -170,7 +170,7 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_number_of_large_data_counts(tmp_path: Path) -> None:
-    """A sample of the numbers of a batch would miss one that differs."""
+    """A sample of a batch's numbers would miss a single different one."""
     torch.manual_seed(0)
     X, y = torch.rand(1200, 3, dtype=torch.float64), torch.randint(2, (1200,))
     model = nn.Linear(3, 2).double()
@@ -186,13 +186,13 @@ def test_every_number_of_large_data_counts(tmp_path: Path) -> None:
 
 
 def test_other_batches_are_refused(tmp_path: Path) -> None:
-    """As many examples, in more or fewer batches behind the first ones."""
+    """The number of examples is the same, with other batches after the first ones."""
     K = curvature()
     X, y = Batches().X, Batches().y
     halves = [(X[:2], y[:2]), (X[2:], y[2:])]
     pair = [(X[:2], y[:2]), (X[2:], y[2:]), (X[:0], y[:0])]
     make(tmp_path / "two", risk(batches=halves), K)
-    make(tmp_path / "two", risk(batches=pair), K)  # an empty batch is none
+    make(tmp_path / "two", risk(batches=pair), K)  # an empty batch does not count
     make(tmp_path / "one", risk(batches=[(X, y)]), K)
     incomplete(tmp_path / "two")
     shard = tmp_path / "two" / "shard-000002.safetensors"
@@ -219,7 +219,7 @@ def test_weights_may_not_change_later(tmp_path: Path) -> None:
 
 
 def test_functions_have_no_other_weights() -> None:
-    """A model that is a function is named, and has no buffers."""
+    """A model that is a function is identified by its name, and has no buffers."""
     params = {"W": torch.randn(3, 3, dtype=torch.float64)}
     X, y = data()
     one = kfs.EmpiricalRisk(lambda p, x: x @ p["W"], nn.CrossEntropyLoss(), (X, y), params=params)
@@ -231,7 +231,7 @@ def test_functions_have_no_other_weights() -> None:
 @pytest.mark.parametrize("name", ["index", "shard-000002"])
 @pytest.mark.parametrize("how", ["cut", "changed", "missing", "foreign"])
 def test_damage(name: str, how: str, tmp_path: Path) -> None:
-    """Files that were cut off, changed in a byte, removed or replaced are refused, when opened and while in use."""
+    """Truncated, modified, removed or replaced files are refused, both on opening and later."""
     K = curvature()
     index = make(tmp_path, K=K)
     file = tmp_path / f"{name}.safetensors"
@@ -252,7 +252,7 @@ def test_damage(name: str, how: str, tmp_path: Path) -> None:
         "foreign": r"was not written by kfs",
     }[how]
     if (name, how) == ("index", "missing"):
-        make(tmp_path, K=K)  # starts anew
+        make(tmp_path, K=K)  # starts again from the beginning
         return
     with pytest.raises(StorageError, match=expected):
         make(tmp_path, K=K)
@@ -269,7 +269,7 @@ def replace_shard(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 def test_shapes_of_gradients_are_checked(tmp_path: Path) -> None:
-    """A file with a right digest may still not be what it says."""
+    """A file with a valid digest may still have wrong contents."""
     index = make(tmp_path)
     file = tmp_path / "shard-000000.safetensors"
     content = file.read_bytes()
@@ -291,7 +291,7 @@ def test_shapes_of_gradients_are_checked(tmp_path: Path) -> None:
 
 
 def test_sums_of_operators(tmp_path: Path) -> None:
-    """The terms of a sum tell it from another one."""
+    """The terms of a sum distinguish it from other sums."""
     one, other = kfs.KFAC(risk()), kfs.KFAC(risk(batches=Batches(number=4)), "empirical")
     first = make(tmp_path, K=one + other, damping=0.1)
     close_to(make(tmp_path, K=one + other, damping=0.1), first)
@@ -306,7 +306,7 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_files_are_mapped(tmp_path: Path) -> None:
-    """Tensors of a file are memory-mapped, and are not copied into memory of the process."""
+    """Tensors of a file are memory-mapped, not copied into the process's memory."""
     index = make(tmp_path)
     values = index._shards.read(0)["batches"][0]["blocks"]["0"]["uses"][0]["x"]["values"]
     maps = Path("/proc/self/maps")

@@ -1,4 +1,4 @@
-"""Influence: operators, dampings, quantities, parts, normalization, ranking, and what it refuses."""
+"""Influence: operators, dampings, quantities, parts, normalization, ranking, and refused input."""
 
 import sys
 import warnings
@@ -20,7 +20,7 @@ Q = 3
 
 
 def flat(risk: kfs.EmpiricalRisk, of: Any = "loss") -> Tensor:
-    """Compute gradients one example after the other, by the risk of this example alone."""
+    """Compute the flat gradient of each example by a risk of this example alone."""
     rows = []
     model: Any = risk.model
     for batch in risk.batches():
@@ -48,7 +48,7 @@ def both() -> tuple[kfs.EmpiricalRisk, kfs.EmpiricalRisk]:
 
 
 def means(K: Any, risk: kfs.EmpiricalRisk) -> Tensor:
-    """Return the mean eigenvalue of the block that each entry of a flat vector belongs to."""
+    """For each entry of a flat vector, return the mean eigenvalue of its block."""
     dense = K.to_dense()
     result = torch.zeros(len(dense), dtype=dense.dtype)
     start = 0
@@ -80,9 +80,9 @@ def refitted(X: Tensor, y: Tensor, weights: Tensor, penalty: float) -> Tensor:
 
 
 def test_weight_decay_is_that_of_training() -> None:
-    """For linear regression, whose KFAC is exact, scores must be how much predictions of a refitted model change.
+    """For linear regression, whose KFAC is exact, scores must equal the change of predictions of a refitted model.
 
-    The oracle refits it with other weights of each example. Other multiples of the penalty are rejected.
+    The oracle refits the model with other weights of each example. Other multiples of the penalty are rejected.
     """
     torch.manual_seed(0)
     penalty = 0.3
@@ -92,7 +92,7 @@ def test_weight_decay_is_that_of_training() -> None:
     with torch.no_grad():
         model.weight.copy_(best[:, :3])
         model.bias.copy_(best[:, 3])
-    # An optimizer with this weight decay stays there.
+    # An optimizer with this weight decay converges to this point.
     sgd = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=penalty)
     nn.functional.mse_loss(model(X), y).backward()
     before = [p.detach().clone() for p in model.parameters()]
@@ -127,7 +127,7 @@ def test_weight_decay_is_that_of_training() -> None:
 @pytest.mark.parametrize("kind", OPERATORS)
 @pytest.mark.parametrize("damping", [0.3, kfs.Relative(0.1), {"0": 0.2, "2": kfs.Relative(0.5)}], ids=str)
 def test_operators_and_dampings(kind: str, damping: Any) -> None:
-    """The oracle inverts the dense matrix, to which it adds damping by itself."""
+    """The oracle inverts the dense matrix, damped by its own code."""
     queries, train = both()
     K = OPERATORS[kind](train)
     mean = means(K, train)
@@ -149,7 +149,7 @@ def test_operators_and_dampings(kind: str, damping: Any) -> None:
 
 @pytest.mark.parametrize("method", ["factored", "exact"])
 def test_sums_of_operators(method: Any) -> None:
-    """Inverses of sums are in a common basis, or are applied by conjugate gradients."""
+    """Inverses of sums use a common basis, or conjugate gradients."""
     queries, train = both()
     K = kfs.KFAC(train) + kfs.KFAC(train, "empirical")
     influence = Influence(K, 0.1, method)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_quantities() -> None:
 
 
 def test_removal() -> None:
-    """Without an example, a query's loss rises by about the score times the reduction factor, for a quadratic."""
+    """Without an example, a query's loss rises by about the score times the reduction factor, for a quadratic loss."""
     torch.manual_seed(0)
     X, Y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
     model = nn.Linear(3, 2).double()
@@ -213,7 +213,7 @@ def test_removal() -> None:
     keep[7] = False
     fit(keep)
     change = 0.5 * (model(X[:5] + 1) - Y[:5]).square().sum(1).detach() - before
-    # The other data lose one of forty, and steps are not small.
+    # The other examples lose one of forty, and steps are not small.
     torch.testing.assert_close(change, train.reduction_factor * scores[:, 7], rtol=0.3, atol=0.02)
     assert torch.equal(change.sign(), scores[:, 7].sign())
 
@@ -256,7 +256,7 @@ def test_normalization(normalize: Any) -> None:
 @pytest.mark.parametrize(("of", "of_train"), [("loss", "loss"), ("margin", "loss"), ("loss", "margin")])
 @pytest.mark.parametrize("memory", [1, 2**32])
 def test_top(of: Any, of_train: Any, memory: int) -> None:
-    """More of a margin is better, so that helpful data have negative scores for it."""
+    """A larger margin is better, so helpful examples have negative scores for it."""
     queries, train = both()
     influence = Influence(kfs.EKFAC(train), 0.1)
     scores = influence.scores(queries, train, of=of, of_train=of_train)
@@ -343,7 +343,7 @@ def test_without_damping(make: Any) -> None:
 
 
 class Jittered(kfs.KFAC):
-    """Warns about what is added to a factor, although no power of it fails."""
+    """Raises the warning about jitter of a factor, although no factor is singular."""
 
     def inverse(self, *_: Any) -> Any:
         warnings.warn("1 of 1 factors are singular.", KfsWarning, stacklevel=2)
@@ -372,7 +372,7 @@ def test_description() -> None:
 
 
 def test_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line for all of it, if one of the risks asks for it and none refuses."""
+    """There is one line for the whole computation, if one risk requests progress and none disables it."""
     model = mlp()
     influence = Influence(kfs.KFAC(risk_of(model)), 0.1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -383,7 +383,7 @@ def test_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 
 
 def test_ways() -> None:
-    """The way with fewest multiplications: rows for Kronecker products, matrices where queries are few or rows many."""
+    """The cheapest way is used: rows for Kronecker products, matrices for few queries or many rows."""
     sizes = Sizes(queries=2, train=3, rows=1, columns=5, matrix_rows=7)
     assert multiplications("rows", sizes) == 2 * 3 * 12 + 2 * (25 + 49)
     assert multiplications("matrices", sizes) == 2 * 3 * 35 + 5 * 35 + 2 * 2 * 35 * 12
@@ -428,7 +428,7 @@ def test_ways() -> None:
 
 @pytest.mark.parametrize(("make", "method"), [(kfs.EKFAC, "exact"), (kfs.KFAC, "factored")])
 def test_autocast(make: Any, method: Any) -> None:
-    """Passes run in half precision if the caller wants that, but products of gradients do not."""
+    """Passes run in half precision if the caller enables it, but products of gradients do not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(21, 3))
     X, y = torch.randn(7, 2, 5), torch.randint(3, (7,))
@@ -441,6 +441,6 @@ def test_autocast(make: Any, method: Any) -> None:
     G = torch.cat([torch.cat([g.flatten(1) for g in batch.tensors().values()], 1) for batch in batches]).double()
     expected = G @ influence.inverse.to_dense().double() @ G.T
     assert scores.dtype == torch.float32
-    # Far above the round-off of float32 products, 1e-7, and far below that of bfloat16, 4e-3.
+    # Far above round-off of float32 products, 1e-7, and far below that of bfloat16, 4e-3.
     assert (scores - expected).norm() < 1e-4 * expected.norm()
     assert (own - expected.diagonal()).norm() < 1e-4 * expected.norm()

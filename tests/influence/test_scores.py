@@ -1,4 +1,4 @@
-"""Scores against brute force: gradients by autograd, one by one, and the inverse of the dense matrix."""
+"""Scores against brute force: gradients by autograd for single examples, and the inverse of the dense matrix."""
 
 from functools import cache
 from itertools import product
@@ -17,9 +17,9 @@ from tests.factors.problems import KNOWN
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # PyTorch's own
 N = 4
 DAMPING = 0.3
-# An example in a spatial axis has no rows of its own.
+# In this problem, an example has no rows of its own.
 PROBLEMS = [problem for problem in (*ARRANGEMENTS, *KNOWN) if problem.name != "spatial axis"]
-# Operators in turn, so that each kind meets many models.
+# Operators alternate, so that each kind is tested with many models.
 KINDS: tuple[tuple[Any, Any], ...] = (
     (kfs.EKFAC, "exact"),
     (kfs.KFAC, "exact"),
@@ -31,7 +31,7 @@ KINDS: tuple[tuple[Any, Any], ...] = (
 
 @pytest.fixture(autouse=True)
 def _groups(request: pytest.FixtureRequest) -> None:
-    """Let models with `torch._grouped_mm` run in float64. Others run without, which takes less time."""
+    """Let models with `torch._grouped_mm` run in float64. Others run without this slower mode."""
     if "grouped" in request.node.name:
         request.getfixturevalue("grouped_in_double")
 
@@ -49,7 +49,7 @@ def brute_force(inverse: BlockDiagonal, queries: Tensor, train: Tensor) -> Tenso
 
 @pytest.mark.parametrize("place", range(len(PROBLEMS)), ids=lambda place: PROBLEMS[place].name)
 def test_every_model(place: int) -> None:
-    """Scores, self-scores and their parts, whatever the model does with its rows, in unequal batches."""
+    """Scores, self-scores and their parts, for any row map, in unequal batches."""
     one = instance(PROBLEMS[place])
     make, method = KINDS[place % len(KINDS)]
     train, queries = one.risk([0], [1, 2, 3]), one.risk([2, 0, 1], [3])
@@ -72,7 +72,7 @@ BATCHES = ([[0], [1], [2], [3]], [[0, 1, 2], [3]], [[0, 1, 2, 3]])
 
 @pytest.mark.parametrize("name", ["linear", "operators: cnn", "experts, masks", "siamese"])
 def test_batches_do_not_matter(name: str) -> None:
-    """Neither those of queries nor those of training data, nor how many queries fit into memory."""
+    """This includes batches of queries and of training data, and the number of queries that fit into memory."""
     one = instance(next(problem for problem in PROBLEMS if problem.name == name))
     influence = kfs.Influence(kfs.EKFAC(one.risk()), DAMPING)
     G = flat(gradients(one))

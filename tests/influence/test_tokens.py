@@ -20,7 +20,7 @@ C = 5  # classes
 
 
 class Tagger(nn.Module):
-    """Tags every position. Layers are called once for all positions, or one after the other with given parameters."""
+    """Tags every position. Layers are called once for all positions, or in a loop with given parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tagger(nn.Module):
         return self.with_params(dict(self.named_parameters()), x)
 
     def with_params(self, p: dict[str, Tensor], x: Tensor) -> Tensor:
-        """Evaluate at any number of positions, each of them on its own."""
+        """Evaluate at any number of positions, each with its own parameters."""
         h = nn.functional.linear(x, p["first.weight"], p["first.bias"]).tanh()
         h = nn.functional.layer_norm(h, (D,), p["norm.weight"], p["norm.bias"]) * p["scale"]
         logits: Tensor = nn.functional.linear(h, p["last.weight"])
@@ -48,7 +48,7 @@ def sequences(num_data: int, length: int = T) -> tuple[Tensor, Tensor]:
 
 
 def shares(model: Tagger, X: Tensor, y: Tensor) -> Tensor:
-    """Differentiate by copies of all parameters, one for every position: `[num_data, positions, size]`."""
+    """Differentiate with respect to copies of all parameters, one per position: `[num_data, positions, size]`."""
     rows = []
     for x, labels in zip(X, y, strict=True):
         copies = [
@@ -87,7 +87,7 @@ def test_shares(make: Any, damping: Any) -> None:
 
 
 def test_lengths_that_differ() -> None:
-    """Positions behind the last one of a shorter example have no share."""
+    """Positions after the last one of a shorter example have no share."""
     model = Tagger()
     batches = [sequences(2, length=3), sequences(3, length=5)]
     train = kfs.EmpiricalRisk(model, TokenCrossEntropy(), batches)
@@ -111,7 +111,7 @@ def test_language_models(make: Any, shift: bool) -> None:
 
 
 def refused(model: nn.Module, *shape: int, **settings: Any) -> str:
-    """Return why a model has no tokens."""
+    """Return the reason why a model has no tokens."""
     X = torch.randn(3, *shape, dtype=torch.float64)
     risk = kfs.EmpiricalRisk(model.double(), nn.CrossEntropyLoss(), (X, torch.tensor([0, 1, 1])))
     influence = Influence(kfs.KFAC(risk, **settings), 0.1)
@@ -139,7 +139,7 @@ def test_models_without_tokens() -> None:
     assert "Block 'c' has 1 rows for each example" in refused(Pooled(), T, D)
 
     class Twice(Pooled):
-        """Sees every position twice in its last layer. Two of three layers say how many positions there are."""
+        """Has every position twice in its last layer. Two of three layers show the number of positions."""
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.b(self.a(x).tanh()).tanh()

@@ -1,4 +1,4 @@
-"""Small models in float64, and what they should give: Jacobians by autograd, dense matrices, dense inverses."""
+"""Small models in float64, and their reference results: Jacobians by autograd, dense matrices, dense inverses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def tokens(n: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, and how to make inputs."""
+    """A model, and a function that makes inputs."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -83,7 +83,7 @@ PROBLEMS = [
 
 
 def trained(problem: Problem) -> nn.Module:
-    """Return the model with parameters that are always the same. Nothing here depends on a minimum of the loss."""
+    """Return the model with fixed parameters. The tests do not depend on a minimum of the loss."""
     torch.manual_seed(1)
     return problem.make().double().eval()
 
@@ -103,7 +103,7 @@ def regression(num_data: int = 8, reduction: str = "mean") -> kfs.EmpiricalRisk:
 
 
 def jacobian(model: nn.Module, X: Tensor, names: list[str]) -> Tensor:
-    """Return the Jacobian of every example, `[n, outputs, parameters]`, one output after the other."""
+    """Return the Jacobian of every example, `[n, outputs, parameters]`, by a loop over outputs."""
     params = dict(model.named_parameters())
     rows = []
     for x in X:

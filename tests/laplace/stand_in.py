@@ -1,7 +1,7 @@
-"""The part of laplace-torch 0.3 that a backend meets: its interface, its Kronecker factors, and how it adds batches up.
+"""The part of laplace-torch 0.3 that a backend uses: its interface, its Kronecker factors, and its sums over batches.
 
-laplace-torch needs libraries that would replace PyTorch, so that it is not installed for tests. Where it is, tests run
-with it as well; `benchmarks/laplace.py` needs it.
+laplace-torch needs libraries that would replace PyTorch, so it is not installed for tests. If it is installed, tests
+use it as well; `benchmarks/laplace.py` needs it.
 """
 
 from types import ModuleType
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class GGNInterface:
-    """As `laplace.curvature.GGNInterface`, without Jacobians."""
+    """Like `laplace.curvature.GGNInterface`, without Jacobians."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class GGNInterface:
 
 
 class Kron:
-    """As `laplace.utils.Kron`: a list of one or two factors for each parameter."""
+    """Like `laplace.utils.Kron`: a list of one or two factors for each parameter."""
 
     def __init__(self, kfacs: list[list[Tensor]]) -> None:
         self.kfacs = kfacs
@@ -55,7 +55,7 @@ class Kron:
 
 
 def modules() -> dict[str, ModuleType]:
-    """Return modules with these names, as they are imported."""
+    """Return modules with these names, as in `sys.modules`."""
     found = {name: ModuleType(name) for name in ("laplace", "laplace.curvature", "laplace.utils")}
     found["laplace.curvature"].GGNInterface = GGNInterface  # type: ignore[attr-defined]
     found["laplace.utils"].Kron = Kron  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ INSTALLED = find_spec("laplace") is not None
 
 @pytest.fixture(params=["stand-in", "installed"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the class, made with the real library or with what stands for it."""
+    """Return the class, made with the real library or with its stand-in."""
     if request.param == "installed":
         if not INSTALLED:
             pytest.skip("laplace-torch is not installed.")
@@ -37,7 +37,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def fitted(backend: Any, method: str, batches: list[tuple[Tensor, Tensor]], **settings: Any) -> tuple[Tensor, Tensor]:
-    """Add up what the backend returns for all batches, as laplace-torch does."""
+    """Add up the results of the backend over all batches, as laplace-torch does."""
     num_data = sum(len(y) for _, y in batches)
     results = [getattr(backend, method)(x, y, N=num_data, **settings) for x, y in batches]
     total = results[0][1]
@@ -54,7 +54,7 @@ def batches_of(problem: Problem, sizes: tuple[int, ...] = (5, 3)) -> list[tuple[
 
 
 def dense_ggn(model: nn.Module, batches: list[tuple[Tensor, Tensor]], names: list[str]) -> Tensor:
-    """Multiply Jacobians by autograd with Hessians of the cross-entropy, written down."""
+    """Multiply Jacobians by autograd with explicit Hessians of the cross-entropy."""
     total = torch.zeros(())
     for X, _ in batches:
         J = jacobian(model, X, names)
@@ -72,7 +72,7 @@ def test_factors_of_all_batches(backend: Any, problem: Problem) -> None:
     risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(reduction="sum"), batches)
     close(loss, risk.value())
     close(found, kfs.KFAC(risk, joint_bias=False).to_dense())
-    # It is not a sum of the curvatures of batches, from which it differs by far more than round-off.
+    # It differs from the sum of the batches' curvatures by far more than round-off.
     parts = [kfs.KFAC(kfs.EmpiricalRisk(model, risk.loss, batch), joint_bias=False).to_dense() for batch in batches]
     assert (sum(parts) - found).norm() > 1e-5 * found.norm()
 
@@ -113,7 +113,7 @@ def test_regression(backend: Any) -> None:
 
 
 class WithLastLayer(nn.Module):
-    """As laplace-torch's `FeatureExtractor`."""
+    """Like laplace-torch's `FeatureExtractor`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Posteriors on an accelerator: covariances, evidence, priors and the backend are those of the CPU."""
+"""Posteriors on an accelerator: covariances, evidence, priors and the backend agree with the CPU."""
 
 import sys
 from copy import deepcopy
@@ -29,13 +29,13 @@ BY_PROBLEM = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: pr
 
 
 def moved(risk: kfs.EmpiricalRisk) -> kfs.EmpiricalRisk:
-    """Return a risk on the same data, with a model on the accelerator. Data follow the parameters."""
+    """Return a risk with the same data and a model on the accelerator. Data are moved to the parameters' device."""
     model = deepcopy(risk.model).to(DEVICE)  # type: ignore[union-attr]
     return kfs.EmpiricalRisk(model, risk.loss, [(batch.x, batch.y) for batch in risk.batches()])
 
 
 def same(there: Any, here: Any) -> None:
-    """Compare, with room for sums in another order and for eigenvectors of another library."""
+    """Compare with a tolerance for other orders of sums, and for eigenvectors of another library."""
     there, here = (torch.as_tensor(value, dtype=torch.float64).detach().cpu() for value in (there, here))
     torch.testing.assert_close(there, here, rtol=1e-8, atol=1e-10)
 
@@ -57,7 +57,7 @@ def test_classification(problem: Problem, make: Any) -> None:
         same(log_marginal_likelihood(L, there, prior), expected)
     same(tune_prior(L, there), tune_prior(K, here))
     if problem.name == "tokens":
-        return  # biases of zero have no best prior of their own
+        return  # biases of zero have no best prior
     by_block = tune_prior(K, here, per_block=True)
     found_by_block = tune_prior(L, there, per_block=True)
     assert isinstance(by_block, dict)
@@ -90,7 +90,7 @@ def test_regression() -> None:
 
 
 def test_posterior() -> None:
-    """Samples are drawn on the accelerator, around its parameters, and have the covariance of the CPU's."""
+    """Samples are drawn on the accelerator, around its parameters, and have the same covariance as on the CPU."""
     here = classification(PROBLEMS[0])
     there = moved(here)
     expected, found = (posterior(kfs.KFAC(risk), risk, 0.7) for risk in (here, there))
@@ -101,7 +101,7 @@ def test_posterior() -> None:
 
 @pytest.fixture(params=["stand-in", "installed"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the class, made with the real library or with what stands for it."""
+    """Return the class, made with the real library or with its stand-in."""
     if request.param == "installed":
         if find_spec("laplace") is None:
             pytest.skip("laplace-torch is not installed.")
@@ -134,11 +134,11 @@ def test_backend(backend: Any, problem: Problem, method: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("laplace") is None, reason="laplace-torch is not installed.")
-@pytest.mark.filterwarnings("ignore")  # those of another library
+@pytest.mark.filterwarnings("ignore")  # warnings of the other library
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
 def test_with_laplace_torch(subset: str, structure: str) -> None:
-    """Fits, evidence and predictions through the other library."""
+    """Fits, evidence and predictions by the other library."""
     from laplace import Laplace  # noqa: PLC0415 (optional)
 
     torch.manual_seed(1)

@@ -18,7 +18,7 @@ from tests.laplace.problems import PROBLEMS, Problem, classification, close, reg
 def dense_evidence(
     K: LinearOperator, risk: kfs.EmpiricalRisk, prior: torch.Tensor, noise: float = 1.0, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Write the formula down with dense matrices; the loss is evaluated by PyTorch."""
+    """Compute the formula with dense matrices; PyTorch evaluates the loss."""
     assert isinstance(risk.model, nn.Module)
     is_regression = risk.loss.name == "MSELoss"
     log_likelihood = 0.0
@@ -62,7 +62,7 @@ def test_regression_and_a_prior_for_every_block() -> None:
 
 @pytest.mark.parametrize("per_block", [False, True])
 def test_best_prior(per_block: bool) -> None:
-    """Around the best prior, the marginal likelihood falls to both sides."""
+    """The marginal likelihood falls on both sides of the best prior."""
     risk = classification(PROBLEMS[0], num_data=30)
     K = kfs.KFAC(risk)
     best = tune_prior(K, risk, per_block=per_block)
@@ -98,7 +98,7 @@ def test_best_prior_and_noise(per_block: bool, num_data: int) -> None:
     risk = regression(num_data)
     K = kfs.KFAC(risk)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are few examples
+        warnings.simplefilter("ignore")  # a warning about few examples
         prior, noise = tune_prior_and_noise(K, risk, per_block=per_block)
     at_best = log_marginal_likelihood(K, risk, prior, noise=noise)
     for factor in (0.99, 1.01):
@@ -114,10 +114,11 @@ def test_best_prior_and_noise(per_block: bool, num_data: int) -> None:
 
 
 def test_noise_is_overestimated() -> None:
-    """With more parameters than data, KFAC has more effective ones than data determine, and a warning says so.
+    """With more parameters than examples, KFAC overestimates the number of effective ones, and a warning says so.
 
-    For the best noise and prior, the formula for the noise says how many are effective; here they are counted with the
-    dense matrix. The exact curvature of this linear model has no more of them than data, but KFAC's has.
+    For the best noise and prior, the formula for the noise gives the number of effective parameters; the oracle counts
+    them with the dense matrix. The exact curvature of this linear model has at most one per example, but KFAC's has
+    more.
     """
     torch.manual_seed(0)
     model = nn.Linear(12, 2).double()
@@ -153,7 +154,7 @@ def test_no_best_prior() -> None:
         tune_prior(K, risk)
     with pytest.warns(KfsWarning, match=changed), pytest.raises(SolverError, match="parameters of block '0' are zero"):
         tune_prior(K, risk, per_block=True)
-    # The last layer is zero, and nothing comes back to the first one.
+    # The last layer is zero, and the first one receives no gradient.
     with torch.no_grad():
         risk.params["0.weight"].fill_(1.0)
     with pytest.raises(SolverError, match="There is no curvature in block '0'"):

@@ -47,7 +47,7 @@ def test_covariance_of_outputs(problem: Problem, kind: str) -> None:
     risk = classification(problem)
     K = CURVATURES[kind](risk)
     X = problem.inputs(3)
-    expected = dense_variance(risk, dense_covariance(K, 8, 0.7), X)  # the loss is a mean over eight data
+    expected = dense_variance(risk, dense_covariance(K, 8, 0.7), X)  # the loss is a mean over eight examples
     close(functional_variance(K, risk, X, 0.7), expected)
     close(functional_variance(K, risk, X, 0.7, batch_size=2), expected)
     unscaled = dense_variance(risk, dense_covariance(K, 1, 0.7), X)
@@ -106,7 +106,7 @@ def test_samples_have_the_covariance() -> None:
     draws = belief.sample(20_000, seed=1)
     flat = torch.cat([p.detach().flatten() for p in risk.params.values()])
     covariance = belief.covariance.to_dense()
-    # Deviations are at most 5^-1/2, so that means have errors of 0.003, and the largest of 37 is a few times that.
+    # Deviations are at most 5^-1/2, so means have errors of 0.003, and the largest of 37 is a few times larger.
     # A covariance of 37 numbers that are nearly independent has a relative error of about (37 / 20,000)^1/2 = 0.043.
     assert (draws.mean(1) - flat).abs().max() < 0.02
     assert (torch.cov(draws) - covariance).norm() < 0.05 * covariance.norm()
@@ -141,7 +141,7 @@ def test_several_axes_of_outputs_and_inputs_that_are_not_tensors() -> None:
 
 
 def test_outputs_in_another_order_of_memory() -> None:
-    """A language model returns logits `[batch, classes, positions]`, which is a transposed view."""
+    """A language model returns logits `[batch, classes, positions]`, as a transposed view."""
 
     class Transposed(nn.Module):
         def __init__(self) -> None:
@@ -182,7 +182,7 @@ def test_parameters_without_rule() -> None:
 
 
 def test_ways_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data are taken a few at a time if Jacobians are large, with the same result."""
+    """Chunks of a few examples, for large Jacobians, give the same result."""
     problem = PROBLEMS[1]
     risk = classification(problem)
     K = kfs.EKFAC(risk)
@@ -260,7 +260,7 @@ def test_curvature_of_something_else() -> None:
 
 
 def test_curvature_at_other_values() -> None:
-    """A warning, on the user's line, if a model has changed or is another one; none for what has other precision."""
+    """A warning on the user's line, if the model has changed or is another one; a lower precision does not count."""
     risk = classification(PROBLEMS[0])
     X = vectors(2)
     K = kfs.KFAC(risk)
@@ -287,7 +287,7 @@ def test_curvature_at_other_values() -> None:
             ) as seen:
                 call(C)
             assert seen[0].filename == __file__
-    posterior(diagonal, risk, 1.0)  # it does not know where it was computed
+    posterior(diagonal, risk, 1.0)  # it does not know its parameter values
 
 
 def test_regression_without_noise() -> None:
@@ -325,7 +325,7 @@ def test_predictions_of_a_regression() -> None:
 
 
 def test_predictions_of_classes() -> None:
-    """All links approximate the mean of the softmax over draws of logits, which are drawn here in another way."""
+    """All links approximate the mean of the softmax over draws of logits; the test draws them by other code."""
     risk = classification(PROBLEMS[0])
     belief = posterior(kfs.KFAC(risk), risk, 2.0)
     X = vectors(4)
@@ -347,7 +347,7 @@ def test_predictions_of_classes() -> None:
 
 
 def test_predictions_of_labels() -> None:
-    """Against integrals of the logistic function over normal distributions, by trapezoids."""
+    """Against integrals of the logistic function over normal distributions, by the trapezoidal rule."""
     torch.manual_seed(0)
     model = mlp(2).double()
     y = torch.randint(2, (8, 2)).double()
@@ -358,16 +358,16 @@ def test_predictions_of_labels() -> None:
     z = torch.linspace(-8, 8, 2001).double()
     weights = torch.softmax(-0.5 * z**2, 0)
     expected = ((f.unsqueeze(2) + variance.sqrt().unsqueeze(2) * z).sigmoid() * weights).sum(2)
-    close(belief.predict(X), expected, 0.03)  # how good probit is
+    close(belief.predict(X), expected, 0.03)  # the accuracy of probit
     close(belief.predict(X, link="mc", num_samples=20_000), expected, 0.015)
     with pytest.raises(ModelError, match=r"the Laplace bridge changes nothing.*link='probit'"):
         belief.predict(X, link="bridge")
 
 
 def test_laplace_bridge() -> None:
-    """It must find the Dirichlet distribution whose mode and curvature, over logits that sum up to zero, it is given.
+    """It must find the Dirichlet distribution with the given mode and curvature, over logits that sum to zero.
 
-    Curvature is by autograd. A random shift of all logits, which does not matter to the softmax, is added.
+    Curvature is computed by autograd. A random shift of all logits is added, which does not change the softmax.
     """
     torch.manual_seed(0)
     alpha = torch.rand(4, 2, 3).double() * 5 + 0.1  # [data, positions, classes]
@@ -382,7 +382,7 @@ def test_laplace_bridge() -> None:
             covariance[n, some, some] = torch.linalg.pinv(H, hermitian=True) + (0.0 if s else 0.7)
     expected = alpha / alpha.sum(2, keepdim=True)
     tokens = probabilities(TokenCrossEntropy(shift=False), mode + 3.0, covariance, "bridge", 1, 0)
-    # Only where the sum is random does it say by how much logits are shifted.
+    # If the sum is random, it determines the shift of the logits.
     close(tokens[:, 1], expected[:, 1])
     shifted = probabilities(TokenCrossEntropy(shift=False), mode, covariance, "bridge", 1, 0)
     close(shifted, expected)
@@ -397,7 +397,7 @@ def test_laplace_bridge() -> None:
 
 
 def test_draws_of_singular_covariances() -> None:
-    """Two logits that move together have a probability that does not change."""
+    """Two logits with equal draws have constant probabilities."""
     f = torch.tensor([[1.0, -1.0], [0.5, 0.0]]).double()
     covariance = torch.stack([torch.ones(2, 2), torch.eye(2)]).double()
     found = probabilities(describe(nn.CrossEntropyLoss()), f, covariance, "mc", 200, 0)

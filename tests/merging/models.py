@@ -1,4 +1,4 @@
-"""Small models to merge, with their risks, and the merge as a dense system: an oracle without structure."""
+"""Small models to merge, with their risks, and the merge as a dense system, which is the oracle."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -30,7 +30,7 @@ def cnn() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """Reads tokens and predicts one, with the same weight at both ends."""
+    """Reads tokens and predicts one, with the same weight in the embedding and the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ INPUTS: dict[Make, Callable[[], Tensor]] = {
 
 
 def family(make: Make, count: int) -> list[nn.Module]:
-    """Return models with a common ancestor, in evaluation mode, all buffers different."""
+    """Return models with a common ancestor, in evaluation mode, with different buffers."""
     ancestor = make().double().eval()
     models = [deepcopy(ancestor) for _ in range(count)]
     with torch.no_grad():
@@ -75,7 +75,7 @@ def risks_of(models: Sequence[nn.Module], make: Make = mlp) -> list[kfs.Empirica
 
 
 def flat(values: dict[str, Tensor], C: LinearOperator) -> Tensor:
-    """Return parameters that a curvature covers as one vector."""
+    """Return the parameters that a curvature covers as one vector."""
     return torch.cat([values[name].detach().flatten() for name in C.domain.shapes])
 
 
@@ -87,7 +87,7 @@ def dense_merge(
     Args:
         models: Their parameters.
         damped: A damped curvature matrix for each.
-        C: Says which parameters these are.
+        C: A curvature with the same parameters.
         weights: One for each model.
     """
     matrix = torch.zeros_like(damped[0])

@@ -1,4 +1,4 @@
-"""Bad input is refused with cause and way out, before anything is computed."""
+"""Invalid input raises an error with the cause and the way out, before any computation."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -19,7 +19,7 @@ Change = Callable[[list[Any], list[Any]], Any]
 
 
 def two() -> tuple[list[Any], list[Any]]:
-    """Return models and curvatures that fit."""
+    """Return models and matching curvatures."""
     models: list[Any] = family(mlp, 2)
     return models, [kfs.KFAC(risk) for risk in risks_of(models)]
 
@@ -29,7 +29,7 @@ def other_layer(models: list[Any], _: list[Any]) -> None:
 
 
 def other_settings(models: list[Any], _: list[Any]) -> None:
-    """Change a slope. That Dropout differs does not matter."""
+    """Change a slope. Dropout may differ, too, since it has no effect here."""
     for place, model in enumerate(models):
         model.append(nn.Dropout(0.1 * place).eval())
         model.append(nn.LeakyReLU(0.1 + place))
@@ -223,7 +223,7 @@ def test_preconditioners() -> None:
 
 
 def test_singular_curvature_without_damping() -> None:
-    """Softmax has a direction without curvature, so that the last layer's `B` is singular."""
+    """Softmax has a direction without curvature, so the last layer's `B` is singular."""
     models, curvatures = two()
     with pytest.raises(SolverError, match=r"block '2' is singular, up to round-off\..*pass damping"):
         kfs.merge(models, curvatures, damping=0.0)
@@ -235,7 +235,7 @@ def test_singular_curvature_without_damping() -> None:
 
 
 def test_no_curvature_at_all() -> None:
-    """Relative damping has no unit then, for blocks or for the whole operator."""
+    """Then relative damping has no unit, for blocks or for the whole operator."""
     models, _ = two()
     risks = risks_of(models)
     none = [0.0 * exact_diagonal(risks[0]), exact_diagonal(risks[1])]
@@ -278,7 +278,7 @@ def test_factored_damping_needs_factors() -> None:
 
 
 def test_curvature_of_a_model_that_has_changed() -> None:
-    """A warning says so, if it is known at which parameters the curvature was computed: not of all operators."""
+    """A warning, if the parameter values of the curvature are known, which is not the case for all operators."""
     models, curvatures = two()
     diagonals = [exact_diagonal(risk) for risk in risks_of(models)]
     exact = [

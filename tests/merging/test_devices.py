@@ -1,4 +1,4 @@
-"""Merging models on an accelerator: the same state dicts as on the CPU, and they stay where the models are."""
+"""Merging models on an accelerator: state dicts equal those on the CPU, and stay on the device of the models."""
 
 from copy import deepcopy
 from typing import Any
@@ -23,7 +23,7 @@ KINDS: dict[str, Any] = {
 
 
 def moved(risks: list[kfs.EmpiricalRisk], models: list[nn.Module]) -> list[kfs.EmpiricalRisk]:
-    """Return risks on the same data, for models on the accelerator. Data follow the parameters."""
+    """Return risks with the same data and models on the accelerator. Data are moved to the parameters' device."""
     data = [next(iter(risk.batches())) for risk in risks]
     return [
         kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (batch.x, batch.y), progress=False)
@@ -42,11 +42,11 @@ def same(there: dict[str, Any], here: dict[str, Any], tolerance: float) -> None:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merge(kind: str, count: int, make: Any) -> None:
-    """In closed form for two Kronecker products and for diagonals, and by conjugate gradients."""
+    """Closed forms for two Kronecker products and for diagonals, and conjugate gradients."""
     here = family(make, count)
     there = [deepcopy(model).to(DEVICE) for model in here]
     risks = risks_of(here, make)
-    # Conjugate gradients stop at this residual; condition numbers below 1e4 are between it and the solution.
+    # Conjugate gradients stop at this residual; condition numbers below 1e4 amplify it in the solution.
     options: dict[str, Any] = {"tolerance": 1e-12, "damping": 0.1}
     curvatures = [KINDS[kind](risk) for risk in risks]
     expected = kfs.merge(here, curvatures, **options)

@@ -1,4 +1,4 @@
-"""State dicts are complete: buffers, statistics of batches, tied and uncovered parameters; and users' state is kept."""
+"""State dicts are complete: buffers, batch statistics, tied and uncovered parameters; and users' state is preserved."""
 
 from collections import OrderedDict
 from copy import deepcopy
@@ -40,7 +40,7 @@ def test_buffers_are_averaged_and_counts_added_up() -> None:
 
 @pytest.mark.parametrize("form", ["tensor", "pair", "loader", "mapping", "inputs"])
 def test_statistics_are_recomputed(form: str) -> None:
-    """As PyTorch does it for averages of weights; momentum, modes and random state of the models are kept."""
+    """The statistics are those of PyTorch's averaged weights; momentum, modes and random state of the models stay."""
     models = family(cnn, 2)
     X, y = INPUTS[cnn](), torch.randint(3, (24,))
     halves = [X[:12], X[12:]]
@@ -68,7 +68,7 @@ def test_statistics_are_recomputed(form: str) -> None:
 
 
 class Plain(nn.Module):
-    """Has a buffer of each kind, and a state that is no tensor."""
+    """Has a buffer of each kind, and a state that is not a tensor."""
 
     scale: Tensor
     table: Tensor
@@ -143,7 +143,7 @@ def test_parameters_without_curvature_are_averaged() -> None:
     assert "averaged parameters, which no curvature covers: '0.weight'" in str(report)
     with torch.no_grad():
         models[1].get_parameter("0.weight").copy_(first)
-    state, report = kfs.merge(models, curvatures, report=True)  # frozen: the same everywhere, and no warning
+    state, report = kfs.merge(models, curvatures, report=True)  # frozen: equal in all models, and no warning
     assert torch.equal(state["0.weight"], first)
     assert report.averaged == ()
 
@@ -160,7 +160,7 @@ def test_models_curvatures_and_random_state_are_kept() -> None:
     generator = torch.get_rng_state()
     state = kfs.merge(models, curvatures, buffers="recompute", data=data)
     for t in state.values():
-        t.zero_()  # what comes out is not what the models have
+        t.zero_()  # the result has other values than the models
     assert torch.equal(torch.get_rng_state(), generator)
     for model, old, g, K, matrix in zip(models, states, gradients, curvatures, dense, strict=True):
         assert all(torch.equal(value, old[name]) for name, value in model.state_dict().items())
@@ -199,7 +199,7 @@ def test_recomputing_needs_data_and_statistics() -> None:
 
 
 def test_buffers_that_are_not_saved() -> None:
-    """Nothing can be done about them: a state dict does not have them."""
+    """They cannot be merged: a state dict does not have them."""
     models = family(mlp, 2)
     curvatures = curvatures_of(models, mlp)
     for model in models:

@@ -30,7 +30,7 @@ CURVATURES: dict[str, Callable[[kfs.EmpiricalRisk], LinearOperator]] = {
 
 @pytest.fixture(autouse=True)
 def _wide_factors() -> Iterator[None]:
-    """Factors become diagonal on purpose here."""
+    """These tests allow factors to become diagonal."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*keep their diagonal only", category=KfsWarning)
         yield
@@ -41,7 +41,7 @@ def identity_times(number: float, C: LinearOperator) -> Tensor:
 
 
 def factored(K: kfs.KFAC, damping: float) -> Tensor:
-    """Return the matrix with factored damping. Its inverse is tested elsewhere, so it is inverted here."""
+    """Return the matrix with factored damping. The inverse is tested elsewhere, so it is inverted here."""
     matrix: Tensor = torch.linalg.inv(K.inverse(damping, "factored").to_dense())
     return matrix
 
@@ -74,7 +74,7 @@ def test_factored_damping_is_what_the_inverse_has(make: Make, count: int) -> Non
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("make", [mlp, Tied])
 def test_the_default_is_the_formula(make: Make, count: int) -> None:
-    """Without a method, a multiple of the identity is added, as in the docstring's formula. The report says it."""
+    """Without a method, a multiple of the identity is added, as in the docstring's formula. The report names it."""
     models = family(make, count)
     curvatures = [kfs.KFAC(risk) for risk in risks_of(models, make)]
     state, report = kfs.merge(models, curvatures, 0.03, tolerance=EXACTLY, report=True)
@@ -112,7 +112,7 @@ def test_relative_damping_is_that_of_each_block_and_model(count: int) -> None:
 
 
 def test_regmean() -> None:
-    """With inputs alone, a layer is `(sum_i W_i A_i) (sum_i A_i)^-1`, row by row a least-squares problem."""
+    """With inputs alone, a layer is `(sum_i W_i A_i) (sum_i A_i)^-1`, a least-squares problem for each row."""
     models = family(mlp, 3)
     risks = risks_of(models)
     curvatures = [kfs.KFAC(risk, "forward-only") for risk in risks]
@@ -134,7 +134,7 @@ def test_regmean() -> None:
 
 
 def test_fisher_merging() -> None:
-    """With diagonals, every number is a mean that is weighted by its own curvature."""
+    """With diagonals, every entry is a mean weighted by its own curvature."""
     models = family(mlp, 3)
     curvatures = [exact_diagonal(risk) for risk in risks_of(models)]
     state, report = kfs.merge(models, curvatures, 1e-3, WEIGHTS, report=True)
@@ -152,7 +152,7 @@ def test_fisher_merging() -> None:
 @pytest.mark.parametrize("with_kfac", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
 def test_operators_without_blocks(count: int, with_kfac: bool) -> None:
-    """The GGN couples layers, and KFAC as a preconditioner changes the way but not the result."""
+    """The GGN couples layers; KFAC as a preconditioner changes the iterations but not the result."""
     models = family(mlp, count)
     risks = risks_of(models)
     curvatures = [kfs.GGN(risk) for risk in risks]
@@ -166,7 +166,7 @@ def test_operators_without_blocks(count: int, with_kfac: bool) -> None:
 
 
 def test_kfac_makes_conjugate_gradients_faster() -> None:
-    """Blocks of three models have no closed form. Inputs of very different sizes need many iterations by themselves."""
+    """Blocks of three models have no closed form. If inputs differ much in scale, plain iterations converge slowly."""
     models = family(mlp, 3)
     sizes = torch.logspace(0, -2, 4, dtype=torch.float64)
     data = [(sizes * torch.randn(40, 4, dtype=torch.float64), torch.randint(3, (40,))) for _ in models]
@@ -182,7 +182,7 @@ def test_kfac_makes_conjugate_gradients_faster() -> None:
 
 
 def test_relative_damping_of_operators_without_blocks() -> None:
-    """One mean eigenvalue for all parameters. Sixty products are enough for the exact trace of a small operator."""
+    """One mean eigenvalue for all parameters. Sixty products suffice for the exact trace of a small operator."""
     models = family(mlp, 2)
     risks = risks_of(models)
     curvatures = [kfs.GGN(risks[0]), kfs.KFAC(risks[1])]  # a mixture counts as one block, too
@@ -198,7 +198,7 @@ def test_relative_damping_of_operators_without_blocks() -> None:
 
 
 def test_without_structure_the_diagonal_is_the_preconditioner() -> None:
-    """Two eigenbases without factors have no sum with a structure."""
+    """Two eigenbases without factors have no structured sum."""
     models = family(mlp, 2)
     curvatures = [kfs.EKFAC(risk).shift(0.01) for risk in risks_of(models)]
     state, report = kfs.merge(models, curvatures, 0.02, tolerance=EXACTLY, report=True)
@@ -208,7 +208,7 @@ def test_without_structure_the_diagonal_is_the_preconditioner() -> None:
 
 
 def test_blocks_that_differ_between_models() -> None:
-    """A weight with its bias in one model, and apart in the other, are one system. So are sums of other curvatures."""
+    """A weight joint with its bias in one model, and separate in another, form one system, as do sums of curvatures."""
     models = family(mlp, 2)
     risks = risks_of(models)
     curvatures = [kfs.KFAC(risks[0]), kfs.KFAC(risks[1], joint_bias=False)]
@@ -227,7 +227,7 @@ def test_blocks_that_differ_between_models() -> None:
 
 
 def test_sums_of_curvatures() -> None:
-    """A model that is good at two tasks has a sum as its curvature."""
+    """The curvature of a model that is good at two tasks is a sum."""
     models = family(mlp, 2)
     both = [risks_of([model, model]) for model in models]
     curvatures = [kfs.KFAC(one) + kfs.KFAC(two) for one, two in both]
@@ -243,7 +243,7 @@ def test_sums_of_curvatures() -> None:
 
 
 def test_without_damping() -> None:
-    """Two models with regular curvature need none. A dense operator has one block, too."""
+    """Two models with regular curvature need no damping. A dense operator is treated as one block."""
     models = family(mlp, 2)
     curvatures = [kfs.KFAC(risk) for risk in risks_of(models)]
     regular = [K.shift(0.1) + K for K in curvatures]
@@ -282,7 +282,7 @@ def test_a_weight_of_zero_leaves_a_model_out() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.05)])
 def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
-    """Half precision is computed in float32. Results have the models' dtype, and are close to those of float64.
+    """Half precision is computed in float32. Results have the models' dtype, and are close to those in float64.
 
     Float32 stops at a residual of 3.5e-4. In bfloat16, models and data are rounded by up to 2^-9.
     """
@@ -302,7 +302,7 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_wrong_merges_are_told_apart() -> None:
-    """The oracle is not so loose that other formulas pass: averages, swapped curvatures, other damping or weights."""
+    """The oracle is so strict that other formulas fail: averages, swapped curvatures, other damping or weights."""
     models = family(mlp, 2)
     curvatures = [kfs.KFAC(risk) for risk in risks_of(models)]
     dense = [K.to_dense() + identity_times(0.03, K) for K in curvatures]
@@ -319,7 +319,7 @@ def test_wrong_merges_are_told_apart() -> None:
 
 
 def test_closed_forms_are_refined_if_they_are_not_close_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A closed form with too much round-off becomes the preconditioner and the start of the iteration."""
+    """A closed form with too much round-off becomes the preconditioner and the starting point of the iteration."""
     models = family(mlp, 2)
     curvatures = [kfs.KFAC(risk) for risk in risks_of(models)]
     expected = kfs.merge(models, curvatures, method="factored")
@@ -336,7 +336,7 @@ def test_closed_forms_are_refined_if_they_are_not_close_enough(monkeypatch: pyte
 
 
 def test_dense_operators() -> None:
-    """Any symmetric operator will do."""
+    """Any symmetric operator is supported."""
     models = family(mlp, 2)
     risks = risks_of(models)
     domain = kfs.GGN(risks[0]).domain
