@@ -1,4 +1,4 @@
-"""A browser for tests: headless Chromium, spoken to over a pipe, with real pointer events. Standard library only."""
+"""A browser for tests: headless Chromium, controlled by a pipe, with real pointer events. Standard library only."""
 
 import fcntl
 import json
@@ -15,7 +15,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 class Page:
-    """One tab."""
+    """One browser tab."""
 
     def __init__(self, write: int, read: int) -> None:
         self._write, self._read, self._buffer, self._count = write, read, b"", 0
@@ -29,7 +29,7 @@ class Page:
     _session: str | None = None
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer; what happens meanwhile is kept in `events`."""
+        """Send a command and wait for its answer; events that arrive meanwhile are kept in `events`."""
         self._count += 1
         message: dict[str, Any] = {"id": self._count, "method": method, "params": params}
         if self._session is not None:
@@ -49,7 +49,7 @@ class Page:
         self.call("Page.navigate", url=file.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
-        # Lines that change their font change their height, and what is below moves.
+        # A late font changes the height of lines, and moves everything below.
         self.call("Runtime.evaluate", expression="document.fonts.ready.then(() => 0)", awaitPromise=True)
 
     def evaluate(self, expression: str) -> Any:
@@ -104,7 +104,7 @@ def _high(descriptor: int) -> int:
 
 @contextmanager
 def browser() -> Iterator[Page]:
-    """Start Chromium, and end it."""
+    """Start Chromium, and terminate it afterwards."""
     assert CHROMIUM is not None
     to_read, to_write, from_read, from_write = (_high(end) for pipe in (os.pipe(), os.pipe()) for end in pipe)
 

@@ -15,12 +15,12 @@ from xdist.scheduler import LoadFileScheduling
 from kfs.runtime.cuda_graphs import Recorded
 from tests.tiers import ROOT, TIERS, covering, tier_of
 
-# On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.
+# On some CPUs oneDNN chooses instructions for bfloat16 products that the CPU does not have.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Plots need no display.
 os.environ.setdefault("MPLBACKEND", "agg")
 
-# Derandomized: the same examples on every machine and in every run. No deadline: timing is no subject of unit tests.
+# Derandomized: the same examples on every machine and in every run. No deadline, since these tests do not measure time.
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("long", deadline=None, derandomize=True, max_examples=300)
 settings.load_profile("short")
@@ -45,13 +45,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if tier_of(collection_path) not in {tier, ""} else None
 
 
-# Small tensors gain nothing from threads, and lose much where other processes compete for the cores.
+# Small tensors gain nothing from threads, and lose much if other processes compete for the cores.
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(trylast=True)  # Hypothesis marks its tests before.
+@pytest.hookimpl(trylast=True)  # Hypothesis has marked its tests before.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out combinations of parameters, if asked for. Property-based tests run with the others, too."""
+    """Deselect combinations of parameters, as `--products` says. Property-based tests are in both parts."""
     products = config.getoption("--products")
     if products == "all":
         return
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[pytest.Item] = set()
     for same in functions.values():
-        # One name for each `parametrize`; pytest has no public one.
+        # One name for each `parametrize`; pytest has no public attribute for it.
         names = [tuple(item.callspec._idlist) if hasattr(item, "callspec") else () for item in same]
         kept |= {same[place] for place in covering(names)}
     if products == "rest":
@@ -92,7 +92,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage collection leave out thousands of tests, which live to the end, and all imported modules."""
+    """Exclude collected tests and imported modules, which live to the end, from garbage collection."""
     gc.freeze()
 
 
@@ -100,7 +100,7 @@ THE_BOOK = ("tests/docs/", "tests/basics/test_definitions.py")
 
 
 class FilesAndTheBook(LoadFileScheduling):  # type: ignore[misc]
-    """Gives all tests of a file to one worker, so that its fixtures are made once, and likewise all of the book."""
+    """Gives all tests of a file to one worker, so that fixtures are made once, and likewise all tests of the book."""
 
     def _split_scope(self, nodeid: str) -> str:
         """Return the group of a test: its file, or all tests that need the book or run its definitions."""
@@ -108,12 +108,12 @@ class FilesAndTheBook(LoadFileScheduling):  # type: ignore[misc]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndTheBook | None:
-    """Distribute tests as above if `--dist loadfile` was chosen."""
+    """Use this distribution if `--dist loadfile` was chosen."""
     return FilesAndTheBook(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 class GroupedInDouble(TorchFunctionMode):
-    """Lets `torch._grouped_mm` take float64 on the CPU, which PyTorch's own does not."""
+    """Lets `torch._grouped_mm` take float64 on the CPU; PyTorch's own does not."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Multiply group by group."""

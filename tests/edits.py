@@ -1,6 +1,6 @@
-"""Edits of programs that verify themselves: a copy with one line changed must notice it.
+"""Edits of self-verifying programs: a copy with one changed line must notice the mistake.
 
-`failure` runs such a copy in this process. Edits themselves are listed by the tests of the files that they change.
+`failure` runs such a copy in this process. The edits are listed by the tests of the edited files.
 """
 
 from contextlib import redirect_stdout
@@ -22,9 +22,9 @@ class Edit(NamedTuple):
 
     Attributes:
         module: The program, as a module.
-        right: A part of one line that occurs once, above the part that verifies.
-        wrong: What stands there instead.
-        claim: A part of the first claim that is then false; any claim if it is empty.
+        right: A part of one line that occurs once, above the verification code.
+        wrong: Its replacement.
+        claim: A part of the first claim that becomes false; any claim if it is empty.
     """
 
     module: ModuleType
@@ -43,9 +43,9 @@ def failure(module: ModuleType, right: str = "", wrong: str = "") -> str | None:
 
     Args:
         module: The program, as a module. It is neither changed nor imported again.
-        right: What to replace: a part of one line that occurs once, above `if __name__ == "__main__"`. Without it, the
-            program runs as it is.
-        wrong: What to replace it by.
+        right: The text to replace: a part of one line that occurs once, above `if __name__ == "__main__"`. If it is
+            empty, the program runs as it is.
+        wrong: Its replacement.
 
     Returns:
         The message of the failed check, `None` if the edit was not noticed. Other errors of the program are raised: a

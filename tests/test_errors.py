@@ -1,4 +1,4 @@
-"""The promise of kfs.errors: every error that is raised states a cause and a way out."""
+"""The promise of kfs.errors: every raised error states a cause and a way out."""
 
 import ast
 import builtins

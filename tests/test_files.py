@@ -1,4 +1,4 @@
-"""Files on the disk: in which order they get there, and that tensors may share memory."""
+"""Files on the disk: the order in which they are written, and tensors that share memory."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from kfs.errors import StorageError
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bytes are handed over and synchronized, then the file is renamed, then the folder is synchronized."""
+    """All bytes are written and synchronized, then the file is renamed, then the folder is synchronized."""
     path = tmp_path / "file"
     files.write(path, {}, {"old": torch.zeros(2)})
     calls: list[tuple[str, int, bytes | None]] = []
@@ -27,7 +27,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
 
     def recorded_fsync(descriptor: int) -> None:
         fsync(descriptor)
-        # What another process would read now: what is still in a buffer of this one does not count.
+        # The bytes that another process would read now: buffers of this process do not count.
         content = None if os.path.isdir(descriptor) else os.pread(descriptor, 2**20, 0)
         calls.append(("fsync", os.fstat(descriptor).st_ino, content))
 
@@ -62,7 +62,7 @@ DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch
 
 
 def test_every_tool_for_the_format_reads_the_file(tmp_path: Path) -> None:
-    """Tensors of all dtypes and shapes, in any layout in memory, are what the library of the format reads."""
+    """The library of the format reads tensors of all dtypes and shapes, in any memory layout."""
     state: dict[str, Any] = {}
     for dtype in DTYPES:
         whole = (10 * torch.randn(3, 4)).to(dtype)
@@ -83,7 +83,7 @@ def test_every_tool_for_the_format_reads_the_file(tmp_path: Path) -> None:
             for found in (tensors[f"{dtype}.{name}"], again[str(dtype)][name]):
                 assert found.dtype == dtype
                 assert torch.equal(found, t)
-    # Readers map numbers into memory: they must lie at multiples of their size.
+    # Readers map numbers into memory, so they must be aligned to their size.
     content = (tmp_path / "file").read_bytes()
     length = int.from_bytes(content[:8], "little")
     assert length % 8 == 0
@@ -93,7 +93,7 @@ def test_every_tool_for_the_format_reads_the_file(tmp_path: Path) -> None:
 
 
 def test_what_the_library_of_the_format_writes_is_the_same(tmp_path: Path) -> None:
-    """The bytes of all tensors are at the same places."""
+    """The bytes of all tensors are at the same offsets."""
     state = {"b": torch.randn(3), "a": torch.randn(2, 5), "c": torch.arange(3), "half": torch.ones(3).half()}
     files.write(tmp_path / "ours", {}, dict(state))
     save_file(state, tmp_path / "theirs", {"format": "kfs"})
@@ -119,7 +119,7 @@ def test_nothing_is_left_behind_by_an_error(tmp_path: Path, monkeypatch: pytest.
     def fails(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    # In this thread, and in one that hashes.
+    # In this thread, and in one that computes the digest.
     for function in ("_bytes", "_digest_of_piece"):
         with monkeypatch.context() as patch:
             patch.setattr(files, function, fails)
@@ -129,7 +129,7 @@ def test_nothing_is_left_behind_by_an_error(tmp_path: Path, monkeypatch: pytest.
 
 
 def several_pieces() -> dict[str, Tensor]:
-    """Return tensors with a little more than three pieces of bytes, whose ends are not those of tensors."""
+    """Return tensors with a little more than three pieces of bytes; pieces and tensors end at different offsets."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(-(2**62), 2**62, (3 * 2**19 + 5,), generator=generator)
     parts = {"a": numbers[:3], "b": numbers[3:-20], "c": numbers[-20:]}
@@ -137,7 +137,7 @@ def several_pieces() -> dict[str, Tensor]:
 
 
 def split(content: bytes) -> tuple[bytes, bytes]:
-    """Return a file's beginning, up to its tensors, and its tensors."""
+    """Return the header of a file, up to its tensors, and its tensors."""
     length = 8 + int.from_bytes(content[:8], "little")
     return content[:length], content[length:]
 
@@ -188,7 +188,7 @@ def test_a_digest_of_another_version_is_named(tmp_path: Path) -> None:
 
 
 def test_few_pieces_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece is asked for only after the caller is done with the one that has to make room for it."""
+    """A piece is requested only after the caller has released the one that it replaces."""
     monkeypatch.setattr(files, "_PIECES_AT_A_TIME", 3)
     asked: list[int] = []
     done: list[int] = []

@@ -1,4 +1,4 @@
-"""Plans: blocks are those of the models, and what is held and sent is what loops over ranks and parts count."""
+"""Plans: blocks are those of the models, and bytes are those counted by loops over ranks and parts."""
 
 import re
 import sys
@@ -53,7 +53,7 @@ def mixtral() -> Any:
 def test_named_models_have_the_blocks_that_inspect_finds(
     make: Any, named: LanguageModel, eigen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only that tokens, and not data, are counted, and how many of them an expert gets."""
+    """They differ only in positions, which count tokens instead of examples, and in the tokens of an expert."""
     monkeypatch.setitem(NAMED, "small", named)
     sample = torch.randint(40, (8, 5))
     expected = {part.key: part for part in source_of(make(), sample, named.max_dim, eigen).parts}
@@ -64,7 +64,7 @@ def test_named_models_have_the_blocks_that_inspect_finds(
         assert part == replace(expected[key], positions=part.positions)
         if "experts" not in key[0] and part.is_factor:
             assert 5 * part.positions == positions
-    # Every token goes to two of four experts.
+    # Every token is sent to two of four experts.
     experts = [part for part in found.values() if "experts" in part.block and part.is_factor]
     assert sum(5 * part.positions for part in experts) == pytest.approx(
         sum(expected[part.key].positions for part in experts)
@@ -105,12 +105,12 @@ def sent(found: Plan, word: str) -> float:
 
 
 def ring(sizes: list[float], ranks: int, both_ways: bool) -> float:
-    """Send chunks around a ring, as all-reduce does, and count what one rank sends."""
+    """Send chunks around a ring, as all-reduce does, and count the bytes of one rank."""
     count = 0.0
     for size in sizes:
         for _ in range(ranks - 1):  # every rank adds its part to a chunk, and sends it on
             count += size / ranks
-        for _ in range(ranks - 1 if both_ways else 0):  # complete chunks go around once more
+        for _ in range(ranks - 1 if both_ways else 0):  # complete chunks go around a second time
             count += size / ranks
     return count
 
@@ -121,7 +121,7 @@ def test_traffic(ranks: int) -> None:
     sides = {(name, side): d for name, shape in SHAPES.items() for side, d in zip("BA", shape, strict=True)}
     triangles = {key: 4 * sum(1 for i in range(d) for j in range(d) if i <= j) for key, d in sides.items()}
     squares = [4.0 * d * d for d in sides.values()]
-    vectors = {key: 10 * 2 * d for key, d in sides.items()}  # ten data, in bfloat16
+    vectors = {key: 10 * 2 * d for key, d in sides.items()}  # ten examples, in bfloat16
 
     def to_owners(sizes: dict[tuple[str, str], int]) -> int:
         from_ranks = [sum(s for key, s in sizes.items() if found.owners[key] != rank) for rank in range(ranks)]
@@ -142,14 +142,14 @@ def test_a_quarter_of_what_kfac_pytorch_sends() -> None:
 
 
 def test_when_to_send_inputs_and_gradients() -> None:
-    """Below 3.7 batches of 2,048 tokens for the linear layers of 7B, if inputs that layers share are sent once."""
+    """Below 3.7 batches of 2,048 tokens for the linear layers of 7B, if shared inputs are sent once."""
     shapes = {b.name: (b.rows, b.columns) for b in NAMED["7B"].blocks() if "_proj" in b.name}
     shared = {b.name for b in NAMED["7B"].blocks() if b.same_input}
     linear = plan(shapes, 64)
     assert linear.batches_for_sums == pytest.approx(3.4, abs=0.05)
     once = [part for part in linear.placement.parts if part.side == "B" or part.block not in shared]
     assert replace(linear, placement=place(once, 64)).batches_for_sums == pytest.approx(3.7, abs=0.05)
-    # That is where both take as many bytes.
+    # At this number, both take equally many bytes.
     triangles = sum(part.sent for part in linear.placement.parts)
     vectors = sum(2048 * 2 * part.size for part in linear.placement.parts)
     assert 3 * vectors < triangles < 4 * vectors
@@ -187,7 +187,7 @@ def test_passes_that_memory_allows(eigen: bool) -> None:
     needed = held + (max(more.values()) if eigen else largest)
     tight = plan(SHAPES, 2, eigen=eigen, memory=needed)
     apart = [["fc3"], ["fc1", "fc2"]]
-    # The pass for eigenvalues needs more, so that there is room for another block in that for factors.
+    # The pass for eigenvalues needs more memory, so the pass for factors has room for another block.
     assert tight.subsets == ([["fc3", "fc1"], ["fc2"], *apart] if eigen else apart)
     assert f"{4 if eigen else 2} passes over the data" in str(tight)
     assert "1 pass over" in str(plan(SHAPES, 2, memory=10_000))
@@ -198,7 +198,7 @@ def test_passes_that_memory_allows(eigen: bool) -> None:
 
 
 def test_7b_in_passes() -> None:
-    """Sums of 70 GiB, in ranks of 16 GiB which hold 2.3 GiB of their own."""
+    """Sums of 70 GiB, on ranks of 16 GiB, 2.3 GiB of which are occupied."""
     found = plan("7B", 64, memory=16 * 2**30)
     assert found.subsets is not None
     assert len(found.subsets) == 6

@@ -29,7 +29,7 @@ FORMS = sorted(file for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.ym
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Build sdist and wheel as `make dist` does; hatchling writes nothing outside of the folder."""
+    """Build sdist and wheel in the same way as `make dist`; hatchling writes no file outside the folder."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -37,7 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def sources() -> set[str]:
-    """All files of the package that are no byte code, and the plugin of pytest, relative to the repository."""
+    """All files of the package except for byte code, and the plugin of pytest, relative to the repository."""
     files = (file for file in (ROOT / "kfs").rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     return {file.relative_to(ROOT).as_posix() for file in files} | {"kfs_pytest.py"}
 
@@ -54,7 +54,7 @@ def test_sdist_has_what_a_wheel_is_built_from(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     documents = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md"}
-    # Hatchling adds the last two: metadata, and the list of what it left out.
+    # Hatchling adds the last two: metadata, and the list of files that it left out.
     assert names == sources() | documents | {"pyproject.toml", "PKG-INFO", ".gitignore"}
 
 
@@ -64,7 +64,7 @@ def metadata(wheel: Path) -> Message:
 
 
 def test_metadata(built: tuple[Path, Path]) -> None:
-    assert not check([str(file) for file in built], strict=True)  # whether anything failed
+    assert not check([str(file) for file in built], strict=True)  # whether a check failed
     found = metadata(built[1])
     assert (found["Name"], found["Version"], found["License-Expression"]) == ("kfs", __version__, "MIT")
     assert found["Author"] == "The kfs authors"
@@ -76,7 +76,7 @@ def test_metadata(built: tuple[Path, Path]) -> None:
 
 
 def test_twine_finds_mistakes(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """The check above would fail if there were no long description to show."""
+    """Without a long description, the check above would fail."""
     broken = tmp_path / built[1].name
     with zipfile.ZipFile(built[1]) as wheel, zipfile.ZipFile(broken, "w") as copy:
         for name in wheel.namelist():
@@ -106,7 +106,7 @@ def test_citation() -> None:
 
 
 def test_newest_release_of_the_changelog_is_this_version() -> None:
-    """A section `Unreleased` may stand above it. Released versions have dates; one that was not published says so."""
+    """A section `Unreleased` may be above it. Released versions have dates; one that was not published says so."""
     titles = re.findall(r"^## (.*)$", CHANGELOG, flags=re.MULTILINE)
     released = [title for title in titles if title != "Unreleased"]
     assert titles in (released, ["Unreleased", *released])
@@ -123,7 +123,7 @@ def steps(workflow: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
 def test_workflows(file: Path) -> None:
     workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert workflow[True]  # what YAML 1.1 makes of `on`
+    assert workflow[True]  # the key that YAML 1.1 reads for `on`
     assert workflow["permissions"] == {"contents": "read"}
     assert all(job["timeout-minutes"] for job in workflow["jobs"].values())
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Names that `import kfs` offers, its time, and its errors about names that do not exist."""
+"""Names in `kfs`, the time to import it, and errors about names that do not exist."""
 
 import subprocess
 import sys
@@ -14,12 +14,12 @@ SLOW = ("matplotlib", "rich", "scipy", "typer")
 
 
 def in_new_process(program: str) -> str:
-    """Run a program, and return what it prints."""
+    """Run a program, and return its output."""
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_nothing_slow_is_imported() -> None:
-    """Names are imported when they are used; SciPy and the others when something that needs them runs."""
+    """Names are imported on first use; SciPy and other packages when a function needs them."""
     program = f"""
 import sys
 import kfs
@@ -31,7 +31,7 @@ print([name for name in {SLOW} if name in sys.modules])
 
 
 def test_import_takes_no_time() -> None:
-    """A tenth of a second beyond PyTorch is allowed, and far more than it takes."""
+    """The limit is a tenth of a second in addition to PyTorch, far more than the import takes."""
     program = "import time, torch; start = time.perf_counter(); import kfs; print(time.perf_counter() - start)"
     assert float(in_new_process(program)) < 0.1
 
@@ -48,7 +48,7 @@ def test_only_public_names_are_listed() -> None:
         "optim",
     }
     assert all(getattr(kfs, name) is not None for name in dir(kfs))
-    assert kfs.problem.risk.EmpiricalRisk is kfs.EmpiricalRisk  # other modules can be used, too
+    assert kfs.problem.risk.EmpiricalRisk is kfs.EmpiricalRisk  # other modules are available, too
 
 
 def test_names_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_names_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(AttributeError, match=f"kfs has no '{name}'. Did you mean .*'{meant}'"):
             getattr(kfs, name)
     assert not hasattr(kfs, "nothing")
-    monkeypatch.setitem(sys.modules, "typer", None)  # something that a module needs is missing
+    monkeypatch.setitem(sys.modules, "typer", None)  # a module needs a missing package
     monkeypatch.delitem(sys.modules, "kfs.cli", raising=False)
     with pytest.raises(ModuleNotFoundError, match="typer"):
         kfs.__getattr__("cli")
@@ -86,12 +86,12 @@ def many_layers() -> tuple[kfs.EmpiricalRisk, list[str]]:
 
 
 def test_errors_name_what_is_near() -> None:
-    """Forty names are not listed; the one that was probably meant is."""
+    """The error does not list forty names, but the most similar one."""
     risk, names = many_layers()
     K = kfs.KFAC(risk)
     with pytest.raises(UnknownNameError, match=r"There is no block '11\.weigth'\. There are 12, such as '0', '1', "):
         K.blocks["11.weigth"]
-    with pytest.raises(KeyError, match="There is no block"):  # as for any dictionary
+    with pytest.raises(KeyError, match="There is no block"):  # the error of any dictionary
         K.inverse(1.0).structures["x"]
     assert K.blocks.get("x") is None
     assert "x" not in K.blocks

@@ -18,7 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 @pytest.fixture
 def one_process() -> Iterator[None]:
-    """A group of one process, as `torchrun` would make it."""
+    """A group of one process, like that of `torchrun`."""
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

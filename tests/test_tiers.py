@@ -1,4 +1,4 @@
-"""Tiers of tests: all places exist, and what covers combinations covers them."""
+"""Tiers of tests: all paths exist, and covering combinations cover all pairs."""
 
 from itertools import combinations, product
 
@@ -9,7 +9,7 @@ from tests.tiers import ROOT, TIERS, covering, tier_of
 
 @pytest.mark.parametrize("start", TIERS)
 def test_places_exist(start: str) -> None:
-    """A file that was moved is in no tier by its old name."""
+    """The tier of a moved file must be listed with its new path."""
     assert (ROOT / start).exists()
 
 
@@ -22,7 +22,7 @@ def test_the_longest_start_decides() -> None:
 
 
 def test_every_pair_of_three_parameters_is_there() -> None:
-    """In fewer combinations than all; without any of those that are chosen, a pair is missing at least once."""
+    """There are fewer combinations than all; without any of the chosen ones, at least one pair is missing."""
     rows = list(product(range(4), range(3), range(2)))
     chosen = [rows[place] for place in sorted(covering(rows))]
     pairs = {pair for row in rows for pair in combinations(enumerate(row), 2)}

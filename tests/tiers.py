@@ -1,12 +1,12 @@
-"""Which tests `make test` runs: the tier of each file, and a covering part of all combinations of parameters."""
+"""The tests of `make test`: the tier of each file, and a covering part of all combinations of parameters."""
 
 from collections.abc import Sequence
 from itertools import combinations as combinations_of
 from pathlib import Path
 from typing import Any
 
-# Tiers, by the start of a path from the root of the repository; the longest one decides. All other tests notice errors
-# of the library: `make test` runs these, and `make test-all` runs everything.
+# Tiers, by the beginning of a path relative to the repository; the longest one decides. All other tests notice errors
+# in the library: `make test` runs these, and `make test-all` runs everything.
 TIERS = {
     "tests/docs/": "book",
     "tests/test_readme.py": "book",
@@ -24,7 +24,7 @@ TIERS = {
     "tests/distributed/test_factors.py": "library",
 }
 ROOT = Path(__file__).parents[1]
-# Up to this many combinations of parameters are all run: each of them may be the only one that notices a mistake.
+# If there are at most this many combinations, all are run: each may be the only one that notices a mistake.
 FEW = 16
 
 
@@ -37,9 +37,9 @@ def tier_of(path: Path) -> str:
 
 
 def covering(combinations: Sequence[tuple[object, ...]]) -> set[int]:
-    """Choose combinations of values of several parameters, so that all values of all parameters but one meet.
+    """Choose combinations of the values of several parameters that contain all combinations of all parameters but one.
 
-    Of three parameters, all pairs of values are there, of two, all values. Greedy: the first one with the most news.
+    With three parameters, these are all pairs of values; with two, all values. Greedy: most new pairs first.
 
     Example:
         >>> len(covering([(i, j) for i in range(5) for j in range(4)]))

@@ -1,4 +1,4 @@
-"""The algebra benchmark runs on small batches and writes its files. Nothing here depends on how long anything took."""
+"""The algebra benchmark runs on small batches and writes its files. No test depends on run times."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from tests.benchmarks.test_factors import small
 
 
 def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as if it were not installed
     monkeypatch.setattr(algebra, "factor_problems", lambda scale, device: small(scale, device)[1:])
     algebra.main(tmp_path, repeats=1, scale=8)
     content = json.loads((tmp_path / "algebra.json").read_text(encoding="utf-8"))

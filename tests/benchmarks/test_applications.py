@@ -1,4 +1,4 @@
-"""The benchmark of applications writes its files, and its tasks are what they are said to be."""
+"""The benchmark of applications writes its files, and its tasks match their descriptions."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_tasks() -> None:
-    """Turned images have the same pixels; halves have different labels. Nothing is in both parts of a task."""
+    """Rotated images have the same pixels; halves have different labels. Training and test data are disjoint."""
     first, second = merging.tasks("rotate")
     assert torch.equal(first.training[0].sum(1), second.training[0].sum(1))
     assert not torch.equal(first.training[0], second.training[0])

@@ -1,4 +1,4 @@
-"""The benchmark of compression writes its files, and its baselines are what they are said to be."""
+"""The benchmark of compression writes its files, and its baselines match their descriptions."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_without_curvature_weights_go_by_magnitude_and_ranks_by_singular_values(
 
 
 def test_one_threshold_for_all_singular_values() -> None:
-    """What is left fits the budget, and the smallest singular values went first, whatever that saves."""
+    """The result fits the budget, and the smallest singular values are removed first, however little that saves."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Tanh(), nn.Linear(20, 10, bias=False)).double().eval()
     data = torch.randn(50, 20, dtype=torch.float64), torch.randn(50, 10, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_files_of_pruning_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_sparsegpt() -> None:
     """For one row of weights, it is optimal brain surgeon from left to right: each removal adapts the columns after it.
 
-    For convolutions, patches times the matrix are what the layer computes. The share counts biases, which stay.
+    For convolutions, patches times the matrix are the layer's output. The share counts biases, which stay.
     """
     torch.manual_seed(0)
     X, W = torch.randn(50, 6, dtype=torch.float64), torch.randn(1, 6, dtype=torch.float64)
@@ -94,7 +94,7 @@ def test_sparsegpt() -> None:
     for column in range(6):
         if found[0, column] == 0:
             rest = torch.arange(column + 1, 6)
-            # Columns before are fixed already; those after it minimize the damped squared error.
+            # Earlier columns are fixed already; later ones minimize the damped squared error.
             expected[rest] += torch.linalg.solve(H[rest][:, rest], H[rest, column] * expected[column])
             expected[column] = 0.0
     torch.testing.assert_close(found[0], expected)

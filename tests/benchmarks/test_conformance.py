@@ -1,4 +1,4 @@
-"""The matrix is made from results, and written where it belongs."""
+"""The matrix is made from results, and written to the right page."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of decompositions runs on small matrices. Nothing here depends on how long anything took."""
+"""The benchmark of decompositions runs on small matrices. No test depends on run times."""
 
 import json
 import math

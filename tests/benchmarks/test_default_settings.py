@@ -1,4 +1,4 @@
-"""The comparison of default settings runs, and its peers are what they are called."""
+"""The comparison of default settings runs, and its peers match their names."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from benchmarks.default_settings import SIZES, Adapted, adapted, main
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file for each task with a row for each optimizer and schedule, and a picture; what is not named stays."""
+    """A file for each task with a row for each optimizer and schedule, and a picture; other entries stay."""
 
     def rows(task: str) -> list[dict[str, object]]:
         found: list[dict[str, object]] = json.loads((tmp_path / f"train_defaults_cpu_quick_{task}.json").read_text())[
@@ -33,7 +33,7 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_several_processes_and_seeds(tmp_path: Path) -> None:
-    """Fine-tuning begins with the same model in all processes, so that losses are those of one process."""
+    """Fine-tuning begins with the same model in all processes, so that losses equal those of one process."""
     words = ["--quick", "full", "constant", "adamw", "muon", "--seeds", "2"]
     ends = []
     for jobs in ("1", "2"):
@@ -46,7 +46,7 @@ def test_several_processes_and_seeds(tmp_path: Path) -> None:
 
 
 def test_adapters_change_nothing_at_first() -> None:
-    """Their product is zero, and they alone are trained."""
+    """Their product is zero, and only the adapters are trained."""
     torch.manual_seed(0)
     size = SIZES["quick"]
     model, x = size.gpt(), torch.randint(256, (2, size.length))

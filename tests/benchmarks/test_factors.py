@@ -1,4 +1,4 @@
-"""The factor benchmark runs on small batches and writes its files. Nothing here depends on how long anything took."""
+"""The factor benchmark runs on small batches and writes its files. No test depends on run times."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def small(scale: int, device: str) -> list[Batches]:
 
 
 def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as if it were not installed
     monkeypatch.setattr(factors, "factor_problems", small)
     factors.main(tmp_path, repeats=1, scale=8)
     content = json.loads((tmp_path / "factors.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The benchmark of Gram matrices runs on a CPU, without its kernel. Nothing here depends on how long anything took."""
+"""The benchmark of Gram matrices runs on a CPU, without its kernel. No test depends on run times."""
 
 import json
 from pathlib import Path

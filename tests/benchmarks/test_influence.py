@@ -1,4 +1,4 @@
-"""The benchmark of influence functions runs in small. Nothing here depends on how long anything took."""
+"""The benchmark of influence functions runs with small models. No test depends on run times."""
 
 import json
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ def test_all_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(-1 <= row["values"][0] <= 1 for row in dense)
     assert {row["library"] for row in quality} == {"torch", "kfs", "kronfluence", "dattri"}
     assert quality[0]["method"] == "the same halves, other initializations"
-    assert 0 < quality[0]["values"][0] < 1  # halves decide something, and do not decide everything
+    assert 0 < quality[0]["values"][0] < 1  # halves affect some decisions, but not all
     found = rows(tmp_path / "influence_mislabelled_quick.json")
     assert all(0 <= value <= 1 for row in found for value in row["values"])
     timed = [row for row in rows(tmp_path / "influence_time_quick.json") if row["library"] == "kfs"]
@@ -46,7 +46,7 @@ def test_all_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def _check_book(results: Path) -> None:
-    """The book shows results, but not those of a quick run."""
+    """The book shows results, but no results of a quick run."""
     assert "There are no numbers yet" in book.markdown(results)
     for file in results.glob("*.json"):
         file.rename(results / file.name.replace("_quick", ""))

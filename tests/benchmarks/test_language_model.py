@@ -1,4 +1,4 @@
-"""The benchmark of a language model runs in small on a CPU. Nothing here depends on how long anything took."""
+"""The benchmark of a language model runs on a CPU with a small model. No test depends on run times."""
 
 import json
 from pathlib import Path

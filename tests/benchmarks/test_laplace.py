@@ -1,4 +1,4 @@
-"""The benchmark of the Laplace approximation runs, with and without laplace-torch, and its tasks are as described."""
+"""The Laplace benchmark runs, with and without laplace-torch, and its tasks match their descriptions."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert all(row["seconds"] > 0 for row in content["rows"])
     predicted = json.loads((tmp_path / "applications_laplace_predictions_quick.json").read_text(encoding="utf-8"))
     assert {row["data"] for row in predicted["rows"]} == {"digits", "diabetes"}
-    # The book shows what is not quick.
+    # The book shows no results of quick runs.
     for file in list(tmp_path.glob("*_quick.json")):
         file.rename(file.with_name(file.name.replace("_quick", "")))
     page = results.markdown(tmp_path)
@@ -57,7 +57,7 @@ def test_tasks() -> None:
 
 
 def test_blocks_keep_groups_apart() -> None:
-    """For one example and one position, KFAC equals them."""
+    """For one example and one position, the blocks equal those of KFAC."""
     torch.manual_seed(0)
     model = laplace._one_position(groups=2).double()
     risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (torch.randn(1, 64).double(), torch.tensor([2])))

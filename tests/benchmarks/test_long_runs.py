@@ -1,4 +1,4 @@
-"""The benchmark of long runs writes its files, and its variants are what they are said to be."""
+"""The benchmark of long runs writes its files, and its variants match their descriptions."""
 
 import json
 from dataclasses import replace
@@ -55,12 +55,12 @@ def test_schedules_reach_every_part_of_an_optimizer(name: str) -> None:
 
 
 def test_variants_of_the_trust_region() -> None:
-    """One long direction shortens the other one, or does not; large inputs make the region smaller, or do not."""
+    """By variant, one long direction shortens the other one or not, and large inputs shrink the region or not."""
     D = torch.diag(torch.tensor([10.0, 0.01])).reshape(1, 1, 2, 2)
     two = torch.full((1, 1, 1, 1), 2.0)
     results = [rule(D, 1.0, two, False)[0, 0].diagonal() for rule in LIMITS.values()]
     expected = [[1.0, 0.001], [0.5, 0.0005], [0.995, 0.01], [0.4994, 0.01]]
-    # In float32 on a CPU, the limit is good to 13 %.
+    # In float32 on a CPU, the limit is accurate to 13 %.
     torch.testing.assert_close(torch.stack(results), torch.tensor(expected), rtol=0.13, atol=0.0)
 
 

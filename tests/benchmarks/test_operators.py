@@ -1,4 +1,4 @@
-"""The operator benchmark runs on small batches and writes its files. Nothing here depends on how long anything took."""
+"""The operator benchmark runs on small batches and writes its files. No test depends on run times."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from benchmarks.compiled_products import ggn_arithmetic
 
 
 def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as if it were not installed
     operators.main(tmp_path, repeats=1, scale=8)
     content = json.loads((tmp_path / "operators.json").read_text(encoding="utf-8"))
     assert {row["problem"] for row in content["rows"]} == {"MLP", "CNN", "GPT"}

@@ -1,4 +1,4 @@
-"""The overhead benchmark runs on few batches and writes its files. Nothing here depends on how long anything took."""
+"""The overhead benchmark runs on few batches and writes its files. No test depends on run times."""
 
 import gc
 import json
@@ -13,7 +13,7 @@ from benchmarks.report import Row
 
 
 def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as if it were not installed
     monkeypatch.setattr(overhead, "DEPTHS", (2, 3))
     monkeypatch.setattr(overhead, "FEW_BATCHES", 1)
     monkeypatch.setattr(overhead, "MANY_BATCHES", 2)

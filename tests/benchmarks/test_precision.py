@@ -1,4 +1,4 @@
-"""The benchmark of rounded products runs on a CPU, and its errors are those of literal formulas on a small model."""
+"""The benchmark of rounded products runs on a CPU, and its errors equal those of literal formulas on a small model."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         assert found[name, "float32"]["A"]["worst"] < 1e-5 < found[name, "bf16"]["A"]["median"] < 2**-7
         assert found[name, "auto"]["B_alone"]["worst"] == 0
         assert found[name, "float32"]["steps"]["0.1"]["median"] < found[name, "bf16"]["steps"]["0.1"]["median"]
-    # Passes in half precision have made all errors before anything is multiplied.
+    # Passes in half precision have made all of their errors before the outer products.
     assert found["ViT bf16 autocast", "float32"]["B"]["median"] > 1e-4
     assert found["ViT bf16 autocast", "bf16"]["A_alone"]["worst"] == 0
     assert "| GPT float32 | bf16 | " in capsys.readouterr().out

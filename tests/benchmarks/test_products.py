@@ -1,4 +1,4 @@
-"""The benchmark runs, compares equal results, and writes its files. Nothing here depends on how long anything took."""
+"""The benchmark runs, compares equal results, and writes its files. No test depends on run times."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.basics.cases import assert_close
 
 
 def result(program) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """Take the product out of what a program returns (torch.func returns tuples)."""
+    """Extract the product from the result of a program (torch.func returns tuples)."""
     value = program()
     while isinstance(value, tuple):
         value = value[-1]

@@ -1,4 +1,4 @@
-"""The benchmark of recurrent networks runs on a CPU. Nothing here depends on how long anything took."""
+"""The benchmark of recurrent networks runs on a CPU. No test depends on run times."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The factor benchmark for GPUs runs on a CPU, without graphs. Nothing here depends on how long anything took."""
+"""The factor benchmark for GPUs runs on a CPU, without graphs. No test depends on run times."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from tests.benchmarks.test_factors import small
 
 @pytest.fixture(autouse=True)
 def _few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as if it were not installed
     monkeypatch.setattr(replayed_factors, "COUNTS", (2, 3))
     monkeypatch.setattr(replayed_factors, "LARGE_COUNTS", (2, 3))
 
@@ -56,7 +56,7 @@ def test_what_one_more_batch_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds_of(call: Callable[[], float]) -> float:
         return call()
 
-    def program(count: int) -> float:  # what a computation with so many batches takes
+    def program(count: int) -> float:  # the cost of a computation with so few batches
         return 7.0 if count == 1 else 7 + 100 + 3 * (count - 1)
 
     monkeypatch.setattr(replayed_factors, "seconds_of", seconds_of)

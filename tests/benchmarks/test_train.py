@@ -1,4 +1,4 @@
-"""The training benchmark runs and writes its files, and its baselines do what they are said to."""
+"""The training benchmark runs and writes its files, and its baselines match their descriptions."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from benchmarks.training_tasks import TASKS, Task, autoencoder, cnn, gpt, senten
 
 
 def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "singd.optim.optimizer", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "singd.optim.optimizer", None)  # as if it were not installed
     problem = Batches("MLP", nn.Linear(3, 2), [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))])
     monkeypatch.setattr(train, "factor_problems", lambda _: [problem])
     train.main(["autoencoder", "cost", "--quick"], tmp_path)
@@ -51,7 +51,7 @@ def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_optimizers_in_several_processes() -> None:
-    """Each has a process with one thread, and results come in order."""
+    """Each optimizer has a process with one thread, and results come in order."""
     with report.processes(1) as run:
         assert list(run(os.getpid, [()])) == [os.getpid()]
     assert report.option(["a", "--jobs", "3", "b"], "--jobs") == (["a", "b"], 3)
@@ -71,7 +71,7 @@ def test_the_learning_rate_that_needs_fewest_steps_is_chosen() -> None:
     assert made == [1e-3, 3e-3, 1e-5]  # from the middle
     assert [run.reached for run in runs] == [True, True, False]
     assert runs[0].lr == 3e-3
-    assert runs[2].steps == runs[0].steps  # had no chance any more
+    assert runs[2].steps == runs[0].steps  # could not win any more
     diverged = train.train(autoencoder(), factories(None)["sgd"], 1e3, 0, 100)
     assert diverged.steps < 100
     assert not diverged.reached
@@ -166,7 +166,7 @@ def test_sentences_are_about_one_world() -> None:
 
 
 def sums(text: str) -> list[list[str]]:
-    """Return the numbers of all sums in a text."""
+    """Evaluate all sums in a text, and return their values."""
     return [s.replace("=", "+").split("+") for s in text.split(". ")[:-1] if "+" in s]
 
 
@@ -198,7 +198,7 @@ def test_matrix_optimizers_follow_rotations(kind: type[MatrixOptimizer]) -> None
 
     expected = left @ trained(gradients) @ right
     assert expected.norm() > 1
-    assert torch.allclose(trained(left @ gradients @ right), expected, atol=1e-6)  # SOAP's epsilon, nearly 0/0
+    assert torch.allclose(trained(left @ gradients @ right), expected, atol=1e-6)  # epsilon of SOAP: nearly 0/0
 
 
 def test_muon_leaves_heads_and_vectors_to_adamw() -> None:

@@ -1,4 +1,4 @@
-"""The training picture of the README: it draws what is stored, and the committed file is of the same size."""
+"""The training picture of the README shows the stored results, and the committed file has the same size."""
 
 import struct
 from pathlib import Path
@@ -23,6 +23,6 @@ def test_it_draws_kfs_with_default_settings_beside_tuned_optimizers() -> None:
 
 def test_the_committed_picture_is_of_the_same_size(tmp_path: Path) -> None:
     drawn = training_picture.draw(tmp_path)
-    # Bytes depend on versions of matplotlib and its fonts.
+    # The bytes depend on versions of matplotlib and its fonts.
     assert size(drawn) == size(COMMITTED)
     assert COMMITTED.stat().st_size < 100_000

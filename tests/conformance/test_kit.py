@@ -1,4 +1,4 @@
-"""The kit: we pass all of it; how answers are read, what is said about wrong ones, reports, command, plugin."""
+"""The kit: kfs passes all checks; how answers are read, hints about wrong ones, reports, command line, plugin."""
 
 import json
 import subprocess
@@ -125,7 +125,7 @@ def _arguments(check: str) -> Any:
 
 
 def test_inputs_averaged_over_groups() -> None:
-    """Behavior of some libraries."""
+    """Some libraries behave in this way."""
 
     def averaged(model: Any, loss: Any, data: Any, fisher: Any, sharing: Any) -> Any:
         answer = compute(model, loss, data, fisher, sharing)
@@ -162,7 +162,7 @@ def test_answers_that_cannot_be_read() -> None:
         with pytest.raises(UnreadableError, match=words):
             read(answer, model)
     others: list[tuple[Any, str]] = [
-        ({"0": (A, B, A)}, "too many values to unpack"),  # rows of matrices are no diagonals
+        ({"0": (A, B, A)}, "too many values to unpack"),  # rows of matrices are not diagonals
         ({"0": (A.numpy(), B.numpy())}, "a ndarray is not a tensor"),
         ({"0": (None, B)}, "a NoneType is not a tensor"),
         ({"0": (A + 1j, B)}, "a complex tensor has no real numbers"),  # not just its real part
@@ -325,7 +325,7 @@ def test_reports_of_expected_failures() -> None:
 
 
 class Recorder:
-    """A plugin for pytest that notes what became of every test."""
+    """A pytest plugin that records the outcome of every test."""
 
     def __init__(self) -> None:
         self.reports: list[pytest.TestReport] = []
@@ -344,7 +344,7 @@ def test_pytest_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    # Without one of them, every run here would collect the garbage of all tests several times.
+    # Without this option, every run here would collect the garbage of all tests several times.
     without = [
         part for name in ("cacheprovider", "faulthandler", "unraisableexception") for part in ("-p", f"no:{name}")
     ]
@@ -364,7 +364,7 @@ def test_pytest_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, "skipped" in outcomes) == (0, True)
     narrow = [*only, "--kfs-only", "expand", "--kfs-only", "mean"]
     code, outcomes, text = outcome("--kfs-adapter=adapters_of_a_test:known", *narrow)
-    assert (code, outcomes) == (0, ["skipped"])  # as pytest calls what is expected to fail
+    assert (code, outcomes) == (0, ["skipped"])  # as pytest reports expected failures
     assert "known." in text
     assert outcome() == (5, [], "")  # nothing was collected
     for arguments in (["--kfs-adapter=nothing"], ["--kfs-adapter=kfs", "--kfs-only", "nothing"]):
@@ -372,7 +372,7 @@ def test_pytest_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pytest_plugin_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """The plugin is found without being named, and says what is wrong on the screen."""
+    """pytest finds the plugin without `-p`, and the terminal shows the hints."""
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-o", "addopts=", str(tmp_path)]
     only = ["--kfs-only", "one example", "--kfs-only", "mse"]
     done = subprocess.run(
@@ -388,7 +388,7 @@ def test_pytest_plugin_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_zoo_is_complete() -> None:
-    """Every bug that the kit promises to reject is in it."""
+    """The zoo has every bug that the kit promises to reject."""
     promised = {
         "scaled by N", "scaled by S", "swapped", "bias forgotten", "sum for mean", "averaged loss",
         "labels instead of draws", "uncorrected draws", "unfolded wrongly", "groups averaged",

@@ -1,4 +1,4 @@
-"""The kit is tested: every wrong implementation is rejected, by the right check, with the right hint."""
+"""The kit itself is tested: it rejects every wrong implementation, with the right check and the right hint."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Wrong implementations of KFAC, each with one bug; which check must notice it, and with which hint."""
+"""Wrong implementations of KFAC, each with one bug, and for each the check and the hint that must report it."""
 
 import copy
 from collections.abc import Callable
@@ -23,9 +23,9 @@ class Wrong:
     Attributes:
         compute: The implementation.
         check: Part of the name of a check that must reject it.
-        hint: What it must say.
-        fine: Part of the name of a check that it passes all the same.
-        status: What the check must call it.
+        hint: A part of its hint.
+        fine: Part of the name of a check that it must still pass.
+        status: The status that the check must report.
     """
 
     compute: Callable[..., Any]
@@ -92,9 +92,9 @@ def mean_for_sum(model: Any, loss: Any, data: Any, fisher: str, sharing: str) ->
 
 
 def by_hooks(model: Any, loss: Any, data: Any, fisher: str, _: str) -> Pairs:
-    """A plain KFAC by hooks that takes all rows of a layer for data, and keeps its outputs to differentiate by them.
+    """A plain KFAC with hooks that treats all rows of a layer as examples, and keeps its outputs for differentiation.
 
-    Some of them have been overwritten by then, if activations work in place. And rows may be padding.
+    If activations work in place, some outputs have been overwritten by then. And rows may be padding.
     """
     kept: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -123,7 +123,7 @@ def by_hooks(model: Any, loss: Any, data: Any, fisher: str, _: str) -> Pairs:
 
 
 def full_backward_hooks(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """PyTorch refuses to overwrite what comes out of a module with a full backward hook."""
+    """PyTorch does not allow overwriting the output of a module with a full backward hook."""
     hooks = [m.register_full_backward_hook(lambda *_: None) for m in model.modules() if isinstance(m, nn.Linear)]
     try:
         for X, y in data:
@@ -135,7 +135,7 @@ def full_backward_hooks(model: Any, loss: Any, data: Any, fisher: str, sharing: 
 
 
 def gradients_of_a_mean(_: Any, loss: Any, data: Any) -> float:
-    """The mean loss was differentiated, and its factor 1/N not undone."""
+    """The mean loss was differentiated, and its factor 1/N was not undone."""
     return 1 / num_data(data) if loss.reduction == "mean" else 1.0
 
 
@@ -144,7 +144,7 @@ def labels_for_draws(model: Any, loss: Any, data: Any, fisher: str, sharing: str
 
 
 def uncorrected_draws(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Any:
-    """Two draws for every example, which are summed up and not averaged."""
+    """Two draws for every example are summed up, not averaged."""
     K = KFAC(EmpiricalRisk(model, loss, data), fisher, sharing, mc_samples=2)  # type: ignore[arg-type]
     twice = 2.0 if fisher == "mc" else 1.0
     answer: dict[str, Any] = {}
@@ -185,7 +185,7 @@ def zero_padding(model: Any, loss: Any, data: Any, fisher: str, sharing: str) ->
 
 
 def ignored_labels_count(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """Labels that are ignored are replaced by others, though a mean divides by those that count."""
+    """Ignored labels are replaced by others, though a mean divides by the number of labels that count."""
     if getattr(loss, "ignore_index", -100) != -1:
         return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
     counted = sum(int((y != -1).sum()) for _, y in data)
@@ -201,7 +201,7 @@ def always_expand(model: Any, loss: Any, data: Any, fisher: str, _: str) -> Pair
 
 
 def last_call_only(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """A hook that overwrites what an earlier call has stored: half of the positions."""
+    """A hook overwrites the inputs of an earlier call: half of the positions are lost."""
     answer = right(model, loss, data, fisher, sharing)
     if any(name.startswith("first") for name, _ in model.named_parameters()):
         answer = {name: (A - torch.diag(A.diagonal()) / 2, B) for name, (A, B) in answer.items()}
@@ -244,13 +244,13 @@ def first_layer_only(model: Any, loss: Any, data: Any, fisher: str, sharing: str
 
 
 def rows_are_data(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """A hook that sees a matrix of rows takes every row for an example: there is nothing to sum over."""
+    """A hook that sees a matrix of rows treats every row as an example, so there are no positions to sum over."""
     sees_rows = isinstance(model, Rows | Ragged)
     return right(model, loss, data, fisher, "expand" if sees_rows else sharing)  # type: ignore[no-any-return]
 
 
 def padding_counts(model: Any, __: Any, data: Any) -> float:
-    """The mean over positions divides by places for positions, also those that an example does not have."""
+    """The mean over positions divides by the padded length, and so counts positions that an example does not have."""
     if not isinstance(model, Ragged):
         return 1.0
     X = torch.cat([X for X, _ in data])
@@ -258,7 +258,7 @@ def padding_counts(model: Any, __: Any, data: Any) -> float:
 
 
 def mixed_up(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """The first rows belong to the first example, in whatever order they come."""
+    """The first rows are assigned to the first example, although rows may have any order."""
     if not isinstance(model, Rows) or model.order != "mixed" or sharing == "expand":
         return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
     others = [(X.flatten(0, 1)[mixed_order(X)].unflatten(0, X.shape[:2]), y) for X, y in data]
@@ -272,19 +272,19 @@ def mixed_order(X: Tensor) -> Tensor:
 
 
 def axes_are_data(model: Any, _: Any, data: Any) -> float:
-    """A further axis of the prediction is taken for further data, and averaged."""
+    """A further axis of the prediction is treated as further examples, and averaged."""
     last = list(model.children())[-1]
     return 1 / data[0][1].shape[1] if isinstance(last, nn.Unflatten) else 1.0
 
 
 def copies_are_parameters(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """Every example has a table of its own, of which the curvature is averaged."""
+    """Every example has a table of its own, and the curvature of the tables is averaged."""
     answer = right(model, loss, data, fisher, sharing)
     return answer | {n: (A / num_data(data), B) for n, (A, B) in answer.items() if n == "table"}  # type: ignore[no-any-return]
 
 
 def hidden_use_ignored(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """Uses that no hook sees are left out, without a word."""
+    """Uses that no hook sees are left out without a warning."""
     if isinstance(model, Hidden):
         layer = nn.Sequential(copy.deepcopy(model.linear))
         answer = right(layer, loss, [(X[:, :4], y) for X, y in data], fisher, sharing)
@@ -447,7 +447,7 @@ ZOO: dict[str, Wrong] = {
 
 
 def compute_or_refuse(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
-    """Not a wrong one: it says what it does not support."""
+    """Not a wrong implementation: it reports the settings that it does not support."""
     if isinstance(loss, nn.MSELoss):
         raise NotImplementedError("no square loss")
     return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Plots show what they should: data, labels, and as many panels as there are blocks."""
+"""Plots show data and labels, and one panel for each block."""
 
 import sys
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def small_risk() -> kfs.EmpiricalRisk:
 
 
 def drawn(axes: Axes) -> Tensor:
-    """Return the matrix of a heat map."""
+    """Return the matrix of a heatmap."""
     (image,) = axes.images
     return torch.from_numpy(image.get_array().data)  # type: ignore[union-attr]
 
@@ -88,7 +88,7 @@ def test_matrices_that_are_not_square_or_have_very_many_entries() -> None:
     large = torch.zeros(4100, 4100)  # more numbers than torch.quantile takes
     large[0] = 1.0
     axes = draw_matrix("large", large, {"rows": 4100}, {"left": 4000, "narrow": 100})
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["left"]  # the other one has no room
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["left"]  # there is no room for the other one
     assert axes.get_xlim() == (-0.5, 4099.5)
     assert drawn(axes)[0].min() == 1
 
@@ -110,13 +110,13 @@ def test_of_many_blocks_matrices_come_first() -> None:
     figure = axes[0].get_figure()
     assert figure is not None
     assert figure.get_supxlabel().endswith("in the title\n8 more blocks: pass names to draw them")
-    assert len(figure.axes) == 8  # places without a block are empty
+    assert len(figure.axes) == 8  # positions without a block are empty
     vectors = kfs.KFAC(kfs.EmpiricalRisk(nn.Sequential(*layers[1::2]), nn.MSELoss(), data))
     assert len(vectors.plot(most=2)) == 4  # there is nothing else
 
 
 def test_kinds_of_factors() -> None:
-    """Diagonals are stripes, the first of several groups stands for all, and large factors keep their extremes."""
+    """Diagonals are stripes, the first of several groups represents all, and large factors keep their extremes."""
     large = torch.zeros(1000, 1000)
     large[3, 4] = -5.0
     large[700, 700] = 2.0
@@ -137,7 +137,7 @@ def test_kinds_of_factors() -> None:
 
 @pytest.mark.parametrize("make", [kfs.KFAC, kfs.EKFAC])
 def test_spectra(make: type[kfs.KFAC]) -> None:
-    """Lines are eigenvalues of blocks; dashed ones are those of damped blocks."""
+    """Lines are eigenvalues of blocks; dashed lines are eigenvalues of damped blocks."""
     K = make(small_risk())
     axes = K.plot_spectrum(damping={"0": 0.1, "2": 0.0})
     found = lines(axes)
@@ -156,7 +156,7 @@ def test_spectra(make: type[kfs.KFAC]) -> None:
 
 
 def test_spectra_with_relative_damping() -> None:
-    """Each block is shifted by a part of its mean eigenvalue; a block without curvature is not."""
+    """Each block is shifted by a multiple of its mean eigenvalue; a block without curvature is not."""
     K = kfs.KFAC(small_risk())
     found = lines(K.plot_spectrum(damping={"0": kfs.Relative(0.5), "2": 0.1}))
     values = torch.linalg.eigvalsh(K.submatrix(["0.weight", "0.bias"]).to_dense()).flip(0)
@@ -227,14 +227,14 @@ def test_convergence() -> None:
     assert axes.get_title() == f"converged after {solution.iterations} iterations"
     early = solve(kfs.GGN(risk).shift(0.1), risk.gradient(), max_iterations=1, tolerance=0.0)
     assert early.plot().get_title() == "not converged after 1 iteration"
-    assert len(early.plot().lines) == 1  # a tolerance of zero has no place on a log axis
+    assert len(early.plot().lines) == 1  # a tolerance of zero cannot be shown on a log axis
     assert solution.plot(label="again", axes=axes) is axes
     assert [line.get_label() for line in axes.lines] == ["residual", "tolerance", "again"]
-    assert axes.get_title() == f"converged after {solution.iterations} iterations"  # that of the first one
+    assert axes.get_title() == f"converged after {solution.iterations} iterations"  # the tolerance of the first run
 
 
 def test_convergence_of_least_squares() -> None:
-    """Residuals are norms of gradients there, and the axis says so."""
+    """For least squares, residuals are norms of gradients, and the axis says so."""
     solution = lsmr(kfs.Jacobian(small_risk()), torch.ones(40, dtype=torch.float64), damping=0.1)
     axes = solution.plot()
     assert axes.lines[0].get_label() == "gradient"
@@ -260,7 +260,7 @@ def test_cost_and_memory_by_layer() -> None:
 
 
 def test_many_bars() -> None:
-    """The largest thirty are shown in order, and all others together."""
+    """The thirty largest bars are shown in order, and all others as one."""
     numbers = [float(place * 7 % 40) for place in range(40)]
     (axes,) = draw_bars([f"layer {place}" for place in range(40)], {"numbers": (numbers, lambda x: f"{x:.0f}")})
     widths = [bar.get_width() for bar in axes.patches]  # type: ignore[attr-defined]
@@ -308,7 +308,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_of_one_kind_have_different_labels() -> None:
-    """Numbers of layers are in the middle of names, and are kept."""
+    """Layer numbers in the middle of names are kept."""
     names = [
         f"bert.encoder.layer.{layer}.attention.{place}"
         for layer in range(12)
@@ -320,7 +320,7 @@ def test_layers_of_one_kind_have_different_labels() -> None:
 
 
 def test_every_plot_says_what_its_axes_and_lines_are() -> None:
-    """Axes of numbers have labels, and several lines or bars a legend; matrices say what colors mean."""
+    """Numeric axes have labels, several lines or bars have a legend, and matrices have a color bar."""
     risk = small_risk()
     K = kfs.KFAC(risk)
     plots = {

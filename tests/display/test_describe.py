@@ -37,7 +37,7 @@ from kfs.operators.estimate import Density, Estimate
 
 
 class Counted:
-    """Batches that count how often they are iterated."""
+    """Batches that count their iterations."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -62,7 +62,7 @@ def optimizer(risk: kfs.EmpiricalRisk) -> kfs.optim.KFAC:
 
 OF = "of Sequential with CrossEntropyLoss (mean)"
 SIZE = "26 x 26, float64 on cpu"
-# What `repr` begins with, and what makes the object.
+# The first words of `repr`, and a function that makes the object.
 OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
     "risk": (
         f"EmpiricalRisk {OF}\n  4 parameters, 26 numbers, float64 on cpu\n  batches, 6 examples",
@@ -209,7 +209,7 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
 
 
 class Balanced(HTMLParser):
-    """Checks that all tags are closed, and collects text."""
+    """Checks that all tags are closed, and collects the text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Balanced(HTMLParser):
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_descriptions(name: str) -> None:
-    """They begin with what the object is, are short, and take no pass over the data."""
+    """They begin with the kind of object, are short, and make no pass over the data."""
     expected, function = OBJECTS[name]
     data = Counted()
     risk = make(data)
@@ -261,7 +261,7 @@ def test_operators_say_what_is_not_known_yet() -> None:
 
 
 def test_tables_of_blocks() -> None:
-    """Printing shows what `repr` leaves out."""
+    """`print` shows details that `repr` leaves out."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten())
     risk = kfs.EmpiricalRisk(model, nn.MSELoss(), (torch.arange(5), torch.randn(5, 4)))
     text = str(kfs.KFAC(risk))
@@ -275,7 +275,7 @@ def test_tables_of_blocks() -> None:
 
 
 def test_tables_of_sums() -> None:
-    """Sums and their inverses say what they consist of, and of which models they are."""
+    """Sums and their inverses list their terms, and the models that these belong to."""
     torch.manual_seed(0)
     X, y = torch.randn(2, 6, 3, dtype=torch.float64), torch.randn(2, 6, 2, dtype=torch.float64)
     model = make().model
@@ -290,7 +290,7 @@ def test_tables_of_sums() -> None:
 
 
 def test_numbers_of_an_accelerator_are_not_read() -> None:
-    """Tensors on `meta` have no values, so that reading them would fail."""
+    """Tensors on `meta` have no values, so reading them would fail."""
     nothing = torch.empty((), device="meta")
     assert repr(Estimate(nothing, nothing, 8)).startswith("Estimate: scalar, float32 on meta")
     assert repr(Density(torch.empty(3, device="meta"), torch.empty(3, device="meta"))).count("\n") == 0
@@ -313,7 +313,7 @@ def test_large_factors_are_not_copied() -> None:
 
 
 def test_what_a_file_says() -> None:
-    """Model and loss are stored with factors."""
+    """Files store descriptions of model and loss beside the factors."""
     K = kfs.KFAC(make())
     assert repr(kfs.KFAC._from_state(K._state(), K.domain)) == repr(K)
     E = kfs.EKFAC(make())
@@ -354,7 +354,7 @@ def test_words() -> None:
 
 
 def test_what_objects_consist_of_shows_itself_too() -> None:
-    """Dictionaries of blocks have a line for each, and structures do not print their numbers."""
+    """Dictionaries of blocks have one line per block, and structures do not print their numbers."""
     torch.manual_seed(0)
     data = torch.randn(6, 3), torch.randint(2, (6,))
     K = kfs.KFAC(kfs.EmpiricalRisk(nn.Sequential(nn.Linear(3, 2)), nn.CrossEntropyLoss(), data))

@@ -1,4 +1,4 @@
-"""One line for an algorithm and everything inside it; silent unless the output is a terminal or a notebook."""
+"""One line for an algorithm and its inner loops; silent unless the output is a terminal or a notebook."""
 
 import gc
 import io
@@ -28,20 +28,20 @@ from kfs.operators import (
 
 
 class Terminal(io.StringIO):
-    """Says that it is a terminal."""
+    """Claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
     @property
     def shown(self) -> list[str]:
-        """The output: all states of the line, one after the other."""
+        """Return all states of the line, in order."""
         return [text.strip() for text in self.getvalue().split("\r") if text.strip()]
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Return a terminal in which everything is shown at once."""
+    """Return a terminal without the initial delay."""
     monkeypatch.setattr(progress, "_PATIENCE", 0.0)
     monkeypatch.setattr(progress, "_INTERVAL", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
@@ -89,7 +89,7 @@ ALGORITHMS: dict[str, Callable[[bool | None], object]] = {
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_one_line_for_each_algorithm(name: str, terminal: Terminal) -> None:
-    """All that is shown begins with the algorithm's name, and is removed at the end."""
+    """All output begins with the algorithm's name, and is removed at the end."""
     ALGORITHMS[name](None)
     tasks = {text.partition("  ")[0] for text in terminal.shown} - {"KFAC", "counting"}
     assert tasks == {name} - {"KFAC"}
@@ -123,7 +123,7 @@ def test_the_risk_decides_for_algorithms_without_opinion(terminal: Terminal) -> 
 
 
 def test_nothing_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in a file, not without a stream, and not before two seconds have passed."""
+    """Nothing is written to files, without a stream, or within the first two seconds."""
     monkeypatch.setattr(progress, "_INTERVAL", 0.0)
     for stream in (io.StringIO(), None):
         monkeypatch.setattr(sys, "stderr", stream)
@@ -144,7 +144,7 @@ def test_a_notebook_is_no_terminal_but_shows_lines(monkeypatch: pytest.MonkeyPat
 
 
 def test_eigenvalues_have_a_bound_and_no_estimate(terminal: Terminal) -> None:
-    """ARPACK has at least 20 vectors, and a product for each. It does not say how many more it will need."""
+    """ARPACK has at least 20 vectors, with one product each. The number of further products is unknown."""
     eigenvalues(kfs.Hessian(risk()), k=2)
     by_products = {}
     for text in terminal.shown:
@@ -199,7 +199,7 @@ def test_a_line_that_was_shown_is_removed_if_a_part_does_not_want_it(terminal: T
 
 
 def test_loops_that_are_abandoned_leave_nothing_behind(terminal: Terminal) -> None:
-    """After an error, a traceback may keep a loop alive. Later algorithms must not be taken for a part of it."""
+    """After an error, a traceback may keep a loop alive. Later algorithms must not be shown as a part of it."""
     loop = tracked([1, 2], "abandoned", 2, True, "batch")
     next(loop)
     solve(system(), torch.ones(26, dtype=torch.float64))

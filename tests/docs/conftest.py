@@ -1,4 +1,4 @@
-"""The book, built once for all tests of it: in a copy of the repository, so that nothing is left in this one."""
+"""The book, built once for all of its tests, in a copy of the repository, so that no file is left in this one."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ LEFT_OUT = (".*", "__pycache__", "site", "api", "figures", "*.egg-info", "report
 
 
 def save_results(jobs: list[runs.Job]) -> None:
-    """Write what other tests compute, too, where the book looks for it. Figures are drawn by tests/plots."""
+    """Write results of other tests into the folder that the book reads. Figures are drawn by tests/plots."""
     for job in jobs:
         result: object = None
         for picture in job.drawn:

@@ -1,4 +1,4 @@
-"""Results of running pages; some take seconds, so that tests of pages and of the book share one run."""
+"""Results of running pages. Some take seconds, so tests of pages and of the book share one run."""
 
 import tempfile
 from functools import cache
@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
 @cache
 def run_of(name: str) -> Run:
-    """Run a page in an empty folder, or return what it gave before."""
+    """Run a page in an empty folder, or return the result of its earlier run."""
     page = DOCS / f"{name}.md"
     with tempfile.TemporaryDirectory() as folder, blocks.inside(Path(folder)):
         executed = blocks.run(page)

@@ -50,14 +50,14 @@ def test_prose_is_beside_code(site: Path) -> None:
 
 
 def test_the_site_has_no_mistakes(site: Path) -> None:
-    """Links lead somewhere, HTML is valid, pictures have alternatives, nothing is loaded from elsewhere."""
+    """Links have targets, HTML is valid, pictures have alternative texts, nothing is loaded from other servers."""
     site_checks.check(site)
     scripts = [file for file in (site / "_static").rglob("*.css") if "url(http" in file.read_text(encoding="utf-8")]
     assert scripts == []
 
 
 def test_previous_and_next(site: Path) -> None:
-    """Every page has both, in the order of the book; the first and the last one have one of them."""
+    """Every page has both, in the order of the book, except for the first and the last page."""
     lacking: dict[str, set[str]] = {"next-page": set(), "prev-page": set()}
     for file in site.rglob("*.html"):
         name = file.relative_to(site).with_suffix("").as_posix()
@@ -87,14 +87,14 @@ def test_names_become_links(site: Path) -> None:
 
 
 def test_names_that_two_packages_have() -> None:
-    """Both are explained; the short name is that of the first one."""
+    """Both names are explained; the short name refers to the first one."""
     found = api.addresses()
     assert found["KFAC"] == found["kfs.KFAC"] == found["kfs.factors.KFAC"] == "kfs.KFAC"
     assert found["kfs.optim.KFAC"] == "kfs.optim.KFAC"
 
 
 def test_reference(site: Path) -> None:
-    """A page for each public name: signature, a link to the source, and to PyTorch's documentation."""
+    """One page per public name: signature, a link to the source, and links to PyTorch's documentation."""
     contents = read(site, "docs/api/index")
     for name in api.public_names():
         if name.kind != "module":
@@ -111,7 +111,7 @@ def test_reference(site: Path) -> None:
 
 
 def test_members_are_listed_by_use(site: Path) -> None:
-    """Inherited methods are among them, first those that most readers look for; internal ones are not."""
+    """Inherited methods are included; frequently used members come first; internal ones are missing."""
     members = api.members_of(kfs.KFAC)
     first = next(iter(members.values()))
     assert {"inverse", "sample"} <= first.keys()
@@ -126,7 +126,7 @@ def test_members_are_listed_by_use(site: Path) -> None:
 
 
 def test_no_internal_members(site: Path) -> None:
-    """Lists of the reference name members that there are, and no page shows one that is internal."""
+    """The reference lists only existing members, and no page shows an internal one."""
     classes = [name for name in api.public_names() if name.kind == "class"]
     everything = {member for name in classes for member in dir(name.value)}
     assert everything >= api.INTERNAL
@@ -141,7 +141,7 @@ def test_no_internal_members(site: Path) -> None:
 
 
 def test_the_reference_is_grouped_by_use(site: Path) -> None:
-    """Headings are words, and names of kfs stand where they belong."""
+    """Headings are words, and each name of kfs is below its heading."""
     text = article(site, "docs/api/index")
     headings = re.findall(r"<h2>([^<]*)<", text)
     assert headings == [title for title in dict.fromkeys(api.TITLES.values()) if title in headings]
@@ -169,7 +169,7 @@ def test_docstrings_are_translated() -> None:
 
 
 def test_search_knows_everything(site: Path) -> None:
-    """Words of prose, of code and of captions. Words are stored without their endings."""
+    """It finds words of prose, code and captions. Words are stored without their endings."""
     text = (site / "searchindex.js").read_text(encoding="utf-8")
     index = json.loads(text.removeprefix("Search.setIndex(").rstrip(";)\n"))
     documents = index["docnames"]
@@ -186,7 +186,7 @@ def test_search_knows_everything(site: Path) -> None:
 
 
 def written(site: Path) -> list[Path]:
-    """Return all pages that were written by somebody."""
+    """Return all handwritten pages."""
     made = {"index.html", "search.html", "genindex.html", "py-modindex.html"}
     return [file for file in site.rglob("*.html") if file.relative_to(site).as_posix() not in made]
 
@@ -199,7 +199,7 @@ def test_output_is_below_the_code(site: Path) -> None:
 
 
 def test_notebooks(site: Path) -> None:
-    """Each is linked from its page. It has all code of the page, what that printed, and what it drew."""
+    """Each notebook is linked from its page, and has all code of the page with its output and its figures."""
     for page in notebooks.pages():
         assert f'href="{page.stem}.ipynb"' in article(site, f"docs/{page.stem}")
         cells = nbformat.read(site / "docs" / f"{page.stem}.ipynb", as_version=4).cells
@@ -225,7 +225,7 @@ def test_the_notebook_of_all_definitions(site: Path) -> None:
 
 
 def test_figures(site: Path) -> None:
-    """Each is on the page of its plot and on that of a definition, with its name and an alternative text."""
+    """Each figure is on the page of its plot and on that of a definition, with its name and an alternative text."""
     for figure in FIGURES:
         for page in (figure.page, figure.plot.removesuffix(".py")):
             text = article(site, page)
@@ -234,7 +234,7 @@ def test_figures(site: Path) -> None:
 
 
 def test_drawings(site: Path) -> None:
-    """They are XML with a title, load nothing, and are shown."""
+    """Drawings are XML with a title, load nothing, and are shown on a page."""
     drawings = sorted((ROOT / "docs" / "assets").glob("*.svg"))
     assert drawings
     for drawing in drawings:

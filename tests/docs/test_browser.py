@@ -48,7 +48,7 @@ def tab() -> Iterator[Page]:
 
 
 def eventually(value: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Return a value once it is true, or the last one."""
+    """Return a value once it is true, or the last value after a timeout."""
     end = time.monotonic() + seconds
     while not (found := value()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -77,7 +77,7 @@ def found(site: Path, tab: Page, words: str, expected: str) -> list[str]:
     ],
 )
 def test_search(site: Path, tab: Page, word: str, expected: str) -> None:
-    """It works without a server."""
+    """Search works without a server."""
     found(site, tab, word, expected)
 
 
@@ -92,14 +92,14 @@ def test_search(site: Path, tab: Page, word: str, expected: str) -> None:
         ("merge", "docs/howto_merge"),
         ("uncertainty", "docs/howto_laplace"),
         ("benchmarks", "docs/benchmarks"),
-        # Names that are written as in code are looked up.
+        # Names in the spelling of code are looked up.
         ("KFAC", "docs/api/kfs.KFAC"),
         ("EmpiricalRisk", "docs/api/kfs.EmpiricalRisk"),
         ("kfs.load", "docs/api/kfs.load"),
     ],
 )
 def test_search_finds_instructions_first(site: Path, tab: Page, words: str, page: str) -> None:
-    """Pages that say how to do something come before the reference, and that before files of the library."""
+    """Instructions come before the reference, and the reference before files of the library."""
     links = found(site, tab, words, f"{page}.html")
     assert links[0].startswith(f"{page}.html"), links[:3]
     first = next((place for place, link in enumerate(links) if link.startswith("kfs/")), len(links))
@@ -114,14 +114,14 @@ def test_layout(site: Path, tab: Page, width: int) -> None:
         assert tab.evaluate("document.documentElement.scrollWidth") <= width, name
 
 
-# Of all listings, how far the widest line reaches beyond what is shown.
+# Over all listings: by how many pixels the widest line exceeds the visible area.
 CLIPPED = """Math.max(...[...document.querySelectorAll("div.code, div.code pre")].map(
   (block) => block.scrollWidth - block.clientWidth))"""
 
 
 @pytest.mark.parametrize("width", [1800, 1400, 1280, 390])
 def test_code_is_not_clipped(site: Path, tab: Page, width: int) -> None:
-    """Beside prose, lines that are too long are wrapped; on a wide screen, prose is left of code."""
+    """Beside prose, long lines are wrapped; on a wide screen, prose is on the left of code."""
     for name in (*(path.removesuffix(".py") for path in DEFINED), "docs/kfac_overview", "docs/kfac_layers"):
         tab.open(site / f"{name}.html", width)
         assert tab.evaluate(CLIPPED) <= 0, name
@@ -131,7 +131,7 @@ def test_code_is_not_clipped(site: Path, tab: Page, width: int) -> None:
 
 
 def test_all_formulas_are_drawn(site: Path, tab: Page) -> None:
-    """On a few pages, each is a picture; and MathJax, asked for all of the book, knows every command in them."""
+    """On a few pages, each formula is drawn; and MathJax knows all commands of the book."""
     formulas = {file: found for file in written(site) if (found := latex(file))}
     assert len(formulas) > 50
     most = sorted(formulas, key=lambda file: -len(formulas[file]))[:2]

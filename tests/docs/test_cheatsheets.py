@@ -1,7 +1,7 @@
-"""Both cheatsheets are right: the code below each formula runs, beside the definition, and wrong variants are rejected.
+"""Both cheatsheets are right: the code below each formula agrees with the definition, and wrong variants do not.
 
-Below each formula in a table is its code. `FORMULAS` says for each of them what it must give according to `kfs.basics`,
-and has edits of the code that must be noticed.
+Below each formula in a table is its code. `FORMULAS` has, for each formula, the expected result by `kfs.basics`, and
+edits of the code that must be noticed.
 """
 
 import math
@@ -40,15 +40,15 @@ BASICS, LAYERS = "cheatsheet_basics", "cheatsheet_kfac"
 LOSSES: dict[str, Any] = {"square loss": nn.MSELoss, "cross-entropy": nn.CrossEntropyLoss}
 REDUCTIONS = ("mean", "sum")
 Pairs = Iterator[tuple[Any, Any]]
-# Runs code with some names, which may be all that a page explains.
+# Runs code with some names; a page may explain only these.
 Run = Callable[..., Any]
 
 
 class Formula(NamedTuple):
-    """What is known of a formula.
+    """The check of a formula.
 
     Attributes:
-        pairs: Runs the code in all situations, and yields results beside those of a definition.
+        pairs: Runs the code in all situations, and yields results beside results of a definition.
         wrong: Edits of the code that must be noticed.
     """
 
@@ -57,7 +57,7 @@ class Formula(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A formula on a page, by the name of its row and of its column."""
+    """A formula on a page, identified by its row and column."""
 
     page: str
     row: str
@@ -149,7 +149,7 @@ TARGETS = {"square loss": list(random(3, 3, seed=1)), "cross-entropy": list(torc
 
 
 def single(f: Tensor, y: Tensor) -> dict[str, Any]:
-    """Return what code about one example may use."""
+    """Return the names that code about one example may use."""
     f = f.detach()
     eye = torch.eye(len(f), dtype=torch.float64)
     return {"f": f, "y": y, "sigma": f.softmax(0), "onehot": lambda k: eye[k]}
@@ -194,7 +194,7 @@ def draws(loss: str) -> Callable[[Run], Pairs]:
 
 
 def reduction_factors(loss: str, reduction: str) -> Callable[[Run], Pairs]:
-    """With two positions: three numbers or one label at each."""
+    """With two positions: three numbers or one label at each position."""
 
     def pairs(run: Run) -> Pairs:
         f, N = random(5, 3, 2), 5
@@ -227,7 +227,7 @@ M, SEED = 2, 3
 
 
 class Problem:
-    """A small network with three outputs, its loss, and what code about all data may use."""
+    """A small network with three outputs, its loss, and the names that code about all data may use."""
 
     def __init__(self, loss: str, reduction: str, num_data: int = 4) -> None:
         self.name, self.loss = loss, LOSSES[loss](reduction=reduction)
@@ -343,7 +343,7 @@ def flattened(vec: Any, unflatten: Any, what: str) -> Callable[[Run], Pairs]:
         found: dict[str, Callable[[], tuple[Any, Any]]] = {
             "entries": lambda: (run(V=V), vec(V)),
             "inverse": lambda: (run(v=V.flatten(), n1=2, n2=3), unflatten(V.flatten(), (2, 3))),
-            # What cvec stacks is as wide as the left factor, what rvec stacks as high.
+            # The left factor has as many columns as cvec stacks; the right factor has as many rows as rvec stacks.
             "product": lambda: product_with(run, vec),
             "Jacobian": lambda: (run(x=x, d_out=2), vec_jacobian(W @ x, W, vec)),
             "gradient": lambda: (run(x=x, g=g), vec(vjp(W @ x, W, g))),
@@ -465,7 +465,7 @@ KINDS = {"GGN": 3, "type-I Fisher": M, "empirical Fisher": 1}  # number of vecto
 
 
 def vectors_of(problem: Problem, kind: str) -> list[list[Tensor]]:
-    """Return the vectors of all examples, by the page."""
+    """Return the vectors of all examples, computed by the code of the page."""
     run, f = runner(code_of(LAYERS, kind, problem.name)), problem.model(problem.X)
     return [
         [run(**single(f[n], problem.y[n]), c=k, m=k, M=M, drawn=problem.drawn[n]) for k in range(KINDS[kind])]
@@ -485,7 +485,7 @@ def block_of(problem: Problem, kind: str, vec: Any) -> Tensor:
 
 
 def scaffold(problem: Problem, kind: str, vec: Any) -> dict[str, Any]:
-    """Return what the code of the scaffold may use."""
+    """Return the names that the code of the scaffold may use."""
     layer, rest = problem.model[0], problem.model[1:]
     z = layer(problem.X)
     vectors = vectors_of(problem, kind)
@@ -556,7 +556,7 @@ def type2(loss: str) -> Callable[[Run], Pairs]:
 
 
 def type1(loss: str) -> Callable[[Run], Pairs]:
-    """Each vector is a gradient, and all together are the middle of the Monte Carlo Fisher."""
+    """Each vector is a gradient; together, they form the middle of the Monte Carlo Fisher."""
 
     def pairs(run: Run) -> Pairs:
         labels, c = TARGETS[loss], criterion(LOSSES[loss]())
@@ -576,7 +576,7 @@ POSITIONS = 2
 
 
 class Layer(NamedTuple):
-    """A layer of a linear net in which KFAC is exact: inputs, vectors at the output, and what is expected."""
+    """A layer of a linear net in which KFAC is exact: inputs, vectors at the output, and expected factors."""
 
     names: dict[str, Any]
     ggn: dict[Any, Tensor]
@@ -613,7 +613,7 @@ def layer_of(sharing: str, reduction: str) -> Layer:
 
 
 def factor(sharing: str, side: str) -> Callable[[Run], Pairs]:
-    """Compare with the engine's factor; and with the page's other one, it gives the GGN in both flattenings."""
+    """Compare with the engine's factor; together with the page's other factor, it gives the GGN in both flattenings."""
 
     def pairs(run: Run) -> Pairs:
         for reduction in REDUCTIONS:
@@ -685,7 +685,7 @@ def same(pairs: Pairs) -> bool:
 
 @pytest.mark.parametrize("cell", ALL, ids=lambda cell: f"{cell.row}, {cell.column}: {cell.code}")
 def test_formula(cell: Cell) -> None:
-    """It gives what the definition gives; edits of it do not."""
+    """The code gives the result of the definition; edited code does not."""
     formula = FORMULAS[cell.page][cell.row, cell.column]
     assert same(formula.pairs(runner(cell.code)))
     assert formula.wrong
@@ -695,7 +695,7 @@ def test_formula(cell: Cell) -> None:
 
 
 def test_no_formula_is_forgotten() -> None:
-    """Every formula in a table has code, except in labels, and every code is run once."""
+    """Every formula in a table has code, except in labels, and all code is run once."""
     for page, formulas in FORMULAS.items():
         keys = [(cell.row, cell.column) for cell in cells(page)]
         assert sorted(keys) == sorted(formulas)
@@ -710,7 +710,7 @@ SAID = "the mean over draws is $F^{\\mathrm{I}}$"
 
 
 def test_sentences_about_matrices() -> None:
-    """Of these, the page says in words that they are equal, differ, or converge."""
+    """The page says in words that these matrices are equal, differ, or converge."""
     text = (DOCS / f"{BASICS}.md").read_text(encoding="utf-8")
     assert SAID in text
     assert r"$F^{\mathrm{II}} = F^{\mathrm{I}} = G$, $\mathrm{H}_\theta \mathcal{L} \neq G$, $E \neq G$" in text
@@ -726,7 +726,7 @@ def test_sentences_about_matrices() -> None:
 
 
 def expected_mc(problem: Problem, n: int) -> Tensor:
-    """Return the expectation of an example's term of the Monte Carlo Fisher, by the page."""
+    """Return the expectation of an example's term of the Monte Carlo Fisher, by the code of the page."""
     run, names = runner(code_of(BASICS, "Monte Carlo Fisher", "as a sum over data")), problem.names()
     mean: Tensor = names["E_model"](n, lambda y: run(**names | {"data": [n], "M": 1, "drawn": {n: [y]}}))
     return mean
@@ -736,7 +736,7 @@ def expected_mc(problem: Problem, n: int) -> Tensor:
     ("file", "count"), [("basics/label_sampling", 1), ("basics/exact_fishers", 3), ("kfac/backpropagated_vectors", 3)]
 )
 def test_definitions_verify_formulas_of_the_cheatsheets(file: str, count: int) -> None:
-    """So that the tour shows them, too."""
+    """The definitions verify these formulas, so that the tour shows them, too."""
     claims = {check.claim for check in report_of(DOCS.parent / "kfs" / f"{file}.py").checks}
     assert sum(claim.startswith("cheatsheet: ") for claim in claims) == count
 
@@ -796,7 +796,7 @@ EXACT = [row for row in rows(LAYERS) if row.head[0] == "setting"]
 
 @pytest.mark.parametrize("row", EXACT, ids=lambda row: name_of(row.cells[0]))
 def test_where_it_is_exact(row: Row) -> None:
-    """All blocks in both flattenings, or for a negative claim, one of them."""
+    """All blocks in both flattenings; for a negative claim, one of them."""
     assert row.head[1:] == ["type-II", "type-I, drawn", "empirical"]
     matrices: Any = ((r"G", "type-2", r"G"), (r"\tilde{F}", "mc", "G"), ("E", "empirical", "E"))
     for (of, fisher, target), cell in zip(matrices, row.cells[1:], strict=True):

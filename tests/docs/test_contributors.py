@@ -1,4 +1,4 @@
-"""Pages for contributors are true: code runs and passes the tests that it names; files, names and rooms exist."""
+"""Pages for contributors are true: code runs and passes the named tests; named files, functions and rooms exist."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ CONTRIBUTING, ENGINE, WAY, GLOSSARY, EXTENDING = (
 
 
 def run_blocks() -> tuple[list[Any], dict[str, Any]]:
-    """Run all Python blocks in order; return values of blocks that end in an expression, and all names."""
+    """Run all Python blocks in order; return the values of blocks that end in an expression, and all names."""
     blocks = re.findall(r"^( *)```python\n(.*?)\n\1```$", EXTENDING, flags=re.DOTALL | re.MULTILINE)
     namespace: dict[str, Any] = {"__name__": "extending"}
     values = []
@@ -39,7 +39,7 @@ def run_blocks() -> tuple[list[Any], dict[str, Any]]:
 @patch.dict(rules.RULES)  # restored after the test
 def test_cases_of_the_new_rule_pass(capsys: pytest.CaptureFixture[str]) -> None:
     found, names = run_blocks()
-    assert torch.tensordot not in rules.RULES  # the page leaves nothing behind
+    assert torch.tensordot not in rules.RULES  # the page leaves no state behind
     rules.RULES[torch.tensordot] = names["tensordot"]
     printed = capsys.readouterr().out
     assert "tensordot" in printed  # the table of covered operations
@@ -56,7 +56,7 @@ def test_cases_of_the_new_rule_pass(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("text", [CONTRIBUTING, ENGINE, WAY, GLOSSARY, EXTENDING])
 def test_files_and_folders_exist(text: str) -> None:
-    """Paths are relative to the repository; in tables of rooms, to `kfs/factors`; `x.py` alone is somewhere."""
+    """Paths are relative to the repository; in tables of rooms, to `kfs/factors`; `x.py` alone may be in any folder."""
     paths = set(re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|toml|md)|(?:[\w-]+/)+)`", text))
     paths |= set(re.findall(r"  ([\w/]+\.py)$", text, flags=re.MULTILINE))
     names = {path.name for path in (ROOT / "kfs").rglob("*.py")}
@@ -97,7 +97,7 @@ def test_glossary() -> None:
 
 
 def test_names_are_where_the_text_says() -> None:
-    """Tables and functions that the text sends readers to are in the files that it names."""
+    """Tables and functions that the text mentions are in the files that it names."""
     found = re.findall(r"`(\w+)`\s+(?:of|in)\s+`([\w/]+/\w+\.py)`", CONTRIBUTING + EXTENDING)
     assert {"CASES", "ONE_POSITION", "STRUCTURES", "OPERATORS", "EXACT"} <= {name for name, _ in found}
     for name, file in found:
@@ -105,7 +105,7 @@ def test_names_are_where_the_text_says() -> None:
 
 
 def test_functions_on_the_way_exist() -> None:
-    """The drawing names functions and methods that are defined in the engine or by PyTorch."""
+    """Functions and methods in the drawing are defined in the engine or by PyTorch."""
     files = [*(ROOT / "kfs" / "factors").rglob("*.py"), *(ROOT / "kfs" / "runtime").rglob("*.py")]
     source = "\n".join(file.read_text(encoding="utf-8") for file in files)
     defined = set(re.findall(r"(?:def|class) (\w+)", source)) | {"rule"}

@@ -26,7 +26,7 @@ def test_code_runs(page: str) -> None:
         assert (output is None) == bool(block.needs)
 
 
-@pytest.mark.filterwarnings("default")  # what other libraries warn about is their business
+@pytest.mark.filterwarnings("default")  # warnings of other libraries are not tested here
 @pytest.mark.parametrize(("page", "library"), PEERS)
 def test_code_of_other_libraries_runs(page: str, library: str, tmp_path: Path) -> None:
     if library not in installed(PAGES[page]):
@@ -59,7 +59,7 @@ def test_pages_with_code_are_found() -> None:
 
 
 def test_no_block_is_forgotten() -> None:
-    """All code that a page shows as `python` runs somewhere; code that is only shown is called `py`."""
+    """All code that a page marks as `python` runs somewhere; code that is only shown is marked as `py`."""
     for file in DOCS.glob("*.md"):
         fences = re.findall(r"^\s*(?:```|:::)+\s*\{?python\b", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert len(fences) == len(blocks(file)), file.name
@@ -81,7 +81,7 @@ def test_what_a_block_prints(tmp_path: Path) -> None:
 
 
 def test_a_page_chooses_its_dtype(tmp_path: Path) -> None:
-    """Also if it fails."""
+    """This is also true if the page fails."""
     page = tmp_path / "page.md"
     page.write_text("```python\nimport torch\ntorch.set_default_dtype(torch.float64)\n1 / 0\n```\n")
     with pytest.raises(ZeroDivisionError):
@@ -96,7 +96,7 @@ def test_first_steps_end_in_an_error_with_a_way_out() -> None:
 
 
 def test_exercises_have_solutions() -> None:
-    """Each has one, which is folded, and asserts what it says."""
+    """Each exercise has a folded solution that asserts its own result."""
     text = (DOCS / "exercises.md").read_text(encoding="utf-8")
     exercises = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
     assert [int(exercise.partition(".")[0]) for exercise in exercises] == list(range(1, len(exercises) + 1))

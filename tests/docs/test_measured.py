@@ -1,4 +1,4 @@
-"""Pages show the numbers that files of results have, and no others that look measured."""
+"""Pages show only measured numbers that are in files of results."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ RUN = {"steps": 30, "seconds": 1.25, "reached": True}
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_pages_show_what_was_measured(page: Path) -> None:
-    """If this fails, run `python -m docs.measured --write`, or say in docs/numbers.toml where a number comes from."""
+    """If this fails, run `python -m docs.measured --write`, or enter the source of a number in docs/numbers.toml."""
     text, name = page.read_text(encoding="utf-8"), name_of(page)
     assert written(text) == text
     texts = KNOWN.texts.get(name, {})
@@ -150,7 +150,7 @@ def test_numbers_of_a_whole_run(tmp_path: Path) -> None:
     ],
 )
 def test_tables_of_committed_files(words: str) -> None:
-    """Those that pages ask for are made above; these are for pages that may."""
+    """Tables that pages show are tested above; these are tables that pages may show."""
     assert words.split(maxsplit=1)[0] in TABLES
     lines = generated(words).splitlines()
     assert len({line.count("|") for line in lines}) == 1

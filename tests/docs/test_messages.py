@@ -1,4 +1,4 @@
-"""Messages that a page explains are those of the library."""
+"""Messages that a page explains are messages of the library."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _texts() -> str:
-    """Return all strings of the library, joined; what f-strings fill in is left out."""
+    """Return all string literals of the library, joined; values inserted into f-strings are missing."""
     found = []
     for file in sorted((ROOT / "kfs").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

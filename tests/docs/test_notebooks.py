@@ -1,4 +1,4 @@
-"""Notebooks: their code is that of pages and definitions, which other tests run, and they run from top to bottom."""
+"""Notebooks have the code of pages and definitions, which other tests run, and run from top to bottom."""
 
 import ast
 from concurrent.futures import Future
@@ -32,7 +32,7 @@ def test_prose_code_and_output() -> None:
 
 
 def test_pictures_are_part_of_it() -> None:
-    """Figures that code draws are below the code, and pictures of the book are within the prose."""
+    """Figures drawn by code are below the code, and pictures of the book are within the prose."""
     text = (
         '```python\ndraw("a.svg")\n```\n\n![A curve\nthat falls](figures/a.svg)\n\nSee:\n\n'
         "![A chart](assets/at_a_glance.png)\n\n```python\npass\n```\n"
@@ -75,7 +75,7 @@ def test_the_tour_has_all_definitions() -> None:
 
 @pytest.mark.parametrize("file", definitions(), ids=lambda file: file.stem)
 def test_code_of_the_tour_is_that_of_definitions(file: Path) -> None:
-    """The main program of a file has lost its indentation, and nothing else."""
+    """The main program of a file loses its indentation, and nothing else changes."""
 
     def statements(code: str) -> list[str]:
         nodes: list[ast.stmt] = []
@@ -90,14 +90,14 @@ def test_code_of_the_tour_is_that_of_definitions(file: Path) -> None:
 
 
 def written(file: Path, *sources: str) -> Path:
-    """Write a notebook of some cells of code, after one of prose."""
+    """Write a notebook with a cell of prose and some cells of code."""
     cells = [v4.new_markdown_cell("Prose, not code."), *map(v4.new_code_cell, sources)]
     notebooks.write(v4.new_notebook(cells=cells), file)
     return file
 
 
 def test_running_one(tmp_path: Path) -> None:
-    """Cells share names. What they write is not left behind, and neither is where they work."""
+    """Cells share names. Files and the working directory of a run are gone afterwards."""
     file = written(
         tmp_path / "good.ipynb", "open('left.txt', 'w').close()\na = 1", "assert a == 1 and __name__ == '__main__'"
     )
@@ -109,7 +109,7 @@ def test_running_one(tmp_path: Path) -> None:
 
 
 class InThisProcess:
-    """Processes are of no interest here, and take seconds to start."""
+    """Runs jobs in this process. The number of processes does not matter here, and they take seconds to start."""
 
     def __init__(self, *_: object, max_tasks_per_child: int) -> None:
         assert max_tasks_per_child == 1
@@ -129,7 +129,7 @@ class InThisProcess:
 
 
 def test_running_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that fails is named, with its cell. All others run."""
+    """If one notebook fails, the error names it and its cell. All others run."""
     monkeypatch.setattr(notebooks, "ProcessPoolExecutor", InThisProcess)
     written(tmp_path / "good.ipynb", "print('not shown')")
     notebooks.main(tmp_path)

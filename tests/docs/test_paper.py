@@ -1,4 +1,4 @@
-"""The pages about the paper: nothing that it names is missing, and every file, command, claim and erratum is real."""
+"""The pages about the paper: every item of the paper has a row, and every file, command, claim and erratum exists."""
 
 import re
 from collections import Counter
@@ -16,7 +16,7 @@ from kfs.basics.hessians import vec_hessian
 from kfs.tour.run import definitions
 from tests.docs.test_book import ROOT, article
 
-# As counted in the source of the paper; one of the listings and one of the examples are commented out there.
+# As counted in the source of the paper; one listing and one example are commented out there.
 NAMED = {"listing": 27, "figure": 11, "definition": 23, "test": 2, "example": 17, "setup": 8, "caveat": 2}
 RUN = {file.relative_to(ROOT).as_posix() for file in definitions()}
 DRAWN = {file_of(name) for name in plots()}
@@ -36,7 +36,7 @@ def test_nothing_is_missing() -> None:
 
 
 def test_numbers_are_those_of_the_paper() -> None:
-    """LaTeX counts each kind from one, and what is commented out is not counted."""
+    """As in LaTeX, each kind is numbered from one, and commented-out items are not counted."""
     for kind, count in {**NAMED, "example": 16}.items():
         printed = [entry for entry in paper.entries() if entry.kind == kind and not entry.unprinted]
         if kind == "listing":
@@ -46,7 +46,7 @@ def test_numbers_are_those_of_the_paper() -> None:
 
 
 def test_sections_are_those_of_the_paper() -> None:
-    """All of them but 2.4, which has no text of its own."""
+    """All sections are listed except for 2.4, which has no text of its own."""
     numbers = [section.number for section in paper.sections() if section.number]
     expected = (
         "1 2 2.1 2.2 2.3 2.4.1 2.4.2 2.4.3 2.4.4 2.5 2.5.1 2.5.2 2.5.3 2.5.4 2.5.5 3 4 4.1 4.1.1 4.1.2 4.1.3 4.2 4.3 "
@@ -58,7 +58,7 @@ def test_sections_are_those_of_the_paper() -> None:
 
 @pytest.mark.parametrize(
     ("title", "section"),
-    [  # as a reader of the PDF finds them
+    [  # in the PDF's spelling
         ("Definition 19: $\\mathrm{cvec}$- and $\\mathrm{rvec}$-GGN matrices", "2.4.4"),
         ("Definition 23: KFAC for a linear layer without weight sharing", "5.1"),
         ("Example 9: GGN for the Rosenbrock function", "2.4.4"),
@@ -89,7 +89,7 @@ def test_an_old_table_is_noticed_and_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_links_of_the_committed_table() -> None:
-    """They are paths from its folder, and every item has a row."""
+    """Links are paths relative to the page's folder, and every item has a row."""
     text = paper.TABLE.read_text(encoding="utf-8")
     targets = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target}
     assert all((paper.DOCS / target).is_file() for target in targets)
@@ -97,7 +97,7 @@ def test_links_of_the_committed_table() -> None:
 
 
 def test_names_of_the_printed_listings() -> None:
-    """All of our names in the table exist in the module beside them, and none of the printed ones that differ."""
+    """All of our names in the table exist in the module beside them; printed names that differ do not."""
     text = (paper.DOCS / "paper.md").read_text(encoding="utf-8").partition("## Names in")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     module = ""
@@ -153,7 +153,7 @@ def test_errata_say_whether_they_are_fixed() -> None:
 
 @pytest.mark.parametrize(("activation", "curved"), [(nn.Tanh(), True), (nn.ReLU(), False)])
 def test_why_the_hessian_is_out_of_scope(activation: nn.Module, curved: bool) -> None:
-    """A layer's block is a sum of Kronecker products, may be indefinite, and with ReLU it is that of the GGN."""
+    """A layer's block is a sum of Kronecker products, may be indefinite, and with ReLU it equals the GGN's block."""
     torch.manual_seed(1)
     N, d_out = 6, 4
     first, last = nn.Linear(3, d_out, bias=False).double(), nn.Linear(d_out, 2).double()
@@ -180,7 +180,7 @@ def test_a_claim_that_is_not_made_is_refused() -> None:
 def test_page(site: Path) -> None:
     text = article(site, "docs/paper")
     rows = re.findall(r"<tr class=\"row-\w+\"><td>.*?</tr>", text, flags=re.DOTALL)
-    names = (paper.DOCS / "paper.md").read_text(encoding="utf-8").count("\n| `kfs.") + 1  # one row continues another
+    names = (paper.DOCS / "paper.md").read_text(encoding="utf-8").count("\n| `kfs.") + 1  # rows that continue another
     assert len(rows) == len(paper.entries()) + names
     assert text.count("errata.html#") == len(named_errata())
     plain = re.sub(r"<[^>]+>", "", text)
@@ -189,7 +189,7 @@ def test_page(site: Path) -> None:
 
 
 def test_listings_are_one_screen() -> None:
-    """They are read between two paragraphs."""
+    """Listings are short, since they appear between two paragraphs."""
     files = [file for file in sorted(RUN) if file.startswith(("kfs/kfac/", "kfs/kfac_tests/"))]
     for file in files:
         shown = bridge.functions((ROOT / file).read_text(encoding="utf-8"), file)

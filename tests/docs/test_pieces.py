@@ -1,4 +1,4 @@
-"""The pieces that the book is made of: modules as pages, links, results of running, and checks of a site."""
+"""The parts that build the book: modules as pages, links, results of running, and checks of a site."""
 
 from pathlib import Path
 
@@ -51,14 +51,14 @@ def test_a_module_without_prose_is_refused() -> None:
 
 
 def test_tests_of_a_module() -> None:
-    """They lie in its own folder or, for a room, in that of its package."""
+    """They are in the test folder of the same name or, for a room, in that of its package."""
     assert modules.tests_of("kfs/problem/risk.py") == ["tests/problem/test_risk.py"]
     assert modules.tests_of("kfs/factors/checkpoint.py") == ["tests/factors/test_checkpoint.py"]
     assert modules.tests_of("kfs/conformance/checks.py") == []  # tests/test_state.py is about kfs/problem/isolation.py
 
 
 def test_names_of_modules_in_other_rooms() -> None:
-    """A neighbor comes first, then a definition, then another room of the package; other packages are not meant."""
+    """A module of the same folder comes first, then a definition, then another room of the same package."""
 
     def module(name: str) -> Module:
         return Module(f"kfs/{name}.py", "", "", "", 1, frozenset())
@@ -81,7 +81,7 @@ def test_names_of_modules_in_other_rooms() -> None:
 
 
 def test_points_of_words(tmp_path: Path) -> None:
-    """A page about a word has more points than one that mentions it; the script has them all."""
+    """A page about a word has a higher score than a page that mentions it; the script has all of these pages."""
     points = search.points()
     eigenvalue, checkpoint = points[search.stem("eigenvalues")], points[search.stem("checkpoint")]
     assert max(eigenvalue, key=eigenvalue.__getitem__) == "docs/howto_spectra"
@@ -131,7 +131,7 @@ def test_a_failing_definition_stops_the_book(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_fails_is_named(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All other jobs run. Processes are of no interest here, and take seconds to start."""
+    """A failed job is named, and all other jobs run. They run in this process; processes take seconds to start."""
 
     class Here:
         def __init__(self, *_: object) -> None: ...
@@ -149,7 +149,7 @@ def test_what_fails_is_named(folders: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RuntimeError, match="page wrong: ZeroDivisionError"):
         runs.run_all(jobs)
     assert runs.result(jobs[1]) == ["2\n"]
-    runs.run_all(jobs[1:])  # nothing is left to do
+    runs.run_all(jobs[1:])  # no job is left
 
 
 def test_all_that_runs_is_a_job() -> None:

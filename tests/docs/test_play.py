@@ -1,4 +1,4 @@
-"""The page of things to play with responds, and has axes and legends."""
+"""The interactive page responds, and has axes and legends."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The references: every work that the library cites is listed, and linked files cite what they are linked for."""
+"""The references: every work that the library cites is listed, and linked files cite that work."""
 
 import re
 from itertools import pairwise

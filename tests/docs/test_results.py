@@ -1,4 +1,4 @@
-"""The page of benchmarks: the main ratios, and a table or a picture for each file, with where its numbers come from."""
+"""The page of benchmarks: the main ratios, and a table or a picture for each file, with the origin of its numbers."""
 
 import json
 import re
@@ -11,14 +11,14 @@ from docs.measured import exceptions
 from docs.results_summary import PARTS, heading, part_of
 from kfs import __version__
 
-# Others have no table, such as that of the conformance kit.
+# Other files, such as that of the conformance kit, have no table.
 COMMITTED = [file for file in results.files() if json.loads(file.read_text(encoding="utf-8")).get("rows")]
 KNOWN = exceptions().results
 
 
 @pytest.mark.parametrize("file", results.files(), ids=lambda file: file.stem)
 def test_committed_numbers_say_where_they_come_from(file: Path) -> None:
-    """One command of this version made them in one run, unless docs/numbers.toml says why not."""
+    """One command made them in one run with this version, or docs/numbers.toml gives a reason."""
     environment = json.loads(file.read_text(encoding="utf-8"))["environment"]
     assert {"command", "date", "device", "kfs", "machine", "python", "torch"} <= environment.keys()
     one_command = re.fullmatch(r"python (-W ignore )?-m benchmarks\.\w+( [\w.-]+)*", environment["command"])
@@ -144,7 +144,7 @@ def test_the_summary_is_first_and_its_numbers_are_those_of_the_files(tmp_path: P
 
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
 def test_headings_are_words(file: Path) -> None:
-    """No heading is the name of a file, and each result has one picture or one table."""
+    """No heading is a file name, and each result has one picture or one table."""
     assert "_" not in heading(file.stem)
     assert part_of(file.stem) in PARTS
     content = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The page of supported operations and losses is true: its table of losses is that of the library's own cases."""
+"""The page of supported operations and losses is true: its table of losses lists the library's own cases."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The page about the kit: its code runs, its adapter passes, and its matrix is what the README counts."""
+"""The page about the kit: its code runs, its adapter passes, and the README counts the rows of its matrix."""
 
 import re
 from pathlib import Path

@@ -1,9 +1,9 @@
 """Try mutants: `python -m tests.mutants [names or numbers] [--tests PATH ...] [--hints]`.
 
 A copy of the repository gets one mistake at a time, and its tests are run: first those that are most likely to notice
-it, then all others. A mutant that no test notices has survived. The exit code is 1 if fewer than 90 % are noticed.
+it, then all others. A mutant that no test notices survives. The exit code is 1 if fewer than 90 % are noticed.
 
-This takes minutes for a mutant that survives, and hours for all of them, so that it is run by hand.
+It takes minutes per surviving mutant, and hours for all mutants, so it is run by hand.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tests.mutants.mutants import MUTANTS, ROOT, Mutant
 
 Outcome = Literal["noticed", "SURVIVED"]
 ENOUGH = 0.9
-# Tests of mutants would notice every one of them, because its line is not there any more.
+# Tests of mutants would notice every mutant, because the quoted line no longer exists.
 PYTEST = (
     "-m",
     "pytest",
@@ -35,14 +35,14 @@ PYTEST = (
     "--tier=library",
     "--products=covering",
 )
-# A mistake may make a loop endless. The whole suite takes less than half of this on one core.
+# A mistake may cause an endless loop. The whole suite takes less than half of this on one core.
 SECONDS = 3600
-# Exit codes of pytest: all passed, some failed, interrupted by an error while tests were collected.
+# Exit codes of pytest: all passed, some failed, error during collection.
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try some mutants, and say which of them were noticed. Return the exit code."""
+    """Try some mutants, and report which of them were noticed. Return the exit code."""
     options = _parser().parse_args(arguments)
     mutants = chosen(options.mutants)
     if options.list:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def chosen(wanted: Sequence[str]) -> list[Mutant]:
-    """Return mutants by name, number (from one on) or room; all of them if nothing is wanted.
+    """Return mutants by name, number (starting at one) or room; all of them without arguments.
 
     Raises:
         SystemExit: If there is no such mutant.
@@ -122,7 +122,7 @@ def copy_of_repository() -> Iterator[Path]:
 
 @contextmanager
 def applied(mutant: Mutant, root: Path) -> Iterator[None]:
-    """Make a mistake, and put it right again."""
+    """Apply a mutant, and undo it afterwards."""
     path, text = mutant.apply(root)
     before = path.read_text(encoding="utf-8")
     _write(path, text)
@@ -133,14 +133,14 @@ def applied(mutant: Mutant, root: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file, with another time than before: Python recognizes compiled files by size and second."""
+    """Write a file with a new modification time: Python recognizes compiled files by size and second."""
     later = path.stat().st_mtime + 2
     path.write_text(text, encoding="utf-8")
     os.utime(path, (later, later))
 
 
 def _check_that_tests_pass(root: Path, mutants: Sequence[Mutant], options: argparse.Namespace) -> None:
-    """Run all hinted tests without a mutant: tests that fail anyway would notice everything."""
+    """Run all hinted tests without a mutant: tests that fail anyway would notice every mutant."""
     tests = options.tests or list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
     if _run(root, tests) != PASSED:
         raise SystemExit("Tests fail without any mutant. Mend them first.")
@@ -156,7 +156,7 @@ def _is_noticed(mutant: Mutant, root: Path, options: argparse.Namespace) -> bool
 
 
 def _fails(root: Path, tests: Sequence[str]) -> bool:
-    """Whether a test fails, cannot be collected, or does not come to an end."""
+    """Whether a test fails, cannot be collected, or does not end in time."""
     code = _run(root, tests)
     if code not in {PASSED, FAILED, INTERRUPTED, None}:
         raise SystemExit(f"pytest could not run {' '.join(tests) or 'all tests'}: its exit code is {code}.")
@@ -164,14 +164,14 @@ def _fails(root: Path, tests: Sequence[str]) -> bool:
 
 
 def _run(root: Path, tests: Sequence[str]) -> int | None:
-    """Run tests, all of them if none are named. Return the exit code, or `None` if they took too long."""
+    """Run the named tests, or all tests. Return the exit code, or `None` after a timeout."""
     process = subprocess.Popen(
         [sys.executable, *PYTEST, *tests],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # so that processes of tests can be ended, too
+        start_new_session=True,  # so that child processes of tests can be killed, too
     )
     try:
         return process.wait(SECONDS)
@@ -184,7 +184,7 @@ def _run(root: Path, tests: Sequence[str]) -> int | None:
 
 
 def _print_table(outcomes: dict[Mutant, Outcome]) -> None:
-    """Print how many mutants of each room were noticed, and which were not."""
+    """Print the number of noticed mutants per room, and all survivors."""
     rooms = dict.fromkeys(mutant.room for mutant in outcomes)
     print(f"\n{'room':18}noticed")
     for room in (*rooms, "all"):

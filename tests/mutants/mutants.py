@@ -1,7 +1,7 @@
 """One-line mistakes in `kfs`, each of which some test must notice.
 
-A mutant is a fragment of a line and what replaces it. All of them change results, messages or limits, not only speed.
-The fragment identifies the place: if its file was moved, it is looked for in all files of `kfs`.
+A mutant is a fragment of a line and its replacement. All mutants change results, messages or limits, not only speed.
+The fragment identifies the line: if its file was moved, all files of `kfs` are searched.
 """
 
 from collections import Counter
@@ -14,16 +14,16 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake.
+    """A one-line mistake.
 
     Attributes:
-        room: The part of `kfs` that it is in.
-        file: Where it is expected, relative to `kfs/`.
+        room: Its part of `kfs`.
+        file: The expected file, relative to `kfs/`.
         old: A fragment of a line that occurs once in the file, or once after `near`.
-        new: What replaces the fragment.
-        error: What kind of mistake it is.
+        new: The replacement.
+        error: The kind of mistake.
         tests: Files and folders of `tests/` that are most likely to notice it.
-        near: A text that occurs once in the file, if the fragment occurs several times. The first one after it counts.
+        near: A text that occurs once in the file, if the fragment occurs several times. The first one after it is used.
         name: The room and a number.
     """
 
@@ -37,7 +37,7 @@ class Mutant:
     name: str = ""
 
     def apply(self, root: Path = ROOT) -> tuple[Path, str]:
-        """Return the file and its text with the mistake. Nothing is written.
+        """Return the file and its text with the mistake, without writing it.
 
         Raises:
             ValueError: If the fragment is not found exactly once.
@@ -56,7 +56,7 @@ class Mutant:
         return found[0], text[:start] + self.new + text[start + len(self.old) :]
 
     def _count(self, path: Path) -> int:
-        """Return how many places of a file are meant. With `near`, it is the first one after that."""
+        """Return the number of matches in a file; with `near`, only the first match after it counts."""
         text = path.read_text(encoding="utf-8")
         if not self.near:
             return text.count(self.old)
@@ -72,7 +72,7 @@ class _Room:
     """Collects the mutants of a part of `kfs`."""
 
     name: str
-    tests: tuple[str, ...]  # for mutants that name none
+    tests: tuple[str, ...]  # for mutants without own tests
 
     def mutant(self, file: str, old: str, new: str, error: str, tests: Sequence[str] = (), near: str = "") -> Mutant:
         return Mutant(self.name, file, old, new, error, tuple(tests) or self.tests, near)

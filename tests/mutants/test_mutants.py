@@ -1,4 +1,4 @@
-"""Every mutant still applies: its line exists once, and its replacement is another valid program."""
+"""Every mutant still applies: its line exists exactly once, and its replacement gives a different valid program."""
 
 import ast
 from collections import Counter

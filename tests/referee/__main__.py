@@ -3,10 +3,10 @@
     python -m tests.referee store
     python -m tests.referee compare [--tolerant | --cuda] [names]
 
-A name stands for all configurations that begin with it. `compare` exits with 1 if anything differs. On the processor
-and with the version of PyTorch that results were stored with, every bit must agree; elsewhere, or with `--tolerant`,
-numbers may differ by the tolerance of their configuration. With `--cuda`, all configurations run on a GPU, and
-float64 results must agree with the stored ones of a CPU in the same way.
+A name stands for all configurations that begin with it. `compare` exits with 1 if there is a difference. With the
+processor and version of PyTorch of the stored results, every bit must agree; otherwise, or with `--tolerant`, numbers
+may differ by the tolerance of their configuration. With `--cuda`, all configurations run on a GPU, and float64 results
+must agree with the stored ones of a CPU in the same way.
 """
 
 import sys
@@ -21,10 +21,10 @@ from tests.referee.results import FOLDER, compare, compute, is_same_machine, sto
 
 
 def chosen(beginnings: Sequence[str]) -> list[str]:
-    """Return the names of configurations with one of these beginnings; all of them if there are none.
+    """Return the names of configurations that begin with one of these names; all of them without names.
 
     Raises:
-        SystemExit: If no configuration begins so.
+        SystemExit: If no configuration begins with a name.
     """
     for beginning in beginnings:
         if not any(name.startswith(beginning) for name in CONFIGURATIONS):

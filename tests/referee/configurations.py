@@ -1,8 +1,8 @@
 """Named computations whose results must not change while the library is reorganized.
 
-Each configuration is a function without arguments that returns numbers by name. All but one use public names of `kfs`
-alone, because paths of modules may change. None of them returns eigenvectors or singular vectors, whose signs depend
-on the processor, or numbers that are round-off, like residuals of exact solutions.
+Each configuration is a function without arguments that returns numbers by name. All but one use only public names of
+`kfs`, because paths of modules may change. They return no eigenvectors or singular vectors, whose signs depend on the
+processor, and no round-off, such as residuals of exact solutions.
 """
 
 import tempfile
@@ -50,7 +50,7 @@ class Configuration:
 
     Attributes:
         name: Its name, `"subject/variant"`.
-        run: What computes its results.
+        run: Computes its results.
         tolerance: Largest error on another processor or with another version of PyTorch, relative to the largest entry
             of a tensor.
     """
@@ -60,7 +60,7 @@ class Configuration:
     tolerance: float
 
     def compute(self) -> dict[str, Tensor]:
-        """Return results by name, from the same random state every time."""
+        """Return results by name, from the same random state in every call."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return {key: _tensor(value) for key, value in self.run().items()}
@@ -80,13 +80,13 @@ FLOAT32_TOLERANCE = 1e-5
 
 
 def add(name: str, run: Callable[..., Numbers], *args: Any, tolerance: float = TOLERANCE, **settings: Any) -> None:
-    """Add a configuration: a function with the arguments that it is called with."""
+    """Add a configuration: a function with its arguments."""
     assert name not in CONFIGURATIONS, f"two configurations are called {name}"
     CONFIGURATIONS[name] = Configuration(name, partial(run, *args, **settings), tolerance)
 
 
 def vectors(size: int, number: int = 2) -> Tensor:
-    """Return fixed columns `[size, number]` to multiply with."""
+    """Return fixed columns `[size, number]`."""
     return uniform(size, number, seed=50)
 
 
@@ -123,7 +123,7 @@ def uncovered_factors() -> Numbers:
 
 
 def functional_factors() -> Numbers:
-    """Compute factors of a function of parameters, of which one is left out."""
+    """Compute factors of a function of parameters, one of which is excluded."""
     params = {"W": uniform(4, 3, seed=3), "b": uniform(4, seed=4), "V": uniform(2, 4, seed=5)}
 
     def predict(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def functional_factors() -> Numbers:
 
 
 def merged_factors() -> Numbers:
-    """Compute factors of two parts of the data, and add them up; and update factors by further data."""
+    """Compute factors of two parts of the data, and add them up; and update factors with further data."""
     model = filled(mlp())
     one, other = mlp_risk(model=model), mlp_risk(num_data=5, seed=7, model=model)
     K, L = kfs.KFAC(one), kfs.KFAC(other, first_datum=7)
@@ -207,9 +207,9 @@ for loss_name in LOSSES:
 # Eigenvalue correction and the algebra of blocks.
 
 
-# With fewer data, factors are singular, and eigenvectors for the eigenvalue zero are whatever the processor finds.
+# With fewer examples, factors are singular, and eigenvectors for the eigenvalue zero depend on the processor.
 ENOUGH = 24
-# Gradients of keys sum up to zero over positions, so this factor is singular for any number of examples.
+# Gradients of keys sum to zero over positions, so this factor is singular for any number of examples.
 REDUCE_EXCEPT_ATTENTION = {
     "transformer": {"layer.self_attn.in_proj_weight": "expand"},
     "padded": {"attention.in_proj_weight": "expand"},
@@ -362,7 +362,7 @@ for model in ("cnn", "tokens", "lstm", "padded"):
 for model in RISKS:
     add(f"gradient/{model}", gradient, model)
 add("operators/estimates", estimates)
-# Both solutions are as exact as their tolerance: iterations of other processors stop at other points.
+# Both solutions are as accurate as their tolerance: on other processors, iterations stop at other points.
 add("operators/solutions", solutions, tolerance=1e-9)
 
 
@@ -398,7 +398,7 @@ def train(
         parts: Number of passes that gradients are accumulated over.
         params: Parameter groups.
         resumed_at: If given, continue with a new optimizer after this many steps, from the state dict of the first.
-        **settings: Those of the optimizer.
+        **settings: Settings of the optimizer.
     """
     optimizer = kfs.optim.KFAC(model, loss, params, **settings)
     values: list[float] = []
@@ -491,16 +491,16 @@ add("training/tokens eigen", train_tokens, eigen=True, factors_every=2, inverses
 add("training/cnn", train_cnn, inverses_every=5)
 for name in ("square", "summed squares", "binary cross-entropy"):
     add(f"training/{name}", train_with_loss, name)
-# Twenty steps with damped inverses, of condition number 300, amplify differences in float32: 1e-4 was seen.
+# Twenty steps with damped inverses, of condition number 300, amplify float32 differences: 1e-4 was observed.
 add("training/float32", train_mlp, torch.float32, tolerance=2e-3)
 add("training/float32 eigen", train_mlp, torch.float32, eigen=True, tolerance=2e-3)
 
 
 @contextmanager
 def taped_optimizer() -> Iterator[None]:
-    """Let the CPU count as an accelerator whose graphs are tapes.
+    """Treat the CPU as an accelerator whose graphs are tapes.
 
-    PRIVATE NAMES: this is the only code of the referee that needs them. Change these paths where modules move.
+    PRIVATE NAMES: this is the only code of the referee that needs them. Update these paths if modules move.
     """
     import pytest  # noqa: PLC0415
 
@@ -528,11 +528,11 @@ add("training/recorded Monte Carlo", train_recorded, train_mlp)
 add("training/recorded tokens", train_recorded, train_tokens, fisher="type-2")
 
 
-# Gradients of single data, and influence.
+# Per-example gradients, and influence.
 
 
 def single_gradients(model: str) -> Numbers:
-    """Compute gradients of single data, and inner products of the first batch's."""
+    """Compute per-example gradients, and inner products of the first batch's."""
     found = list(kfs.per_datum(RISKS[model]()))
     names = list(found[0].tensors())
     all_of_them = {name: torch.cat([batch.tensors()[name] for batch in found]) for name in names}
@@ -550,7 +550,7 @@ def influence_pair(seed: int = 7) -> tuple[kfs.EmpiricalRisk, kfs.EmpiricalRisk]
 
 
 def scores(make: Callable[..., Any], damping: Any = None, method: str = "exact", **settings: Any) -> Numbers:
-    """Score training data for queries."""
+    """Compute scores of training data for queries."""
     queries, train = influence_pair()
     how: Any = method
     found: Any = kfs.Influence(make(train), damping, how).scores(queries, train, **settings)
@@ -558,7 +558,7 @@ def scores(make: Callable[..., Any], damping: Any = None, method: str = "exact",
 
 
 def ranked() -> Numbers:
-    """Return the data with most influence, and scores of data for themselves."""
+    """Return the examples with most influence, and self-scores."""
     queries, train = influence_pair()
     influence = kfs.Influence(kfs.EKFAC(train))
     top = influence.top(queries, train, k=4)
@@ -572,13 +572,13 @@ def ranked() -> Numbers:
 
 
 def token_scores() -> Numbers:
-    """Score single tokens."""
+    """Compute scores of single tokens."""
     risk = RISKS["tokens"]()
     return {"scores": kfs.Influence(kfs.EKFAC(risk)).scores(risk, risk, by="token")}
 
 
 def indexed(**settings: Any) -> Numbers:
-    """Score training data with stored gradients."""
+    """Compute scores with stored gradients of training data."""
     queries, train = influence_pair()
     index = kfs.Influence(kfs.EKFAC(train)).index(train, dtype=torch.float64, **settings)
     return {"scores": index.scores(queries), "self": index.self_scores()}
@@ -628,7 +628,7 @@ def tuned() -> Numbers:
 
 add("laplace/KFAC", laplace, kfs.KFAC)
 add("laplace/EKFAC", laplace, kfs.EKFAC, temperature=0.5)
-# A minimum of a function is as exact as the square root of its values.
+# The minimum of a function is as accurate as the square root of the precision.
 add("laplace/tuned", tuned, tolerance=1e-6)
 
 
@@ -660,7 +660,7 @@ def compressed(run: Callable[..., Any], model: str = "mlp", **settings: Any) -> 
 add("merge/KFAC", merged, kfs.KFAC)
 add("merge/EKFAC", merged, kfs.EKFAC, damping=0.1)
 add("merge/factored", merged, kfs.KFAC, damping=kfs.Relative(0.1), method="factored")
-# Conjugate gradients are iterated until the residual is small, and iterations amplify round-off.
+# Conjugate gradients stop at a small residual, and iterations amplify round-off.
 add("merge/GGN", merged, kfs.GGN, damping=0.1, tolerance=1e-9)
 add("compress/prune", compressed, kfs.compress.prune, keep=0.5)
 add("compress/prune without update", compressed, kfs.compress.prune, keep=0.5, update=False)
@@ -688,7 +688,7 @@ def stored(make: Callable[..., Any], model: str, **settings: Any) -> Numbers:
 
 
 def checkpointed() -> Numbers:
-    """Continue from a checkpoint that was written while factors were computed."""
+    """Resume from a checkpoint that was written while factors were computed."""
     with tempfile.TemporaryDirectory() as folder:
         place = kfs.Checkpoint(Path(folder) / "checkpoint", batches=1)
         kfs.KFAC(mlp_risk(), checkpoint=place)

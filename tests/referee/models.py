@@ -1,6 +1,6 @@
 """Small models and data of the referee, with the same numbers on every machine.
 
-All numbers are uniform and drawn in float64: PyTorch's normal numbers depend on the instructions of the processor.
+All numbers are uniform and drawn in float64, since PyTorch's normal numbers depend on instructions of the processor.
 """
 
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ class Tied(nn.Module):
 
 
 class Padded(nn.Module):
-    """Attention over the positions that `attention_mask` marks, with one prediction per position."""
+    """Attention over the positions in `attention_mask`, with one prediction per position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,11 +115,11 @@ def cnn() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
 
 
-_device = [torch.device("cpu")]  # of all models and data
+_device = [torch.device("cpu")]  # device of all models and data
 
 
 def run_on(device: str) -> None:
-    """Make all models and data on a device from now on; random numbers are those of the CPU."""
+    """Make all models and data on a device from now on; random numbers are drawn on the CPU."""
     _device[0] = torch.device(device)
 
 
@@ -175,7 +175,7 @@ def recurrent_risk(num_data: int = 6) -> kfs.EmpiricalRisk:
 
 
 def token_data(num_data: int = 6) -> tuple[Tensor, Tensor]:
-    """Return tokens, and labels of which some do not count."""
+    """Return tokens, and labels, some of which are ignored."""
     X, y = labels(TOKENS, num_data, 4, seed=1), labels(TOKENS, num_data, 4, seed=2)
     y[::2, 0] = IGNORED
     return X, y

@@ -1,4 +1,4 @@
-"""Stored results of all configurations: where they are, and how new ones are compared with them."""
+"""Stored results of all configurations: their files, and comparisons with new results."""
 
 import hashlib
 import json
@@ -17,16 +17,16 @@ from tests.referee.configurations import CONFIGURATIONS
 
 FOLDER = Path(__file__).parent / "results"
 TENSORS, DIGESTS = "results.safetensors", "digests.json"
-SEPARATOR = ": "  # between the names of configuration and result
+SEPARATOR = ": "  # separates the names of configuration and result
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A configuration whose results are not the stored ones.
+    """A configuration whose results differ from the stored ones.
 
     Attributes:
         name: Name of the configuration.
-        result: Name of the result that differs most, or what else is different.
+        result: Name of the result that differs most, or another difference.
         error: Largest error, relative to the largest entry of the stored tensor.
     """
 
@@ -40,7 +40,7 @@ class Difference:
 
 
 def machine() -> dict[str, str]:
-    """Describe the machine and versions that the last bits of results depend on."""
+    """Describe the machine and the versions that the last bits of results depend on."""
     return {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -50,7 +50,7 @@ def machine() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return vendor, family and name of the processor, as far as the system says them."""
+    """Return vendor, family and name of the processor, if the system reports them."""
     lines: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -77,7 +77,7 @@ def digest(results: Mapping[str, Tensor]) -> str:
 
 
 def store(results: Mapping[str, Mapping[str, Tensor]], folder: Path = FOLDER) -> None:
-    """Write all results in float64, which holds float32 and small integers exactly, and digests of their own bits."""
+    """Write all results in float64, which is exact for float32 and small integers, and digests of original bits."""
     folder.mkdir(exist_ok=True)
     tensors = {
         name + SEPARATOR + key: t.double().contiguous() for name, one in results.items() for key, t in one.items()
@@ -111,7 +111,7 @@ def stored_digests(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def error_of(new: Tensor, old: Tensor) -> float:
-    """Return the largest difference relative to the largest entry of `old`; infinity for another shape or NaN."""
+    """Return the largest difference relative to the largest entry of `old`; infinity for different shapes, or NaN."""
     if new.shape != old.shape:
         return inf
     if new.numel() == 0:
@@ -144,7 +144,7 @@ def compare(
         digests: If given, every bit must agree. Otherwise results may differ by each configuration's tolerance.
 
     Returns:
-        One difference for every configuration whose results are not the stored ones.
+        One difference for every configuration with different results.
     """
     differences = []
     for name, new in results.items():

@@ -33,7 +33,7 @@ def test_everything_is_stored() -> None:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_changed_number_is_noticed(name: str) -> None:
-    """The largest entry of one result is changed by 1e-9, or by ten times the tolerance if that is more."""
+    """The largest entry of one result is changed by 1e-9, or by ten times the tolerance if that is larger."""
     old = all_stored()[name]
     assert not compare({name: old}, all_stored())
     change = max(1e-9, 10 * CONFIGURATIONS[name].tolerance)
@@ -70,7 +70,7 @@ def test_other_names_shapes_and_missing_numbers_are_noticed() -> None:
 
 
 def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The comparison prints one row per configuration that differs, and its exit status says whether one does."""
+    """The comparison prints one row per configuration that differs, and its exit status shows whether there is one."""
     assert main(["compare", "--tolerant", SOME]) == 0
     assert capsys.readouterr().out.startswith("0 of 1 configurations differ (within tolerances")
     wrong = {SOME: {key: 1.001 * t for key, t in all_stored()[SOME].items()}}

@@ -1,4 +1,4 @@
-"""The picture of the README: three panels of the synthetic figures, and the committed file is of the same size."""
+"""The picture of the README: three panels of the synthetic figures, and the committed file has the same size."""
 
 import runpy
 import struct
@@ -41,6 +41,6 @@ def test_command_draws_what_is_committed(
     runpy.run_path(str(at_a_glance.__file__), run_name="__main__")
     drawn = Path(capsys.readouterr().out.strip())
     assert drawn.parent == tmp_path
-    # Bytes depend on versions of matplotlib and its fonts.
+    # The bytes depend on versions of matplotlib and its fonts.
     assert size(drawn) == size(COMMITTED)
     assert COMMITTED.stat().st_size < 100_000

@@ -1,4 +1,4 @@
-"""The training data behind predictions on the command line: tables, pages, pictures."""
+"""Attribution on the command line: the training data behind predictions, as tables, pages and pictures."""
 
 import base64
 import re
@@ -23,7 +23,7 @@ NUM_DATA = 20
 
 
 def images() -> tuple[Any, ...]:
-    """Return a model with images as inputs, of which the queries are training data again."""
+    """Return a model with images as inputs, and training data as queries."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
     X, y = torch.rand(NUM_DATA, 1, 4, 4, dtype=torch.float64), torch.randint(3, (NUM_DATA,))
@@ -47,7 +47,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 
 
 def expected(damping: float = 0.1) -> tuple[Tensor, Tensor]:
-    """Return all scores, and those of training data with themselves."""
+    """Return all scores, and self-scores of training data."""
     model, loss, *data = images()
     train, queries = (kfs.EmpiricalRisk(model, loss, part) for part in data)
     influence = kfs.Influence(kfs.EKFAC(train), kfs.Relative(damping))
@@ -138,7 +138,7 @@ def test_fewer_queries_and_an_index(runner: CliRunner, tmp_path: Path) -> None:
             r"Images of shape 5 x 5 have 25 numbers, and inputs have 16.",
         ),
         (["made_for_influence:none"], r"cannot be imported"),
-        # What is refused before anything is imported or computed.
+        # Arguments that are refused before any import or computation.
         (["made_for_influence:none", "--html", "no/folder/page.html"], r"page.html cannot be written: its folder"),
         (["made_for_influence:none", "--html", "."], r". is a folder. Name a file."),
         (["made_for_influence:images", "--rank", "2"], r"rank is 2, and there is no index"),
@@ -187,7 +187,7 @@ def test_pictures() -> None:
     header, rows = decoded(color)
     assert header[:4] == [2, 1, 8, 2]
     assert list(rows) == [0, 0, 0, 0, 0, 0, 255]
-    assert list(decoded(torch.ones(1, 2))[1]) == [0, 0, 0]  # nothing to see
+    assert list(decoded(torch.ones(1, 2))[1]) == [0, 0, 0]  # an empty picture
     sizes = [(4, 4), (1, 4, 5), (4, 5, 3), (3, 5, 6), (64,), (2, 8), (2, 4, 4, 4)]
     found = [as_image(torch.zeros(size)) for size in sizes]
     assert [None if image is None else tuple(image.shape) for image in found] == [
@@ -198,7 +198,7 @@ def test_pictures() -> None:
 
 
 def test_mislabelled_digits() -> None:
-    """Self-scores find labels that were changed; the section says how many of those that it shows."""
+    """Self-scores find labels that were changed; the section gives the number of those that it shows."""
     result = mislabelled.examine(quick=True)
     assert result.auroc > 0.9
     text = mislabelled.section(result)

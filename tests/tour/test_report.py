@@ -1,4 +1,4 @@
-"""The report: its data are those of operators, its page stands alone, and what one can play with responds."""
+"""The report: its data equal those of operators, its page needs no other files, and its interactive parts respond."""
 
 import re
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def test_page_stands_alone(report: Path) -> None:
     calls = re.findall(r"<figcaption>[^<]*, by ([\w.]+)\(", text)
     density_and_solution = ["kfs.operators.spectral_density", "kfs.operators.solve"]
     assert calls == ["kfs.inspect", "K.plot", "K.plot_spectrum", *density_and_solution, "kfs.compare"]
-    assert ">structure</th>" in text.partition(">What it costs</h3>")[0]  # the comparison shows itself
+    assert ">structure</th>" in text.partition(">What it costs</h3>")[0]  # the comparison as HTML
     places = re.findall(r'id="([^"]+)"', text)
     assert len(places) == len(set(places))
     for link in re.findall(r'href="#([^"]+)"', text):
@@ -89,7 +89,7 @@ def test_page_stands_alone(report: Path) -> None:
 
 
 def test_each_figure_says_what_to_see(report: Path) -> None:
-    """A caption has a sentence that says what it is, and one that says what to see in it."""
+    """A caption has one sentence about the contents, and one about the result to notice."""
     captions = re.findall(r"<figcaption>([^<]+)</figcaption>", report.read_text(encoding="utf-8"))
     assert len(captions) >= 7
     for caption in (*captions, *page.CAPTIONS.values()):
@@ -138,7 +138,7 @@ def test_layout_and_errors(report: Path, tab: Page, width: int) -> None:
     assert tab.evaluate(OVERLAPS) == []
 
 
-# Pairs of captions whose boxes overlap, and captions that are wider than their figure.
+# Pairs of overlapping captions, and captions that are wider than their figure.
 OVERLAPS = """(() => {
   const boxes = [...document.querySelectorAll(".datum")].map((example) => example.getBoundingClientRect());
   const found = [];
@@ -160,7 +160,7 @@ def state(tab: Page, name: str) -> str:
 @needs_chromium
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_themes(report: Path, tab: Page, theme: str) -> None:
-    """Pages follow the system's theme, with text that differs enough from the ground, and figures on white."""
+    """Pages follow the system's theme, with sufficient contrast of text, and figures on white."""
     tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
     tab.open(report, 1400)
     ground, ink = (tab.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
@@ -173,7 +173,7 @@ def test_themes(report: Path, tab: Page, theme: str) -> None:
 
 @needs_chromium
 def test_the_contents_follow(report: Path, tab: Page) -> None:
-    """They stay in view, and mark the section that is read."""
+    """They stay visible, and mark the current section."""
     tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
     tab.open(report, 1400)
     current = "document.querySelector('nav [aria-current]')?.textContent"
@@ -201,7 +201,7 @@ def test_the_anchor_can_be_dragged(report: Path, tab: Page) -> None:
     alpha, first = 10.0, 1.0  # at (1, 2): G = 2 [1 + 4 a, -2 a; -2 a, a]
     assert f"[{2 * (1 + 4 * alpha * first):.1f}  {-4 * alpha * first:.1f}; " in text
     tab.point("mouseMoved", x + 5, y + 5)
-    assert state(tab, "rosenbrock") == "1.0000,2.0000"  # nothing is pressed
+    assert state(tab, "rosenbrock") == "1.0000,2.0000"  # no button is pressed
 
 
 @needs_chromium

@@ -1,4 +1,4 @@
-"""The figure is drawn, and shows what was computed."""
+"""The figure is drawn, and shows the computed errors."""
 
 import runpy
 import sys

@@ -67,7 +67,7 @@ def test_table_and_verdict() -> None:
 
 
 def test_the_hint_is_a_command_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names this interpreter and an installed file, as short as the current folder allows."""
+    """It names this interpreter and an installed file, with the shortest path from the current folder."""
     package = Path(tour.__file__).parent.parent
     monkeypatch.setattr("sys.executable", str(package.parent / "some bin" / "python"))
     monkeypatch.chdir(package.parent)
