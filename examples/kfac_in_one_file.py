@@ -1,6 +1,6 @@
-"""KFAC in one file, which needs PyTorch alone: an optimizer to read and to copy.
+"""KFAC in one file that needs only PyTorch: an optimizer to read and to copy.
 
-Use it for a network that ends in logits `[N, C]` of classes:
+Use it for a network that returns logits `[N, C]` of classes:
 
     optimizer = KFAC(model)
     for X, y in batches:
@@ -45,7 +45,7 @@ def gradient_rows(layer: Layer, g: Tensor) -> Tensor:
 
 
 def backpropagated_vectors(f: Tensor, y: Tensor, fisher: str) -> list[Tensor]:
-    """Return vectors `[N, C]` to send backward from the predictions, for cross-entropy. Other losses need other ones.
+    """Return vectors `[N, C]` to send backward from the predictions, for cross-entropy. Other losses need others.
 
     They are gradients of each example's loss: with a label that the model draws ("mc"), with the label of the data
     ("empirical"), or with all labels in turn, weighted by their probabilities ("type-2": exact, one pass per class).
@@ -89,7 +89,7 @@ class KFAC(torch.optim.Optimizer):
     """Natural gradient descent with Kronecker-factored curvature.
 
     Args:
-        model: The model. Call it, not its parts, so that hooks see the pass.
+        model: The model. Call it, not its submodules, so that hooks run.
         lr: Learning rate. With 1, the whole natural gradient step is taken, within the trust region.
         damping: Added to the eigenvalues of each layer's curvature, relative to their mean.
         momentum: Fraction of the moving average of gradients that is kept in each step.
@@ -125,7 +125,7 @@ class KFAC(torch.optim.Optimizer):
             layer.register_forward_hook(self.see)
 
     def see(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Keep what factors of a layer are made of, during a forward pass."""
+        """Store the inputs of a layer, and prepare for the gradients of its outputs, during a forward pass."""
         if not output.requires_grad:
             return
         if layer in self.seen:
@@ -207,7 +207,7 @@ class KFAC(torch.optim.Optimizer):
 
 
 def images(num: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return images that are made, `[num, 1, 8, 8]`: one of ten patterns at a random place, in noise. And labels."""
+    """Return generated images `[num, 1, 8, 8]`, one of ten patterns at a random position, with noise; and labels."""
     patterns = torch.randn(10, 4, 4, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(10, (num,), generator=generator)
@@ -218,7 +218,7 @@ def images(num: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def cnn() -> nn.Sequential:
-    """Return a small network, always the same one."""
+    """Return a small network, the same in every call."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.Tanh()]
     layers += [nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten()]
