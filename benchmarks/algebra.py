@@ -1,9 +1,9 @@
-"""Operations on factors, in units of forward+backward: products, inverses and EKFAC, ours and curvlinops'.
+"""Operations on factors, in units of forward+backward: products, inverses and EKFAC, by kfs and by curvlinops.
 
 One run measures everything in turn: `python -m benchmarks.algebra` on one CPU thread, `python -m benchmarks.algebra
-cuda` on a GPU, where ways to decompose and to invert follow (`benchmarks/decompositions.py`; `python -m
-benchmarks.algebra cuda decompositions` measures these alone). Factors are those of Monte Carlo Fisher and `expand`, of
-linear layers and convolutions, computed beforehand. An inverse is measured with its first product, since curvlinops
+cuda` on a GPU, followed by methods to decompose and to invert (`benchmarks/decompositions.py`; `python -m
+benchmarks.algebra cuda decompositions` measures only these). Factors are those of the Monte Carlo Fisher and `expand`,
+of linear layers and convolutions, computed beforehand. An inverse is measured with its first product, since curvlinops
 computes it only then.
 """
 
@@ -40,7 +40,7 @@ def kfs_programs(problem: Batches) -> dict[str, Callable[[], object]]:
     def fresh(method: Any) -> object:
         for stack in K.stacks:
             for factor in (stack.structure.A, stack.structure.B):  # type: ignore[attr-defined]
-                factor.__dict__.pop("_unscaled_eigh", None)  # eigenvectors of the last time would be used again
+                factor.__dict__.pop("_unscaled_eigh", None)  # eigenvectors of the previous call would be reused
         return K.inverse(DAMPING, method) @ v
 
     found: dict[str, Callable[[], object]] = {
@@ -79,7 +79,7 @@ def curvlinops_programs(problem: Batches) -> dict[str, Callable[[], object]]:
         "product, 10 columns": lambda: K @ V,
         "product with exact inverse": lambda: inverse @ v,
     }
-    if problem.terms == 1:  # it has no EKFAC for sequences of predictions
+    if problem.terms == 1:  # it does not support EKFAC for sequences of predictions
         found["EKFAC"] = ekfac
     return found | {f"{method} inverse": partial(lambda m: inverse_of(m) @ v, method) for method in METHODS}
 

@@ -1,7 +1,7 @@
-"""Applications of curvature, measured: each application of the library, with peers beside it, in one run.
+"""Applications of curvature, measured: each application of the library, beside other libraries, in one run.
 
-`python -m benchmarks.applications [names] [--quick]` runs what is named, everything by default. Each part lives in a
-file of its own, which says what it measures. `--quick` shows that everything runs; its numbers mean nothing.
+`python -m benchmarks.applications [names] [--quick]` runs the named parts, by default all of them. Each part has its
+own file, which describes the measurements. `--quick` only shows that everything runs; its numbers mean nothing.
 """
 
 import sys

@@ -1,13 +1,13 @@
-r"""The optimizers of the training benchmark: PyTorch's, Muon and SOAP from their published formulas, SINGD, and ours.
+r"""The optimizers of the training benchmark: PyTorch's, Muon and SOAP from their published formulas, SINGD, and KFAC.
 
 Muon replaces the momentum of a matrix by the nearest orthogonal matrix, roughly, with five steps of a Newton-Schulz
 iteration. SOAP is Adam in the eigenbasis of Shampoo's factors. Both are for matrices; convolutions are flattened to
 `[out, in * height * width]`, and all other parameters are left to AdamW.
 
 SINGD is the package `singd` of W. Lin et al. (2023): KFAC with empirical factors, whose inverses are learned instead of
-computed. It is a peer that only .venv-bench has; elsewhere it is left out.
+computed. It is installed in .venv-bench only; elsewhere it is left out.
 
-kfac-pytorch is not among them: it is not on PyPI, where only a package for TensorFlow is called `kfac`.
+kfac-pytorch is missing, because it is not on PyPI, where `kfac` is a package for TensorFlow.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,14 +20,14 @@ from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC
 
 BETAS = (0.9, 0.95)
-QUINTIC = 3.4445, -4.7750, 2.0315  # Muon's polynomial: slope at zero is large, so that small values grow fast
-# AdamW's learning rate for what Muon does not cover, divided by Muon's: with the tuning seed, the best of 0.03, 0.1,
-# 0.15, 0.2 and 0.3 for CNN and GPT together. No other optimizer had a second number tuned.
+QUINTIC = 3.4445, -4.7750, 2.0315  # Muon's polynomial: its slope at zero is large, so that small values grow fast
+# AdamW's learning rate for parameters that Muon does not cover, divided by Muon's: with the tuning seed, the best of
+# 0.03, 0.1, 0.15, 0.2 and 0.3 for CNN and GPT together. No other optimizer had a second number tuned.
 ADAM_RATIO = 0.2
 
 # Half a decade between values, around a usual default; AdamW's is larger than PyTorch's, because the models are small.
-# SINGD's start at its default, 0.001: with the tuning seed, smaller ones were worse on all tasks, and 0.03 was the best
-# for CNN and GPT.
+# SINGD's values start at its default, 0.001: with the tuning seed, smaller ones were worse on all tasks, and 0.03 was
+# the best for CNN and GPT.
 GRIDS: dict[str, tuple[float, ...]] = {
     "sgd": (0.01, 0.03, 0.1, 0.3, 1.0),
     "adamw": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
@@ -36,7 +36,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "singd": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     "kfs": (0.1, 0.3, 1.0, 3.0, 10.0),
 }
-PEERS = {"singd"}  # the code of others, which may fail where ours must not
+PEERS = {"singd"}  # code of other libraries may fail; ours must not
 Factory = Callable[[nn.Module, float], "Stepper"]
 
 
@@ -44,10 +44,10 @@ class Stepper(Protocol):
     """The interface of an optimizer in a training loop."""
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Reset the gradients."""
 
     def step(self) -> object:
-        """Change the parameters."""
+        """Update the parameters."""
 
 
 class Together:
@@ -57,12 +57,12 @@ class Together:
         self.parts = parts
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Reset the gradients."""
         for part in self.parts:
             part.zero_grad()
 
     def step(self) -> None:
-        """Change the parameters."""
+        """Update the parameters."""
         for part in self.parts:
             part.step()
 
@@ -77,13 +77,13 @@ class MatrixOptimizer:
         self.count = 0
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Reset the gradients."""
         for p in self.params:
             p.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Change the parameters."""
+        """Update the parameters."""
         self.count += 1
         for p, state in zip(self.params, self.states, strict=True):
             if p.grad is not None:
@@ -106,7 +106,7 @@ class Muon(MatrixOptimizer):
 
 
 def orthogonalized(M: Tensor, steps: int = 5) -> Tensor:
-    """Return a matrix with the same singular vectors, and singular values that are all roughly 1."""
+    """Return a matrix with the same singular vectors, and all singular values roughly 1."""
     a, b, c = QUINTIC
     X: Tensor = (M.T if M.shape[0] > M.shape[1] else M) / M.norm().clamp_min(1e-7)
     for _ in range(steps):
@@ -121,7 +121,7 @@ class SOAP(MatrixOptimizer):
     beta, beta_squares, every, epsilon = 0.95, 0.95, 10, 1e-8
 
     def update(self, G: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """Return Adam's update, computed in the basis; the first step has no basis yet and only makes it."""
+        """Return Adam's update, computed in the basis; the first step only computes the basis."""
         if not state:
             state |= {"L": (1 - self.beta) * G @ G.T, "R": (1 - self.beta) * G.T @ G}
             # In double: float32 does not converge for singular factors, like those of embeddings with unused tokens.
@@ -144,7 +144,7 @@ class SOAP(MatrixOptimizer):
 
 
 def refreshed(S: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-    """Improve eigenvectors by one step of orthogonal iteration; also return which of the old ones became which.
+    """Improve eigenvectors by one step of orthogonal iteration; also return their order among the old ones.
 
     The iteration wants large eigenvalues first, so the old vectors are sorted by their Rayleigh quotients.
     """
@@ -156,7 +156,7 @@ def refreshed(S: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
 class Prodigy:
     """Adam that estimates its learning rate (Mishchenko & Defazio, 2024), with default settings.
 
-    The estimate is the distance to the solution, as far as gradients and the way so far prove it.
+    The estimate is a lower bound of the distance to the solution, from the gradients and steps so far.
     """
 
     betas = (0.9, 0.999)
@@ -174,13 +174,13 @@ class Prodigy:
         self.numerator = torch.zeros_like(self.d)
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Reset the gradients."""
         for p in self.params:
             p.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Change the parameters, and the estimate."""
+        """Update the parameters and the estimate."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         kept = self.betas[1] ** 0.5
         d = self.d
@@ -224,13 +224,13 @@ def muon(model: nn.Module, lr: float) -> Stepper:
 
 
 def soap(model: nn.Module, lr: float) -> Stepper:
-    """Return SOAP for everything that has two or more dimensions."""
+    """Return SOAP for all parameters with two or more dimensions."""
     weights = [p for p in model.parameters() if p.ndim > 1]
     return with_adamw(SOAP(weights, lr), weights, model, lr)
 
 
 def singd_class() -> Any:
-    """Return the optimizer of the package `singd`, or `None` where that is not installed."""
+    """Return the optimizer of the package `singd`, or `None` if it is not installed."""
     try:
         from singd.optim.optimizer import SINGD  # noqa: PLC0415 (a peer, not a dependency)
     except ImportError:
@@ -247,11 +247,11 @@ def singd(model: nn.Module, lr: float, loss_average: str) -> Stepper:
     Args:
         model: The model.
         lr: The learning rate of both.
-        loss_average: The terms that the loss is the mean of: "batch" or "batch+sequence".
+        loss_average: The axes that the loss averages over: "batch" or "batch+sequence".
     """
     kinds = (nn.Linear, nn.Conv2d)
     inside = [p for layer in model.modules() if isinstance(layer, kinds) for p in layer.parameters()]
-    # The package's defaults, written down. Without `kfac_like` this is INGD, with it IKFAC.
+    # The package's defaults, made explicit. Without `kfac_like` this is INGD, with it IKFAC.
     settings = {
         "structures": ("dense", "dense"),
         "kfac_like": False,
@@ -269,7 +269,7 @@ def singd(model: nn.Module, lr: float, loss_average: str) -> Stepper:
 def factories(loss: object) -> dict[str, Factory]:
     """Return functions that make each optimizer from a model and a learning rate.
 
-    Only two need to know the loss: SINGD what it is a mean of, and ours everything.
+    Only two need to know the loss: SINGD needs the axes that it averages over, and KFAC the whole loss.
     """
     average = "batch+sequence" if isinstance(loss, TokenCrossEntropy) else "batch"
     made: dict[str, Factory] = {
@@ -284,6 +284,6 @@ def factories(loss: object) -> dict[str, Factory]:
 
 
 def left_out() -> dict[str, str]:
-    """Return the optimizers that nothing can be measured of, with reasons."""
+    """Return the optimizers that cannot be measured, with reasons."""
     missing = {} if singd_class() else {"singd": "not installed: use .venv-bench"}
     return {**missing, "kfac-pytorch": "not supported: it is not on PyPI"}

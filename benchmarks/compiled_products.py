@@ -1,7 +1,7 @@
 """Products of a GGN and of KFAC through `torch.compile`, for the rows of `benchmarks.operators`.
 
-A whole `GGN @ V` cannot be compiled: it checks data and predictions, and goes through batches. What is compiled is its
-arithmetic for one batch, written with `torch.func`. So a row says what a compiler could gain at best.
+A whole `GGN @ V` cannot be compiled: it checks data and predictions, and iterates over batches. Only its arithmetic for
+one batch is compiled, written with `torch.func`. So a row is an upper bound of the gain by a compiler.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ Product = Callable[[Tensor], Tensor]
 
 
 def compiled_products(problem: Problem) -> dict[str, Product]:
-    """Return compiled products with columns `[D, K]`, by name. A CPU runs them without generated code, for tests."""
+    """Return compiled products with columns `[D, K]`, by name. On a CPU, they run without generated code, for tests."""
     backend = "inductor" if problem.X.is_cuda else "eager"
     risk = EmpiricalRisk(problem.model, torch.nn.CrossEntropyLoss(), (problem.X, problem.y))
     K = KFAC(risk)
     ggn = torch.compile(ggn_arithmetic(problem), backend=backend, dynamic=False)
 
     def with_math_attention(V: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no forward mode
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no forward mode
             result: Tensor = ggn(V)
         return result
 
@@ -36,7 +36,7 @@ def compiled_products(problem: Problem) -> dict[str, Product]:
 
 
 def ggn_arithmetic(problem: Problem) -> Product:
-    """Return the product with the GGN of cross-entropy on one batch, without any check."""
+    """Return the product with the GGN of cross-entropy on one batch, without checks."""
     params = {name: p.detach() for name, p in problem.model.named_parameters()}
     sizes = [p.numel() for p in params.values()]
 
@@ -60,7 +60,7 @@ def ggn_arithmetic(problem: Problem) -> Product:
 
 
 def _works(name: str, problem: Problem, product: Product) -> bool:
-    """Whether a product can be compiled; if not, say why."""
+    """Whether a product can be compiled; if not, print the reason."""
     size = sum(p.numel() for p in problem.model.parameters())
     try:
         product(torch.zeros(size, 2, device=problem.X.device))

@@ -1,9 +1,9 @@
-"""Pruning and low rank in one shot: accuracy of a small convolutional network on digits, without training it again.
+"""Pruning and low rank in one shot: accuracy of a small convolutional network on digits, without further training.
 
 `python -m benchmarks.applications compression` takes about six minutes on one CPU thread. It trains three networks,
-compresses each by all methods to several shares, and prints means over seeds: accuracy on 597 digits that were not
-trained on, floating-point operations and time of a forward pass over them, in units of the whole network's. Magnitude
-and plain singular value decomposition are what one does without curvature: the same code with an identity in its place.
+compresses each by all methods to several shares, and prints means over seeds: accuracy on 597 held-out digits,
+floating-point operations and time of a forward pass over them, in units of the whole network's. The baselines without
+curvature, magnitude pruning and plain singular value decomposition, use the same code with the identity as curvature.
 """
 
 import warnings
@@ -30,11 +30,11 @@ from kfs.factors import BlockDiagonal, Relative, exact_diagonal
 from kfs.factors.blocks import Factor, Kronecker, Stack
 from kfs.tour.digits import load
 
-TABLE = 0.3  # the share for which a table has sizes and times
+TABLE = 0.3  # the share for which a table shows sizes and times
 NUM_TRAIN = 1200
 DAMPINGS = (1e-4, 1e-3, 1e-2, 1e-1)  # fractions of the mean eigenvalue, for optimal brain surgeon
-DAMPED_SHARE = 0.2  # what it then keeps
-LOW_RANK_SHARE = 0.3  # what low rank keeps where two ways to share ranks are compared
+DAMPED_SHARE = 0.2  # its share of weights
+LOW_RANK_SHARE = 0.3  # shares of low rank for which two allocations of ranks are compared
 LOW_RANK_SEEDS = 12
 Data = tuple[Tensor, Tensor]
 Method = Callable[[nn.Module, float, Tensor], Compressed]
@@ -42,14 +42,14 @@ Method = Callable[[nn.Module, float, Tensor], Compressed]
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """How many networks and settings are measured.
 
     Attributes:
         seeds: Number of networks.
-        shares: What is kept.
-        epochs: Of training.
+        shares: The shares of weights to keep.
+        epochs: Number of training epochs.
         num_data: Number of examples to train on.
-        repeats: Number of times that are measured.
+        repeats: Number of timed repetitions.
     """
 
     seeds: int = 3
@@ -67,11 +67,11 @@ class Point:
     """Results of a method on a network; means over seeds.
 
     Attributes:
-        method: What was done.
-        keep: The share of numbers that was kept.
+        method: The method.
+        keep: The share of numbers that is kept.
         accuracy: In percent. One number for each seed is in `accuracies`.
         accuracies: By seed.
-        stored: Share of numbers in the new model's parameters, with zeros and bases.
+        stored: Share of stored numbers in the new model's parameters, including zeros and bases.
         flops: Floating-point operations, in units of the whole network's.
         time: Time of a forward pass, in the same units.
     """
@@ -86,7 +86,7 @@ class Point:
 
 
 def digits() -> tuple[Data, Data]:
-    """Return images and labels to train on, and others."""
+    """Return images and labels for training, and for evaluation."""
     pixels, y = load()
     X = pixels.float().reshape(-1, 1, 8, 8)
     order = torch.randperm(len(X), generator=torch.Generator().manual_seed(0))
@@ -113,7 +113,7 @@ def network() -> nn.Sequential:
 
 
 def trained(data: Data, seed: int, epochs: int, new_network: Callable[[], nn.Sequential] = network) -> nn.Sequential:
-    """Train a new network; the global random state is not touched."""
+    """Train a new network; the global random state does not change."""
     X, y = data
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -128,7 +128,7 @@ def trained(data: Data, seed: int, epochs: int, new_network: Callable[[], nn.Seq
 
 
 def accuracy(model: nn.Module, data: Data) -> float:
-    """Return the share of right predictions, in percent."""
+    """Return the share of correct predictions, in percent."""
     X, y = data
     with torch.no_grad():
         return 100 * float((model(X).argmax(1) == y).float().mean())
@@ -152,7 +152,7 @@ def identity_like(K: KFAC) -> BlockDiagonal:
 
 
 def same_share_of_channels(model: nn.Module, K: BlockDiagonal, keep: float, sample: Tensor) -> Compressed:
-    """Remove channels such that layers keep one share of them, as one does without curvature to compare layers by."""
+    """Remove channels such that all layers keep the same share, a usual baseline without curvature."""
     budget = keep * sum(p.numel() for p in model.parameters())
     for share in (count / 64 for count in range(64, 1, -1)):
         shares = dict.fromkeys(("2", "5", "9", "11"), share)
@@ -189,7 +189,7 @@ def methods(risk: EmpiricalRisk) -> dict[str, Method]:
 
 
 def networks(effort: Effort) -> Iterator[tuple[nn.Module, EmpiricalRisk, Data]]:
-    """Train networks with different seeds. Yield each with its risk, and data that it was not trained on."""
+    """Train networks with different seeds. Yield each with its risk, and held-out data."""
     (X, y), held_out = digits()
     training = X[: effort.num_data], y[: effort.num_data]
     batches = list(zip(training[0].split(400), training[1].split(400), strict=True))
@@ -205,7 +205,7 @@ def measured(effort: Effort) -> tuple[float, list[Point]]:
     for model, risk, held_out in networks(effort):
         whole.append(accuracy(model, held_out))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", KfsWarning)  # of layers of which nothing is left: it shows in accuracies
+            warnings.simplefilter("ignore", KfsWarning)  # a warning about empty layers, which show in accuracies
             small = {
                 (name, keep): method(model, keep, held_out[0][:1])
                 for name, method in methods(risk).items()
@@ -242,13 +242,13 @@ def accuracies_by_damping(effort: Effort) -> dict[float, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much ranks that share a budget by cost per number are better than one threshold for singular values.
+    """The advantage of choosing ranks by cost per number over one threshold for singular values.
 
     Attributes:
-        measure: What was measured.
-        by_cost: Mean over networks with the former, which `low_rank` does.
-        by_threshold: Mean with the latter.
-        error: Standard error of the difference, network by network.
+        measure: The measured quantity.
+        by_cost: Mean over networks if ranks are chosen by cost per number, as in `low_rank`.
+        by_threshold: Mean if ranks are chosen by one threshold.
+        error: Standard error of the difference over networks.
     """
 
     measure: str
@@ -258,7 +258,7 @@ class Difference:
 
 
 def above_one_threshold(model: nn.Module, K: BlockDiagonal, keep: float) -> Compressed:
-    """Drop the smallest singular values of all layers, however few numbers that saves."""
+    """Drop the smallest singular values of all layers, for any number of saved entries."""
     parts = [decomposed(layer) for layer in layers_of(model, K, keep, Relative(1e-3))]
     ranks = [len(part.costs) for part in parts]
     each = [part.columns.shape[0] + part.rows.shape[1] for part in parts]
@@ -277,7 +277,7 @@ def above_one_threshold(model: nn.Module, K: BlockDiagonal, keep: float) -> Comp
 
 
 def sharing_of_ranks(effort: Effort) -> list[Difference]:
-    """Compare two ways to share a budget between the ranks of layers."""
+    """Compare two ways to divide a budget between the ranks of layers."""
     seeds = min(LOW_RANK_SEEDS, 4 * effort.seeds)
     found: dict[str, list[tuple[float, float]]] = {}
     for model, risk, held_out in networks(replace(effort, seeds=seeds)):
@@ -294,7 +294,7 @@ def sharing_of_ranks(effort: Effort) -> list[Difference]:
 
 
 def draw(whole: float, points: list[Point], file: Path) -> None:
-    """Draw accuracy against the share that is kept: single numbers on the left, smaller layers on the right."""
+    """Draw accuracy against the kept share: single numbers on the left, smaller layers on the right."""
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(point.method for point in points))

@@ -1,7 +1,7 @@
-"""The conformance matrix: what each installed library gets right, from its answers to all checks.
+"""The conformance matrix: how each installed library answers the checks of the kit.
 
-`python -m benchmarks.conformance` prints it, and writes the answers to benchmarks/results, from where `python -m
-docs.measured --write` puts it on a page. A library that cannot be imported is left out, and said so.
+`python -m benchmarks.conformance` prints it, and writes the answers to benchmarks/results; `python -m docs.measured
+--write` copies it to a page. A library that cannot be imported is left out, with a message.
 """
 
 import json
@@ -25,7 +25,7 @@ WORDS = {
 
 
 def installed(names: Iterable[str]) -> list[Adapter]:
-    """Return the adapters whose libraries can be imported, ours first."""
+    """Return the adapters whose libraries can be imported, kfs first."""
     found = []
     for name in sorted(names, key=lambda n: (n != "kfs", n)):
         try:
@@ -43,7 +43,7 @@ def topic(check: str) -> str:
 
 
 def matrix(results: dict[str, list[Result]]) -> str:
-    """Return a Markdown table, topics by libraries: the worst that happened to the checks of a topic."""
+    """Return a Markdown table, topics by libraries, with the worst status of each topic's checks."""
     libraries = list(results)
     topics = list(dict.fromkeys(topic(result.check) for result in results[libraries[0]]))
     lines = ["| | " + " | ".join(libraries) + " |", "|---" * (len(libraries) + 1) + "|"]
@@ -57,7 +57,7 @@ def matrix(results: dict[str, list[Result]]) -> str:
 
 
 def main(results: Path = RESULTS) -> None:
-    """Ask all libraries, print the matrix and write answers."""
+    """Run all checks for all libraries, print the matrix and write answers."""
     adapters, everything = installed(built_in()), checks()
     answers = {
         f"{adapter.name} {adapter.version}": [

@@ -1,9 +1,9 @@
-"""Where to decompose and to invert factors on a machine with a GPU: part of `python -m benchmarks.algebra cuda`.
+"""Where to decompose and invert factors on a machine with a GPU: part of `python -m benchmarks.algebra cuda`.
 
-Matrices are in float32 on the GPU, and so are results, whatever happens in between; times include conversions and
-copies. They are symmetric and positive definite, alone or in stacks of 12; "loop" takes one after the other. Each time
-is the median of three, or a single one if that takes more than half a second. Stacks that would take more than two
-seconds are measured in part and scaled up, which `~` marks; matrices that would are left out.
+Matrices and results are in float32 on the GPU, for all methods; times include conversions and copies. Matrices are
+symmetric and positive definite, alone or in stacks of 12; "loop" processes one at a time. Each time is the median of
+three, or a single one if that takes more than half a second. Stacks that would take more than two seconds are measured
+in part and scaled up, marked by `~`; single matrices that would are left out.
 """
 
 import statistics
@@ -24,18 +24,18 @@ from kfs.factors.blocks.decompositions import inverse_by_halves
 
 SIZES = (256, 513, 768, 1024, 2305, 3073)
 STACK = 12
-LIMIT = 2.0  # seconds for one case
-BUDGET = 80.0  # seconds after which no further method begins
+LIMIT = 2.0  # maximal seconds for one case
+BUDGET = 80.0  # seconds after which no further method starts
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to compute something for a stack of matrices.
+    """A method to process a stack of matrices.
 
     Attributes:
-        name: What to call it.
-        run: Computes it for a stack `[n, D, D]`.
+        name: Its name in tables.
+        run: The computation for a stack `[n, D, D]`.
         library: The preferred library for linear algebra on the GPU.
         loop: Whether to pass one matrix at a time.
     """
@@ -46,13 +46,13 @@ class Method:
     loop: bool = False
 
     def __call__(self, A: Tensor) -> object:
-        """Compute it."""
+        """Run the computation."""
         return [self.run(a) for a in A.split(1)] if self.loop else self.run(A)
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds, and whether a part was measured and scaled up."""
+    """Seconds, and whether only a part was measured and scaled up."""
 
     seconds: float
     scaled: bool = False
@@ -62,7 +62,7 @@ Times = dict[tuple[int, int], dict[str, Time]]  # by size and stack, then by met
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose where the matrices are."""
+    """Decompose on the device of the matrices."""
     L, Q = torch.linalg.eigh(A)
     return L, Q
 
@@ -94,13 +94,13 @@ def inverse_by_triangles(A: Tensor) -> Tensor:
 
 
 def inverse_by_lu(A: Tensor) -> Tensor:
-    """Invert as one inverts any matrix."""
+    """Invert as a general matrix."""
     result: Tensor = torch.linalg.inv_ex(A)[0]
     return result
 
 
 def eigh_methods(device: str) -> list[Method]:
-    """Return ways to decompose, the most promising first."""
+    """Return methods to decompose, the most promising first."""
     if device != "cuda":
         return [Method("CPU float32", eigh_on_cpu), Method("CPU float32, loop", eigh_on_cpu, loop=True)]
     return [
@@ -114,7 +114,7 @@ def eigh_methods(device: str) -> list[Method]:
 
 
 def inverse_methods() -> list[Method]:
-    """Return ways to invert."""
+    """Return methods to invert."""
     ways = {
         "cholesky_inverse": inverse_by_cholesky,
         "solve_triangular": inverse_by_triangles,
@@ -125,7 +125,7 @@ def inverse_methods() -> list[Method]:
 
 
 def matrices(size: int, count: int, device: str) -> Tensor:
-    """Return Gram matrices of twice as many random vectors."""
+    """Return Gram matrices of random vectors, twice as many as their dimension."""
     x = torch.randn(count, 2 * size, size, device=device)
     return x.mT @ x / (2 * size)
 
@@ -145,18 +145,18 @@ def preferred(library: Any, device: str) -> Iterator[None]:
 
 
 def timed(program: Callable[[], object]) -> float:
-    """Return the median of three runs after one to warm up, or the time of the first if that is long."""
+    """Return the median of three runs after a warm-up, or the time of the first run if it is long."""
     first = seconds_of(program)
     return first if first > LIMIT / 4 else statistics.median(seconds_of(program) for _ in range(REPEATS))
 
 
 def times_of(method: Method, sizes: tuple[int, ...], device: str) -> Iterator[tuple[tuple[int, int], Time]]:
     """Time a method for all sizes, alone and in stacks."""
-    method(matrices(32, 2, device))  # libraries load on first use
+    method(matrices(32, 2, device))  # libraries are loaded on first use
     per_cube = 0.0
     for size in sizes:
         if per_cube * size**3 > LIMIT:
-            return  # sizes are in order
+            return  # sizes increase
         A = matrices(size, STACK, device)
         single = timed(partial(method, A[:1]))
         per_cube = single / size**3
@@ -167,7 +167,7 @@ def times_of(method: Method, sizes: tuple[int, ...], device: str) -> Iterator[tu
 
 
 def measure(methods: list[Method], sizes: tuple[int, ...], device: str, deadline: float) -> Times:
-    """Time all methods; one that is not available here is reported."""
+    """Time all methods; unavailable ones are reported."""
     found: Times = {(size, n): {} for size in sizes for n in (1, STACK)}
     for method in methods:
         if time.perf_counter() > deadline:
@@ -183,7 +183,7 @@ def measure(methods: list[Method], sizes: tuple[int, ...], device: str, deadline
 
 
 def show(title: str, methods: list[Method], found: Times) -> None:
-    """Print milliseconds, a line per size and stack; the fastest is in bold."""
+    """Print milliseconds, one line per size and stack; the fastest is in bold."""
     print(f"\n| {title}, milliseconds | {' | '.join(m.name for m in methods)} |\n{'|---' * (1 + len(methods))}|")
     for (size, stack), times in found.items():
         fastest = min(times, key=lambda name: times[name].seconds)

@@ -1,17 +1,17 @@
-"""KFAC as it is, with default settings, against others that are tuned: fine-tuning and training from scratch.
+"""KFAC with default settings against tuned optimizers: fine-tuning and training from scratch.
 
 `python -m benchmarks.train defaults [cuda] [names] [--quick] [--seeds N] [--jobs N]` trains with constant learning
-rates and with a cosine after 5 % of warm-up, and writes JSON for each task, and a plot of all, to benchmarks/results.
+rates and with a cosine after 5 % of warm-up, and writes one JSON file per task and a plot of all to benchmarks/results.
 AdamW, Muon and SOAP get the best of `GRIDS` by their loss at the end with the first seed; Prodigy needs no learning
 rate. `kfs` has default settings, and `kfs-fixed` is the same with `noise=None`, at the best of three learning rates.
-Each is then run with `SEEDS` seeds, or as many as `--seeds` says: one after the other for all optimizers, and files are
-written after each. Names are those of tasks, of schedules (`constant`, `cosine`) and of optimizers; results that are
-not named stay as they are. `--jobs` is how many processes train at the same time.
+Each is then run with `SEEDS` seeds, or the number in `--seeds`: all optimizers with one seed after another, and files
+are written after each. Names are those of tasks, of schedules (`constant`, `cosine`) and of optimizers; other results
+stay as they are. `--jobs` is the number of processes that train at the same time.
 
 `full` and `lora` start from a byte-level GPT that was trained on source text, and learn sentences about an invented
 world; `lora` trains adapters of rank 8. On a GPU, the GPT has 5 million parameters, on a CPU 120 thousand. Losses are
-held-out ones, except for `deep` and for the small data sets of scikit-learn, where they are those of the training data:
-optimizers minimize these.
+held-out ones; for `deep` and for the small data sets of scikit-learn, they are those of the training data, which
+optimizers minimize.
 """
 
 import json
@@ -61,7 +61,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
 
 
 class Adapted(nn.Module):
-    """A linear layer that does not change, and the product of two narrow ones that is added to it (LoRA)."""
+    """A frozen linear layer plus the product of two narrow ones (LoRA)."""
 
     def __init__(self, base: nn.Linear, rank: int = 8, alpha: float = 16.0) -> None:
         """Start with a product of zero."""
@@ -72,13 +72,13 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add both."""
+        """Add the product to the layer's output."""
         result: Tensor = self.base(x) + self.scale * self.up(self.down(x))
         return result
 
 
 def adapted(model: CharacterGPT) -> CharacterGPT:
-    """Return a model whose linear layers within blocks have adapters, which alone are trained."""
+    """Return a model whose linear layers within blocks have adapters; only these are trained."""
     for p in model.parameters():
         p.requires_grad_(False)
     for block in model.blocks:
@@ -89,13 +89,13 @@ def adapted(model: CharacterGPT) -> CharacterGPT:
 
 @dataclass(frozen=True)
 class Size:
-    """How large texts and models are."""
+    """Sizes of texts and models."""
 
     width: int
     depth: int
     length: int
     batch: int
-    steps: int  # from scratch; half as many for fine-tuning
+    steps: int  # steps from scratch; half as many for fine-tuning
 
     def gpt(self) -> CharacterGPT:
         """Return a new model."""
@@ -107,7 +107,7 @@ SIZES = {"cuda": Size(256, 6, 128, 64, 400), "cpu": Size(64, 2, 64, 32, 400), "q
 
 @cache
 def facts(device: str) -> tuple[Tensor, Tensor]:
-    """Return sentences as bytes, and others that are held out."""
+    """Return sentences as bytes, and held-out ones."""
     made = [sentences(count, seed).encode() for count, seed in ((400_000, 1), (100_000, 2))]
     training, other = (torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device) for text in made)
     return training, other
@@ -146,7 +146,7 @@ def fine_tuning(device: str, size: Size, lora: bool) -> GpuTask:
 
 
 def table(name: str, device: str, steps: int) -> GpuTask:
-    """Return a small data set of scikit-learn, for a network with two hidden layers."""
+    """Return a task with a small data set of scikit-learn, and a network with two hidden layers."""
     X, y = {"wine": load_wine, "cancer": load_breast_cancer, "diabetes": load_diabetes}[name](return_X_y=True)
     inputs = torch.tensor((X - X.mean(0)) / X.std(0)).float()
     regression = name == "diabetes"
@@ -223,15 +223,15 @@ class Result:
     """The best runs of an optimizer on a task: means over seeds.
 
     Attributes:
-        task: What was trained.
-        schedule: How the learning rate changes.
-        optimizer: By what.
+        task: The task.
+        schedule: The schedule of the learning rate.
+        optimizer: The optimizer.
         lr: The best learning rate.
         half: Loss after half of the steps.
         end: Loss at the end.
-        ends: The same, by seed.
+        ends: Losses at the end, by seed.
         tried: Losses at the end, by learning rate.
-        seconds: Of all steps.
+        seconds: Time of all steps.
         history: Steps, seconds and losses of the first seed.
     """
 
@@ -277,7 +277,7 @@ def best(tried: dict[float, GpuRun]) -> float:
 
 
 def result(schedule: str, tried: dict[float, GpuRun], others: list[GpuRun]) -> Result:
-    """Return reports of runs with the first seed, by learning rate, and of the best one's other seeds."""
+    """Return reports of runs with the first seed, by learning rate, and of the best rate's runs with other seeds."""
     lr = best(tried)
     runs = [tried[lr], *others]
     halves = [run.history[len(run.history) // 2 - 1][2] for run in runs]
@@ -302,9 +302,9 @@ def result(schedule: str, tried: dict[float, GpuRun], others: list[GpuRun]) -> R
 def compare(
     tasks: list[str], schedules: list[str], optimizers: list[str], device: str, quick: bool, seeds: int, jobs: int
 ) -> Iterator[list[Result]]:
-    """Train everything with the first seed, then the best of each with the second one, and so on.
+    """Train all optimizers with the first seed, then the best of each with the second one, and so on.
 
-    Yields results of a task and a schedule whenever there are new ones.
+    Yields the results of a task and a schedule whenever there are new ones.
     """
     groups = list(product(tasks, schedules))
     grids = {name: GRIDS[name][:1] if quick else GRIDS[name] for name in optimizers}
@@ -332,7 +332,7 @@ def compare(
 
 
 def draw(results: list[Result], file: Path) -> None:
-    """Draw losses over steps: a column for each task, a row for each schedule."""
+    """Draw losses over steps: one column per task, one row per schedule."""
     tasks = list(dict.fromkeys(result.task for result in results))
     schedules = list(dict.fromkeys(result.schedule for result in results))
     figure = Figure(figsize=(3.2 * len(tasks), 2.8 * len(schedules)), layout="constrained")
@@ -361,12 +361,12 @@ SCHEDULES = ("constant", "cosine")
 
 
 def known(file: Path) -> list[Result]:
-    """Return the results in a file, if there is one. Losses that are not finite are `None` there."""
+    """Return the results in a file, if it exists. Losses that are not finite are `None` there."""
     return [Result(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
 
 
 def chosen_of(names: list[str], all_names: Iterable[str]) -> list[str]:
-    """Return which of all names were given; all of them if none was."""
+    """Return the names that were given; all names if none was."""
     return [name for name in all_names if name in names] or list(all_names)
 
 

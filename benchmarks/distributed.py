@@ -2,11 +2,11 @@
 
 `python -m benchmarks.distributed [ranks]` trains on gloo ranks of this machine, by default two, one thread each.
 
-*Sent* are bytes per rank and update of factors, apart from gradients, which `DistributedDataParallel` exchanges for
-every optimizer. They are counted at the calls of `torch.distributed`, as a ring sends them: a sum for one rank, or a
-copy from one rank, leaves all ranks but one, and a sum for all does so twice. *kfac-pytorch* adds up whole factors on
-all ranks, and sends whole inverses or eigenvectors from their owners to all others. This is counted for the same
-model and the same intervals, not run. *Held* are bytes of factors and inverses on each rank.
+*Sent* are bytes per rank and update of factors, without gradients, which `DistributedDataParallel` exchanges for every
+optimizer. They are counted at the calls of `torch.distributed` for ring algorithms: a sum for one rank, or a copy from
+one rank, is sent by all ranks but one, and a sum for all ranks twice. *kfac-pytorch* adds up whole factors on all
+ranks, and sends whole inverses or eigenvectors from their owners to all others. This is counted for the same model and
+the same intervals, not run. *Held* are bytes of factors and inverses on each rank.
 """
 
 import json
@@ -32,7 +32,7 @@ from benchmarks.report import RESULTS, save
 from kfs.optim import KFAC
 
 FACTORS_EVERY, INVERSES_EVERY = 10, 20
-# Before, inverses are computed more often. The others are measured.
+# Before this step, inverses are computed more often. Later ones are measured.
 FIRST, LAST = 40, 80
 BATCH = 64
 
@@ -43,10 +43,10 @@ class DistributedRow:
 
     Attributes:
         model: Its name.
-        optimizer: What trains it.
+        optimizer: The optimizer.
         ranks: Number of processes.
         seconds: Mean time of a step.
-        busy: Mean time of a step that this rank computes; the rest is waiting for others.
+        busy: Mean time per step in which this rank computes; in the rest, it waits for others.
         sent: Bytes that each rank sends per update of factors, without gradients.
         scheme: Bytes that each rank would send in the scheme of kfac-pytorch.
         held: Bytes of factors and inverses on each rank.
@@ -66,14 +66,14 @@ class DistributedRow:
 
 @dataclass
 class Traffic:
-    """Bytes that this rank sends, as a ring sends them."""
+    """Bytes that this rank sends with ring algorithms."""
 
     sent: float = 0.0
     _functions: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count calls of `torch.distributed` in this context, except calls by `DistributedDataParallel`."""
+        """Count calls of `torch.distributed` in this context, except for calls by `DistributedDataParallel`."""
         share = 1 - 1 / dist.get_world_size()
         times = {"reduce": share, "broadcast": share, "all_reduce": 2 * share, "all_gather_object": share}
         functions = {name: getattr(dist, name) for name in times}
@@ -82,7 +82,7 @@ class Traffic:
             def run(first: Any, *args: Any, **kwargs: Any) -> Any:
                 if isinstance(first, Tensor):
                     self.sent += times[name] * first.nbytes
-                else:  # a small value for everybody
+                else:  # a small value for all ranks
                     self.sent += times[name] * dist.get_world_size() * len(pickle.dumps(args[0]))
                 return functions[name](first, *args, **kwargs)
 

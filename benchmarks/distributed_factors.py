@@ -1,11 +1,11 @@
-"""Factors on many processes: what each rank holds and sends, and how long it takes, replicated and with owners.
+"""Factors on many processes: bytes that each rank holds and sends, and times, replicated and with owners.
 
     python -m benchmarks.distributed_factors          # on 2 and 4 ranks of this machine, connected by gloo
 
-Bytes held are those of factors and of what a damped inverse keeps, counted by tensors. Bytes that are sent are counted
-from the sizes of what travels, for a ring: a sum for all ranks takes `2 (W - 1) / W` of it per rank, and a sum for one
-rank half of that. The scheme of kfac-pytorch, by count, averages whole factors on all ranks, in every update. Here,
-the upper triangles travel, once.
+Bytes held are those of factors and of the tensors of a damped inverse. Bytes sent are counted from the sizes of
+messages, for a ring: a sum for all ranks takes `2 (W - 1) / W` of the size per rank, and a sum for one rank half of
+that. The scheme of kfac-pytorch, by count, averages whole factors on all ranks, in every update. Here, the upper
+triangles are sent once.
 """
 
 import multiprocessing
@@ -41,14 +41,14 @@ class PlacementRow:
     """Measurements of all ranks.
 
     Attributes:
-        ranks: How many there were.
-        placement: Who has the factors.
-        most_held: Bytes of the rank that holds most.
-        all_held: Bytes of all ranks together.
+        ranks: Number of ranks.
+        placement: Placement of the factors.
+        most_held: Bytes on the rank that holds most.
+        all_held: Bytes on all ranks together.
         sent: Bytes that a rank sends for one update.
         sent_by_kfac_pytorch: The same, in the scheme of kfac-pytorch.
-        seconds: For factors, on the slowest rank.
-        seconds_of_inverse: For inverses, on the slowest rank.
+        seconds: Time for factors, on the slowest rank.
+        seconds_of_inverse: Time for inverses, on the slowest rank.
     """
 
     ranks: int
@@ -62,7 +62,7 @@ class PlacementRow:
 
 
 def network() -> nn.Module:
-    """Return a net with blocks of a few sizes."""
+    """Return a net with blocks of several sizes."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(WIDTHS):
@@ -86,7 +86,7 @@ def sizes() -> tuple[int, int]:
 
 
 def held_by(operators: list[Any]) -> int:
-    """Count the bytes that operators have here, each memory once."""
+    """Count the bytes of operators on this rank, each memory once."""
     found: dict[int, int] = {}
     for K in operators:
         for stack in K.own_stacks:
@@ -141,7 +141,7 @@ def on_ranks(size: int, *arguments: Any) -> list[Measured]:
 
 
 def sent(size: int, owner: bool) -> tuple[float, float]:
-    """Return the bytes that a rank sends for one update: here, and with kfac-pytorch's scheme."""
+    """Return the bytes that a rank sends for one update: with kfs, and in the scheme of kfac-pytorch."""
     whole, triangles = sizes()
     ring = (size - 1) / size
     return ring * triangles * (1 if owner else 2), 2 * ring * whole

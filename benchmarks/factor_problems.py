@@ -14,14 +14,14 @@ class Batches:
     """A model in evaluation mode, cross-entropy, and some batches.
 
     Attributes:
-        name: What to call it.
+        name: Its name in tables.
         model: The model.
         data: The batches.
         few_columns: Whether one backpropagated vector per class and position is feasible.
-        terms: Loss terms per example.
-        autocast: The precision to run in, if not the model's own.
+        terms: Number of loss terms per example.
+        autocast: The precision of autocast; `None` for the model's own.
         tf32: Whether float32 products may be rounded to TF32.
-        large: Whether a batch takes so long that a GPU gets fewer of them, and fewer tasks.
+        large: Whether a batch takes so long that fewer batches and tasks are measured on a GPU.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Residual(nn.Module):
         self.more = after - before
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the input, with zeros for new channels."""
+        """Add the input, padded with zeros for new channels."""
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
         skip = nn.functional.pad(self.skip(x), (0, 0, 0, 0, 0, self.more))
         return torch.relu(y + skip)

@@ -21,8 +21,8 @@ from kfs.errors import ModelError
 from kfs.factors.audit import Audits, forget_audits
 from kfs.factors.rules import new_trace
 
-PATIENCE = 20  # peers that take longer than so many forward+backwards are not measured again
-ADAPTERS = ("backpack", "kronfluence", "laplace", "nngeometry")  # curvlinops has arguments of its own, below
+PATIENCE = 20  # peers that take longer than this many forward+backwards are not measured again
+ADAPTERS = ("backpack", "kronfluence", "laplace", "nngeometry")  # curvlinops is called with special arguments, below
 TASKS: dict[str, dict[str, Any]] = {
     "mc expand": {"fisher": "mc", "sharing": "expand"},
     "mc reduce": {"fisher": "mc", "sharing": "reduce"},
@@ -32,7 +32,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def curvlinops_operator(problem: Batches, fisher: str, sharing: str, name: str = "KFACLinearOperator") -> Any:
-    """Return curvlinops' operator before its factors are computed; nothing if it is not installed."""
+    """Return curvlinops' operator before its factors are computed; `None` if it is not installed."""
     try:
         import curvlinops  # noqa: PLC0415 (a peer, not a dependency)
     except ImportError:
@@ -43,7 +43,7 @@ def curvlinops_operator(problem: Batches, fisher: str, sharing: str, name: str =
     return getattr(curvlinops, name)(
         problem.model,
         CrossEntropyLoss(),
-        [problem.model.get_parameter(name) for name in layers(problem)],  # others have no factors there
+        [problem.model.get_parameter(name) for name in layers(problem)],  # other libraries have no factors for these
         problem.data,
         check_deterministic=False,
         fisher_type=kind,
@@ -55,7 +55,7 @@ def curvlinops_operator(problem: Batches, fisher: str, sharing: str, name: str =
 
 
 def curvlinops_factors(problem: Batches, fisher: str, sharing: str) -> Callable[[], object] | None:
-    """Return a program that computes curvlinops' factors; nothing if it is not installed."""
+    """Return a program that computes curvlinops' factors; none if it is not installed."""
     if curvlinops_operator(problem, fisher, sharing) is None:
         return None
     return lambda: curvlinops_operator(problem, fisher, sharing).compute_kronecker_factors()
@@ -63,7 +63,7 @@ def curvlinops_factors(problem: Batches, fisher: str, sharing: str) -> Callable[
 
 @cache
 def adapter(peer: str) -> Adapter | None:
-    """Return a peer's adapter; if it cannot be imported, say so, once, and return `None`."""
+    """Return a peer's adapter; if it cannot be imported, print a message, once, and return `None`."""
     try:
         return find(peer)
     except ModelError as error:
@@ -72,7 +72,7 @@ def adapter(peer: str) -> Adapter | None:
 
 
 def adapter_factors(problem: Batches, peer: str, fisher: str, sharing: str) -> Callable[[], object] | None:
-    """Return a program that computes a peer's factors by its adapter; nothing if it is not installed or refuses."""
+    """Return a program that computes a peer's factors by its adapter; none if it is not installed or refuses."""
     found = adapter(peer)
     if found is None:
         return None
@@ -109,20 +109,20 @@ def accumulate_gradients(problem: Batches) -> None:
     """Add the gradients of all batches to `grad` of the parameters."""
     loss = CrossEntropyLoss()
     for X, y in problem.data:
-        with autocast(problem):  # anew for every batch, as one trains: casts of parameters are not kept
+        with autocast(problem):  # casts of parameters are not cached over batches, as in training
             value = loss(problem.model(X), y)
         value.backward()
 
 
 def layers(problem: Batches) -> list[str]:
-    """Return the parameters that all libraries cover: of linear layers and convolutions."""
+    """Return the parameters that all libraries cover: those of linear layers and convolutions."""
     kinds = (torch.nn.Linear, torch.nn.Conv2d)
     inside = {id(p) for m in problem.model.modules() if isinstance(m, kinds) for p in m.parameters()}
     return [name for name, p in problem.model.named_parameters() if id(p) in inside]
 
 
 def kfs_factors(problem: Batches, params: list[str] | None = None, kind: Any = KFAC, **settings: Any) -> Any:
-    """Compute our factors, of all parameters by default."""
+    """Compute factors by kfs, of all parameters by default."""
     with autocast(problem):
         return kind(risk_of(problem, params), **settings)
 
@@ -147,13 +147,13 @@ def peers(problem: Batches, fisher: str, sharing: str) -> dict[str, Callable[[],
 
 
 def of_eight(problem: Batches) -> Batches:
-    """Return a problem with one batch of eight data."""
+    """Return a problem with one batch of eight examples."""
     X, y = problem.data[0]
     return replace(problem, data=[(X[:8], y[:8])])
 
 
 def audit_seconds(problem: Batches, params: list[str] | None, repeats: int) -> float:
-    """Return how long the audit of a problem's first batch takes."""
+    """Return the time of the audit of a problem's first batch."""
     risk = risk_of(problem, params)
     trace = new_trace(risk.params)
     batch = next(iter(risk.batches()))
@@ -167,12 +167,12 @@ def audit_seconds(problem: Batches, params: list[str] | None, repeats: int) -> f
 
 
 def peak_memory(program: Callable[[], object]) -> float | None:
-    """Return how far memory rises while a program runs, in bytes; `None` where the system does not say."""
+    """Return the increase of memory while a program runs, in bytes; `None` if the system does not report it."""
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not clear.exists():
         return None
     with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # gives back what earlier programs have freed
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # returns memory that earlier programs have freed
     clear.write_text("5", encoding="utf-8")  # resets the high-water mark
     before = _kilobytes(status, "VmHWM")
     program()
@@ -185,14 +185,14 @@ def _kilobytes(status: Path, key: str) -> int:
 
 
 def autocast(problem: Batches) -> AbstractContextManager[Any]:
-    """Return a context that rounds as the problem asks for."""
+    """Return the autocast context of the problem."""
     device = problem.data[0][0].device.type
     return nullcontext() if problem.autocast is None else torch.autocast(device, problem.autocast)
 
 
 @contextmanager
 def rounding(problem: Batches) -> Iterator[None]:
-    """Allow TF32 where the problem does, and nowhere else."""
+    """Allow TF32 if the problem does, and not otherwise."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = problem.tf32
     try:
         yield

@@ -1,12 +1,13 @@
 """Cost of Kronecker factors in units of forward+backward over the same data: by kfs, and by installed peers.
 
 One run measures everything in turn. `python -m benchmarks.factors` runs MLP, CNN and GPT on one CPU thread. `python -m
-benchmarks.factors cuda` adds the encoder of a ViT-B/16; its columns are others, which `benchmarks/replayed_factors.py`
-explains. Further words choose problems by how their names begin: `python -m benchmarks.factors cuda ViT MLP`.
+benchmarks.factors cuda` adds the encoder of a ViT-B/16, and has other columns, explained in
+`benchmarks/replayed_factors.py`. Further words choose problems by the beginning of their names: `python -m
+benchmarks.factors cuda ViT MLP`.
 
-The FLOP column counts what our matrix products and convolutions do, relative to those of forward+backward. Memory is
-the peak above what was there before, relative to that of forward+backward, with our factors taken off. Times are those
-of models that were audited before; the last column has what the audit takes, once for every model and shape.
+The FLOP column counts our matrix products and convolutions, relative to those of forward+backward. Memory is the peak
+in addition to the memory at the start, relative to that of forward+backward, without our factors. Times are those of
+models that were audited before; the last column has the time of the audit, once for every model and shape.
 """
 
 import argparse
@@ -37,7 +38,7 @@ REPEATS = 5
 
 
 def product_flops(_: Any, left: Any, right: Any, *__: Any, **___: Any) -> int:
-    """Count FLOPs of matrix products that PyTorch does not know how to count: in place, or with another result type."""
+    """Count FLOPs of matrix products that PyTorch does not count: in place, or with another result type."""
     return int(2 * prod(left) * right[-1])
 
 
@@ -45,7 +46,7 @@ PRODUCTS = dict.fromkeys((torch.ops.aten.addmm_, torch.ops.aten.addmm, torch.ops
 
 
 def programs(problem: Batches) -> dict[tuple[str, str], Callable[[], Any]]:
-    """Return everything that is measured on a problem."""
+    """Return all programs to measure on a problem."""
     found: dict[tuple[str, str], Callable[[], Any]] = {
         ("forward+backward", "torch"): partial(forward_backward, problem)
     }
@@ -60,7 +61,7 @@ def programs(problem: Batches) -> dict[tuple[str, str], Callable[[], Any]]:
 def flops(program: Callable[[], object]) -> float:
     """Count the FLOPs of matrix products and convolutions."""
     with FlopCounterMode(display=False):
-        program()  # hooks of the counter make it another sequence of operations, which is audited first
+        program()  # hooks of the counter change the sequence of operations, which is audited first
     with FlopCounterMode(display=False, custom_mapping=PRODUCTS) as counter:
         program()
     return float(counter.get_total_flops())
@@ -103,7 +104,7 @@ def main(
     device: str = "cpu",
     names: Sequence[str] = (),
 ) -> None:
-    """Measure problems on a device, by the beginnings of their names, and write table, JSON and plot."""
+    """Measure problems on a device, chosen by the beginnings of their names, and write table, JSON and plot."""
     threads = torch.get_num_threads()
     chosen = factor_problems(scale, device)
     if device == "cuda":

@@ -2,9 +2,9 @@
 
 `python -m benchmarks.train cuda [gpt|deep|lstm|large ...] [--quick]` prints a table for each task, and writes JSON and
 a plot to benchmarks/results. Learning rates rise for 5 % of the steps and then fall to zero along a cosine, for all
-optimizers alike; each gets the best of its `GRIDS` by the loss at its end, with one seed. Seconds are those of forward
-pass, backward pass and optimizer, without the evaluations. *Seconds to the best of the others* are those until the loss
-is reached that the best other optimizer has at its end.
+optimizers; each gets the best of its `GRIDS` by its loss at the end, with one seed. Seconds are those of forward pass,
+backward pass and optimizer, without the evaluations. *Seconds to the best of the others* are measured until the final
+loss of the best other optimizer is reached.
 """
 
 import math
@@ -36,8 +36,8 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "soap": (1e-3, 3e-3, 1e-2, 3e-2),
     "kfs": (0.1, 0.3, 1.0),
 }
-# Where a run takes a minute, only the rates around the best one, 0.003: at 0.0003 and 0.03, SOAP was worse by 0.17 and
-# 0.46 at the end.
+# For runs that take a minute, only the rates around the best one, 0.003: at 0.0003 and 0.03, SOAP's final loss was
+# worse by 0.17 and 0.46.
 GRIDS_OF_TASKS: dict[str, dict[str, tuple[float, ...]]] = {"large": {"soap": (1e-3, 3e-3, 1e-2)}}
 
 
@@ -46,7 +46,7 @@ class GpuTask(Task):
     """A task on a device, trained to the end of a schedule.
 
     Attributes:
-        autocast: The precision to run in, if not the model's own.
+        autocast: The precision of autocast; `None` for the model's own.
     """
 
     autocast: torch.dtype | None = None
@@ -66,10 +66,10 @@ class GpuRun:
     """One training run.
 
     Attributes:
-        task: What was trained.
-        optimizer: By what.
+        task: The task.
+        optimizer: The optimizer.
         lr: The largest learning rate.
-        seconds: Of all steps.
+        seconds: Time of all steps.
         end: The loss at the end; infinite after a divergence.
         history: Steps, seconds and loss at every evaluation.
     """
@@ -82,7 +82,7 @@ class GpuRun:
     history: list[tuple[int, float, float]]
 
     def seconds_to(self, loss: float) -> float:
-        """Return when a loss was reached, between two evaluations on a straight line; infinity if it was not."""
+        """Return the time at which a loss was reached, interpolated between evaluations; infinity if it was not."""
         for (_, start, before), (_, stop, after) in pairwise([(0, 0.0, math.inf), *self.history]):
             if after <= loss:
                 share = 1.0 if math.isinf(before) else (before - loss) / max(before - after, 1e-30)
@@ -91,7 +91,7 @@ class GpuRun:
 
 
 def text_batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[Batch]:
-    """Return endless batches of random pieces of a text, and the same pieces one character later."""
+    """Return endless batches of random pieces of a text, with the same pieces shifted by one character as labels."""
     generator = torch.Generator().manual_seed(seed)
     pieces = text.unfold(0, length + 1, 1)
     while True:
@@ -101,7 +101,7 @@ def text_batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[Ba
 
 @cache
 def source_text(device: str) -> tuple[Tensor, Tensor]:
-    """Return source text as bytes, and its last twentieth, which is held out."""
+    """Return source text as bytes, and its held-out last twentieth."""
     text = corpus(4_700_000).to(torch.uint8).to(device)
     cut = int(0.95 * len(text))
     return text[:cut], text[cut:]
@@ -185,7 +185,7 @@ TASKS: dict[str, Callable[[str], GpuTask]] = {"gpt": gpt, "deep": deep, "lstm": 
 
 
 def evaluated(task: GpuTask, model: nn.Module) -> float:
-    """Return the mean loss on the data to check."""
+    """Return the mean loss on the evaluation data."""
     with torch.no_grad():
         return float(torch.stack([task.value(model, batch) for batch in task.check]).mean())
 

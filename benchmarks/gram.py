@@ -1,7 +1,7 @@
-"""Where strips beat one product for X^T X: the measurement behind the numbers of `add_gram`.
+"""Widths at which strips beat one product for X^T X: the measurement behind the limits in `add_gram`.
 
-`python -m benchmarks.gram` measures widths of strips on a CPU, `python -m benchmarks.gram cuda` on a GPU. There, a
-second table compares `add_gram` with one full product by cuBLAS and, where Triton is installed, with the best of
+`python -m benchmarks.gram` measures widths of strips on a CPU, `python -m benchmarks.gram cuda` on a GPU. In the second
+case, another table compares `add_gram` with one full product by cuBLAS and, if Triton is installed, with the best of
 several settings of `benchmarks/triangle_kernel.py`, for bf16 inputs and for float32 inputs with TF32; totals are in
 float32. Its times are those of the GPU alone: ten calls are recorded as one CUDA graph and replayed. *Error* is the
 largest difference from float64 on a small case of odd sizes, in units of the largest entry.
@@ -25,8 +25,8 @@ from kfs.factors.accumulate.outer_products import add_gram
 SIZES = {"cpu": ((512, 1024), (1024, 256), (4096, 512)), "cuda": ((12608, 768), (12608, 2304), (12608, 3072))}
 ROWS, COLUMNS = (8192, 12608, 16384), (768, 1024, 2304, 3072, 4096)
 KINDS = {"bf16": torch.bfloat16, "TF32": torch.float32}
-SMALL = (1000, 301)  # rows and columns of the case for errors
-CALLS = 10  # in one graph
+SMALL = (1000, 301)  # rows and columns of the small case for errors
+CALLS = 10  # number of calls in one graph
 REPEATS = 9
 Add = Callable[[Tensor, Tensor], object]  # adds the upper triangle of X^T X to a total
 
@@ -37,8 +37,8 @@ class GramRow:
 
     Attributes:
         problem: Precision, and number of rows and columns.
-        program: What was computed, and with which settings.
-        library: Whose implementation.
+        program: The implementation, with its settings.
+        library: Its library.
         seconds: Median time.
         ratio: That time in units of one full product.
         error: Largest difference from float64 on a small case, in units of the largest entry.
@@ -69,7 +69,7 @@ def one_product(total: Tensor, x: Tensor) -> None:
 
 def repeated(add: Add, total: Tensor, x: Tensor) -> Callable[[], None]:
     """Return a program that adds several times: as a CUDA graph on a GPU."""
-    add(total, x)  # compiles what is to be compiled
+    add(total, x)  # this call compiles
 
     def several() -> None:
         for _ in range(CALLS):
@@ -102,7 +102,7 @@ def _name(tiling: Tiling, slices: int) -> str:
 def error(add: Add, dtype: torch.dtype, device: str) -> float:
     """Return the largest error of an upper triangle on a small case, in units of its largest entry."""
     rows, size = SMALL
-    # Rows are longer than the matrix is wide, as those of a part of a larger matrix are.
+    # Rows are strided, like those of a part of a larger matrix.
     x = torch.randn(rows, size + 3, dtype=dtype, device=device)[:, :size]
     before = torch.randn(size, size, device=device)
     total = before.clone()
@@ -113,7 +113,7 @@ def error(add: Add, dtype: torch.dtype, device: str) -> float:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Let float32 products be rounded to TF32."""
+    """Allow rounding of float32 products to TF32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
@@ -123,7 +123,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def triangles(device: str, kinds: dict[str, torch.dtype], repeats: int = REPEATS) -> Iterator[GramRow]:
-    """Compare full products, ours and the kernel, for all sizes."""
+    """Compare full products, `add_gram` and the kernel, for all sizes."""
     kernel = triangle_kernel.triton is not None and device == "cuda"
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if kernel else 0
     for kind, dtype in kinds.items():
@@ -166,7 +166,7 @@ def widths(device: str) -> None:
 
 
 def compare(device: str, kinds: dict[str, torch.dtype], results: Path = RESULTS) -> None:
-    """Print a table of full products, ours and the kernel, and write JSON."""
+    """Print a table of full products, `add_gram` and the kernel, and write JSON."""
     if triangle_kernel.triton is None:
         print("Triton is not installed.")
     print("| product | program | library | microseconds | time / (one product) | error |\n|---|---|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""Influence functions: how well scores predict, and what they take. `python -m benchmarks.influence [study] [--quick]`.
+"""Influence functions: accuracy and cost of scores. `python -m benchmarks.influence [study] [--quick]`.
 
 Without a study, all but `gpu` run. Libraries that are not installed have rows that say so.
 
@@ -6,12 +6,12 @@ Without a study, all but `gpu` run. Libraries that are not installed have rows t
   (500 digits, an MLP 64-32-10, 100 halves, margins averaged over three initializations). For each of 100 queries, the
   sum of scores over a half predicts its margin. The score is Spearman's correlation of predicted and actual margins
   over halves, averaged over queries. Methods that draw labels are run with several seeds. The first line is the
-  correlation with as many networks that saw the same halves, from other initializations. No method is expected to be
-  above its root. Margins are kept in `benchmarks/results`, so that a second run takes less.
+  correlation with an equal number of networks that used the same halves and other initializations. No method is
+  expected to exceed its root. Margins are stored in `benchmarks/results`, so that a second run is faster.
 - `damping`: the same score for the default damping and for the weight decay of training, on five data sets
   (`benchmarks/influence_damping.py`).
-- `mislabelled`: 10 % of 1,000 digits have a wrong label, and an MLP 64-256-10 learns them by heart. Self-scores should
-  be larger for these: the area under the ROC curve, and how many of the wrong ones are among the first 10 %.
+- `mislabelled`: 10 % of 1,000 digits have a wrong label, and an MLP 64-256-10 memorizes them. Self-scores should be
+  larger for these: the area under the ROC curve, and the share of the wrong ones among the first 10 %.
 - `time`: an MLP 64-256-256-10 with 85,002 parameters, 1,500 training data and 297 queries. CPU seconds of the process
   with one thread: the least of several runs, each with a new copy of the model, so that audits are included.
 - `errors`: scores against brute force in float64 (`benchmarks/influence_errors.py`).
@@ -34,7 +34,7 @@ from benchmarks import influence_damping, influence_errors, influence_gpt, influ
 from benchmarks.influence_digits import QUICK, Sizes
 from benchmarks.report import RESULTS, save
 
-# What each study prints above its table, and what computes the lines of it.
+# The text above each study's table, and a function that computes its rows.
 STUDIES: dict[str, tuple[str, Callable[[Sizes, Path], Iterable[Any]]]] = {
     "lds": (influence_quality.HEADER, influence_quality.lds),
     "damping": (influence_quality.HEADER, lambda sizes, _: influence_damping.damping(sizes)),
@@ -45,7 +45,7 @@ STUDIES: dict[str, tuple[str, Callable[[Sizes, Path], Iterable[Any]]]] = {
 
 
 def run(study: str, sizes: Sizes, results: Path, suffix: str) -> None:
-    """Print a table as rows come, and write JSON."""
+    """Print a table row by row, and write JSON."""
     header, measure = STUDIES[study]
     print(f"\n{header}")
     rows = []
@@ -56,7 +56,7 @@ def run(study: str, sizes: Sizes, results: Path, suffix: str) -> None:
 
 
 def main(words: Sequence[str] | None = None, results: Path = RESULTS) -> None:
-    """Run one study, or all that need no GPU."""
+    """Run one study, or all that do not need a GPU."""
     words = sys.argv[1:] if words is None else list(words)
     if words[:1] == ["gpu"]:
         influence_gpt.main(words[1:], results)

@@ -1,9 +1,9 @@
-"""Which damping: the default, or the weight decay of training? `python -m benchmarks.influence damping`.
+"""Two dampings compared: the default, and the weight decay of training. `python -m benchmarks.influence damping`.
 
-The linear datamodeling score, as `lds` measures it, on five data sets of scikit-learn: networks with one hidden layer
-are trained with halves of the data, and sums of scores over a half predict margins of queries (of diabetes, the
-prediction itself). Training has an L2 penalty, of which half times the squared norm is added to the mean loss, as
-`weight_decay` of an optimizer does.
+The linear datamodeling score, as in the study `lds`, on five data sets of scikit-learn: networks with one hidden layer
+are trained with halves of the data, and sums of scores over a half predict margins of queries (for diabetes, the
+prediction itself). Training has an L2 penalty: half of it times the squared norm is added to the mean loss, as by
+`weight_decay` of an optimizer.
 """
 
 import copy
@@ -59,7 +59,7 @@ def _dampings(penalty: float) -> dict[str, dict[str, Any]]:
 
 
 class _Problem:
-    """A data set, networks that saw half of it, and one that saw all."""
+    """A data set, networks that were trained with halves of it, and one that was trained with all."""
 
     def __init__(self, name: str, penalty: float, seed: int, sizes: Sizes) -> None:
         data, self.queries = _load(name, seed, sizes)
@@ -86,7 +86,7 @@ class _Problem:
 
 
 def _load(name: str, seed: int, sizes: Sizes) -> tuple[Data, Data]:
-    """Return data to train with and queries, standardized, in an order that depends on the seed."""
+    """Return training data and queries, standardized, in an order that depends on the seed."""
     from sklearn import datasets  # noqa: PLC0415 (optional)
 
     X, y = getattr(datasets, f"load_{name.replace(' ', '_')}")(return_X_y=True)

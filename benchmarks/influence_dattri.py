@@ -1,4 +1,4 @@
-"""dattri's EKFAC: linear layers alone, with labels at hand (the empirical Fisher), and without self-scores."""
+"""dattri's EKFAC: only linear layers, with the labels of the data (the empirical Fisher), and without self-scores."""
 
 import contextlib
 import io
@@ -22,11 +22,11 @@ class Fitted(influence_methods.Fitted):
     """EKFAC.
 
     Args:
-        damping: What is added to eigenvalues.
+        damping: The number that is added to eigenvalues.
         model: The model.
-        data: What it was trained with.
-        seed: It draws nothing.
-        quantity: What is measured on queries.
+        data: Its training data.
+        seed: Unused, since nothing is drawn.
+        quantity: The quantity of queries.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Fitted(influence_methods.Fitted):
         task = AttributionTask(loss_func=loss, target_func=measured, model=model, checkpoints=model.state_dict())
         self.attributor = IFAttributorEKFAC(task=task, damping=damping)
         self.data = _loader(data)
-        # Factors are those of the quantity that is measured on queries, where those of the training loss are meant.
+        # Factors are those of the quantity for queries, although those of the training loss are intended.
         task.get_target_func, measuring = task.get_loss_func, task.get_target_func
         with contextlib.redirect_stderr(io.StringIO()):
             self.attributor.cache(self.data)
@@ -72,6 +72,6 @@ def checked(model: nn.Module, data: Data, queries: Data) -> Checked:
     for layer, G in by_layer.items():
         q_a, q_s = (q.double() for q in fitted.attributor.cached_q[layer])
         eigenvalues = fitted.attributor.cached_lambdas[layer].double()
-        # It multiplies with what `eigh` returns from the left, so the basis vectors are rows.
+        # It multiplies with the result of `eigh` from the left, so the basis vectors are rows.
         right.append(multiplied_out(asked[layer], G, q_a.T, q_s.T, eigenvalues))
     return {"EKFAC": (scores, torch.stack(right).sum(0))}

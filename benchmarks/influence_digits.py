@@ -1,7 +1,7 @@
 """Problems for influence functions: digits, small networks, and training many of them together.
 
-Scores predict what would happen without some of the data. To know what does happen, networks are trained without them:
-all at once, with one stack of weights for each layer.
+Scores predict the effect of removing some of the data. To measure the effect, networks are trained without them: all at
+once, with one stack of weights for each layer.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 Data = tuple[Tensor, Tensor]  # inputs and labels
 CLASSES = 10
-AT_A_TIME = 50  # networks in a stack; more of them do not stay in the cache
+AT_A_TIME = 50  # networks in a stack; larger stacks do not fit into the cache
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How networks are trained: Adam with all data in every step, a cosine schedule, and an L2 penalty.
+    """The training of networks: Adam with all data in every step, a cosine schedule, and an L2 penalty.
 
     Attributes:
         sizes: Widths of all layers, inputs and outputs included.
         steps: Number of steps.
-        learning_rate: The first step's.
+        learning_rate: The initial learning rate.
         penalty: Half of this times the squared norm of all parameters is added to the mean loss, as `weight_decay` of
             an optimizer does.
         regression: Whether targets are numbers, `[n, 1]`, and the loss is the squared error.
@@ -39,20 +39,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed.
+    """Sizes of all studies.
 
     Attributes:
-        seeds: Seeds of data, halves and networks.
-        train: Training data for `lds`.
-        queries: Queries for `lds`.
+        train: Number of training examples for `lds`.
+        queries: Number of queries for `lds`.
+        width: Width of the hidden layer for `lds`.
         width: Of the hidden layer for `lds`.
         halves: Number of subsets.
-        initializations: Networks for each subset.
-        draws: How often methods run that draw labels.
-        steps: Steps of training.
-        mislabelled: Data for `mislabelled`.
-        memorizing: Steps of training for it.
-        timed: Training data and queries for `time`.
+        draws: Number of runs of methods that draw labels.
+        steps: Number of training steps.
+        mislabelled: Number of examples for `mislabelled`.
+        memorizing: Number of training steps for it.
+        timed: Numbers of training examples and queries for `time`.
+        repeats: Number of timed repetitions.
         repeats: How often everything is timed.
     """
 
@@ -70,7 +70,7 @@ class Sizes:
     repeats: int = 3
 
 
-# Tiny sizes, to see that everything runs.
+# Tiny sizes for quick runs.
 QUICK = Sizes(
     seeds=1,
     train=60,
@@ -88,7 +88,7 @@ QUICK = Sizes(
 
 
 def digits(seed: int, train: int, queries: int) -> tuple[Data, Data]:
-    """Return digits to train with, and other digits as queries, in an order that depends on the seed."""
+    """Return training digits, and other digits as queries, in an order that depends on the seed."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 (machines with a GPU may lack it, and do not need it)
 
     X, y = load_digits(return_X_y=True)
@@ -105,7 +105,7 @@ def subsets(count: int, num_data: int, seed: int) -> Tensor:
 
 
 def flipped(y: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Give some data another label, and say which: labels, and whether each is wrong."""
+    """Change the labels of some examples; return labels, and whether each is wrong."""
     generator = torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(y), dtype=torch.bool)
     wrong[torch.randperm(len(y), generator=generator)[: round(share * len(y))]] = True
@@ -121,7 +121,7 @@ def margins(f: Tensor, y: Tensor) -> Tensor:
 
 
 def network(sizes: Sequence[int], seed: int) -> nn.Sequential:
-    """Return an MLP in evaluation mode, as it is before training."""
+    """Return an untrained MLP in evaluation mode."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for before, after in pairwise(sizes):
@@ -141,16 +141,16 @@ def trained(data: Data, recipe: Recipe, seed: int) -> nn.Sequential:
 
 
 def retrained_margins(data: Data, queries: Data, kept: Tensor, recipe: Recipe, seeds: Sequence[int]) -> Tensor:
-    """Train a network with each subset, once for each seed, and return mean margins of queries, `[subsets, queries]`.
+    """Train networks on subsets, one per seed, and return mean margins of queries, `[subsets, queries]`.
 
-    Of a regression, these are predictions.
+    For a regression, these are predictions.
 
     Args:
-        data: What to train with.
-        queries: Whose margins are wanted.
-        kept: Indices of data, a row for each subset.
-        recipe: How to train.
-        seeds: Of first parameters. Margins are averaged over them, since the data do not explain how these differ.
+        data: Training data.
+        queries: Queries whose margins are returned.
+        kept: Indices of examples, one row per subset.
+        recipe: The training.
+        seeds: Seeds of initializations. Margins are averaged over them, since data do not explain their differences.
     """
     found = []
     X, y = queries
@@ -166,9 +166,9 @@ def retrained_margins(data: Data, queries: Data, kept: Tensor, recipe: Recipe, s
 
 
 def train_together(data: Data, kept: Tensor, recipe: Recipe, seed: int) -> list[Tensor]:
-    """Train a network with each subset, from the same first parameters, and return stacks of weights and biases."""
+    """Train networks on subsets, from the same initialization, and return stacks of weights and biases."""
     first = [p.detach() for p in network(recipe.sizes, seed).parameters()]
-    # A bias has an axis for data, so that it is added to all of them.
+    # A bias has an axis for examples, so that it is added to all of them.
     rows = [p if p.ndim == 2 else p[None] for p in first]
     stacks = [p.expand(len(kept), *p.shape).clone().requires_grad_() for p in rows]
     X, y = data[0][kept], data[1][kept]
@@ -177,7 +177,7 @@ def train_together(data: Data, kept: Tensor, recipe: Recipe, seed: int) -> list[
     for _ in range(recipe.steps):
         optimizer.zero_grad()
         f = predictions(stacks, X)
-        # Every network has its own parameters, so the sum of all their mean losses trains each as if it was alone.
+        # Every network has its own parameters, so the sum of all mean losses trains each as if it were alone.
         if recipe.regression:
             loss = mse_loss(f, y, reduction="sum") / y.shape[1]
         else:

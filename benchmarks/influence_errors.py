@@ -1,14 +1,14 @@
 """Scores of several libraries against brute force, in float64, for small models with one kind of layer each.
 
-Gradients of every example come from autograd. What is compared:
+Gradients of every example come from autograd. Two quantities are compared:
 
-- inner products: of gradients of queries and of training data, so without curvature. Their brute force needs nothing
-  else, and is the same for all libraries.
+- inner products of gradients of queries and of training data, without curvature. Their brute force needs no other
+  results, and is the same for all libraries.
 - EKFAC: scores with a library's own eigenvectors and eigenvalues. Brute force multiplies these out, so that the error
-  is not about how good the approximation is, but about what is computed with it.
+  does not measure the approximation, but only the computation with it.
 
-Errors are the largest difference in units of the largest score. An error of 1e-15 is round-off; one of 1 means that
-scores have nothing to do with what they should be.
+Errors are the largest difference in units of the largest score. An error of 1e-15 is round-off; with an error of 1,
+scores are unrelated to the right ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,7 @@ QUERIES = 5
 CLASSES = 3
 DAMPING = 0.01
 HEADER = "| model | quantity | library | error |\n|---|---|---|---|"
-# What a library found, and what it should have found, by quantity.
+# The library's result and the right one, by quantity.
 Checked = Mapping[str, tuple[Tensor, Tensor]]
 
 
@@ -38,11 +38,11 @@ class ErrorRow:
     """One comparison with brute force.
 
     Attributes:
-        model: Which layers it has.
-        quantity: What is compared.
-        library: Whose implementation.
-        error: The largest difference, in units of the largest score; `None` if there is none.
-        why: Why there is none.
+        model: The kind of its layers.
+        quantity: The compared quantity.
+        library: The library.
+        error: The largest difference, in units of the largest score; `None` without scores.
+        why: The reason if there are none.
     """
 
     model: str
@@ -96,7 +96,7 @@ def errors() -> Iterator[ErrorRow]:
 
 
 def ours(model: nn.Module, data: Data, queries: Data) -> Checked:
-    """Return inner products and scores of ours, and by brute force."""
+    """Return inner products and scores of kfs, and by brute force."""
     train, asked = (EmpiricalRisk(model, nn.CrossEntropyLoss(), one) for one in (data, queries))
     G, G_asked = (flat(gradients(model, losses, one)) for one in (data, queries))
     ((batch,), (batch_asked,)) = (list(per_datum(risk)) for risk in (train, asked))
@@ -121,7 +121,7 @@ def matrices(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def multiplied_out(
     queries: Tensor, train: Tensor, Q_A: Tensor, Q_B: Tensor, eigenvalues: Tensor, damping: float = DAMPING
 ) -> Tensor:
-    """Return scores of a layer by the dense inverse with these eigenvectors (columns) and eigenvalues `[d_B, d_A]`."""
+    """Return a layer's scores by the dense inverse with eigenvectors (columns) and eigenvalues `[d_B, d_A]`."""
     basis = torch.kron(Q_B, Q_A)
     inverse = basis @ torch.diag(1 / (eigenvalues.flatten() + damping)) @ basis.T
     return queries.flatten(1) @ inverse @ train.flatten(1).T

@@ -1,23 +1,23 @@
 """Influence functions of a language model of GPT-2 small's size: tokens per second of factors, pairs and self-scores.
 
-`python -m benchmarks.influence gpu` takes Hugging Face's GPT-2 with random weights (a GPT of the same shape where
+`python -m benchmarks.influence gpu` uses Hugging Face's GPT-2 with random weights (or a GPT of the same shape if
 transformers is not installed), sequences of 512 random tokens, and bf16 autocast on a GPU. Options scale it down, and
-`--device cpu --quick` runs it without a GPU, in float32. Kronfluence runs beside it, if it is installed. It knows
-linear layers alone, so both libraries get the 48 linear layers of the transformer blocks. (Hugging Face's `Conv1D` is
+`--device cpu --quick` runs it without a GPU, in float32. Kronfluence runs beside it, if it is installed. It supports
+only linear layers, so both libraries get the 48 linear layers of the transformer blocks. (Hugging Face's `Conv1D` is
 replaced by `Linear`, as in Kronfluence's own examples.)
 
-- first batch: KFAC of one batch, so that the model has been audited, and the GPU is warm. Kronfluence does the same.
+- first batch: KFAC of one batch, which audits the model and warms up the GPU. Kronfluence does the same.
 - factors: EKFAC with drawn labels, from the first pass to eigenvalues, for all training sequences.
-- without decompositions: the same, without what does not depend on the number of sequences. For us it is the time for
-  all minus the time for half of them, times two. Kronfluence's passes are timed one by one.
+- without decompositions: the same, without work that does not depend on the number of sequences. For kfs it is the time
+  for all minus the time for half of them, times two. Kronfluence's passes are timed one by one.
 - pairwise: scores of all pairs of queries and training sequences; tokens are those of training sequences.
-- self: scores of training sequences with themselves.
+- self: self-scores of training sequences.
 
-"Kronfluence, low precision" has more of its numbers in bf16, as its `smart_low_precision_*` arguments choose them.
-*Agreement* is the cosine of a library's scores with those of ours. Labels are drawn, so it is not quite 1. With
-`--fisher empirical` nothing is drawn.
+"Kronfluence, low precision" computes more in bf16, as its `smart_low_precision_*` arguments select it. *Agreement* is
+the cosine of a library's scores with those of kfs. Labels are drawn, so it is not quite 1. With `--fisher empirical`,
+nothing is drawn.
 
-No program begins after `--seconds` have passed. An error is printed as a row, and others go on.
+No program starts after `--seconds` have passed. An error is printed as a row, and the other programs run.
 """
 
 import argparse
@@ -50,14 +50,14 @@ class RateRow:
     """One measured program.
 
     Attributes:
-        program: What was computed.
-        library: Whose implementation.
-        seconds: How long it took; `None` if it was not run.
+        program: The program.
+        library: The library.
+        seconds: Its time; `None` if it was not run.
         rate: Tokens of training sequences per second.
-        speedup: That rate in units of Kronfluence's; `None` if that is not known.
-        peak: How far allocated memory rises, in GiB; `None` where it is not measured.
-        agreement: Cosine with our scores; `None` if there are none.
-        why: Why it was not run.
+        speedup: The ratio of this rate to Kronfluence's; `None` if that is not known.
+        peak: The increase of allocated memory, in GiB; `None` if it is not measured.
+        agreement: Cosine with the scores of kfs; `None` if there are none.
+        why: The reason if it was not run.
     """
 
     program: str
@@ -81,7 +81,7 @@ class RateRow:
 
 
 class Logits(nn.Module):
-    """A model of Hugging Face that returns logits alone.
+    """A model of Hugging Face that returns only logits.
 
     Args:
         model: The model.
@@ -121,7 +121,7 @@ def language_model(size: argparse.Namespace) -> tuple[nn.Module, str]:
 
 
 def with_linear_layers(model: nn.Module) -> nn.Module:
-    """Replace layers that are linear, but have their weight transposed, by PyTorch's own, in place."""
+    """Replace linear layers with transposed weights by PyTorch's own, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ == "Conv1D":
@@ -152,8 +152,8 @@ class Benchmark:
         model: The model.
         train: Training sequences.
         queries: Queries.
-        deadline: When the last program may begin.
-        ours: Our scores, once they are there.
+        deadline: The time after which no program starts.
+        ours: The scores of kfs, once they are computed.
     """
 
     size: argparse.Namespace
@@ -164,9 +164,9 @@ class Benchmark:
     ours: dict[str, Tensor] = field(default_factory=dict)
 
     def rows(self) -> Iterator[RateRow]:
-        """Measure ours, then Kronfluence's in both precisions."""
+        """Measure kfs, then Kronfluence in both precisions."""
         layers = tracked(self.model)
-        for dtype in (torch.float32, torch.float64):  # whoever came first would wait until the solver is loaded
+        for dtype in (torch.float32, torch.float64):  # otherwise, the first library waits until the solver is loaded
             torch.linalg.eigh(torch.eye(4 * self.size.width, dtype=dtype, device=self.size.device))
         yield from self._measured("kfs", Ours(self, layers))
         if find_spec("kronfluence") is None:
@@ -232,7 +232,7 @@ class Ours:
         self.influence = self._influence(len(self.train[1]))
 
     def without_decompositions(self, seconds: float) -> float:
-        """Return the time of the passes over all sequences, given the time for everything."""
+        """Return the time of the passes over all sequences, given the total time."""
         synchronize()
         start = time.perf_counter()
         self._influence(len(self.train[1]) // 2)

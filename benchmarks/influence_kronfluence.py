@@ -1,4 +1,4 @@
-"""Kronfluence as its documentation has it: a task with a summed loss, and an analyzer that keeps results in files."""
+"""Kronfluence as in its documentation: a task with a summed loss, and an analyzer that stores results in files."""
 
 import copy
 import logging
@@ -26,11 +26,11 @@ from kfs import Relative
 
 
 class Task(kronfluence.Task):  # type: ignore[misc]
-    """Cross-entropy for training, and some quantity for queries.
+    """Cross-entropy for training, and a given quantity for queries.
 
     Args:
         measured: A function of logits `[..., classes]` and labels that is summed over queries.
-        layers: Names of layers that are considered; all that Kronfluence knows if it is `None`.
+        layers: Names of the layers to consider; all supported ones if it is `None`.
     """
 
     def __init__(self, measured: Quantity, layers: list[str] | None = None) -> None:
@@ -38,7 +38,7 @@ class Task(kronfluence.Task):  # type: ignore[misc]
         self.layers = layers
 
     def compute_train_loss(self, batch: Data, model: nn.Module, sample: bool = False) -> Tensor:
-        """Return the sum of losses, for labels at hand or drawn from the model's distribution."""
+        """Return the sum of losses, for the labels of the data, or labels drawn from the model's distribution."""
         X, y = batch
         f = model(X)
         if sample:
@@ -61,9 +61,9 @@ class Analysis:
 
     Args:
         model: The model, which Kronfluence changes.
-        data: What it was trained with.
-        task: Says what is differentiated.
-        batch: How many examples it takes at a time.
+        data: Its training data.
+        task: The differentiated quantities.
+        batch: The batch size.
         cpu: Whether to ignore a GPU.
     """
 
@@ -99,7 +99,7 @@ class Analysis:
             )
 
     def factors(self, arguments: Any) -> None:
-        """Compute everything that a strategy needs."""
+        """Compute all results that a strategy needs."""
         with silent():
             self.analyzer.fit_all_factors("factors", self.data, per_device_batch_size=self.batch, factor_args=arguments)
 
@@ -120,7 +120,7 @@ class Analysis:
         return scores
 
     def own(self, arguments: Any) -> Tensor:
-        """Return the scores of training data with themselves."""
+        """Return self-scores of training data."""
         with silent():
             self.analyzer.compute_self_scores(
                 "own",
@@ -138,10 +138,10 @@ class Fitted(influence_methods.Fitted):
     """EKFAC with one drawn label for each example, which is Kronfluence's default.
 
     Args:
-        damping: What is added to eigenvalues; the only multiple of the mean eigenvalue that it knows is 0.1.
+        damping: The number that is added to eigenvalues; the only supported multiple of the mean eigenvalue is 0.1.
         model: The model, which Kronfluence changes.
-        data: What it was trained with.
-        seed: For draws.
+        data: Its training data.
+        seed: Seed of draws.
     """
 
     def __init__(self, damping: float | Relative, model: nn.Module, data: Data, seed: int) -> None:
@@ -157,12 +157,12 @@ class Fitted(influence_methods.Fitted):
         return self.analysis.pairwise(queries, self.arguments)
 
     def own(self) -> Tensor:
-        """Return the score of each training example with itself."""
+        """Return the self-score of each training example."""
         return self.analysis.own(self.arguments)
 
 
 def dataset(data: Data) -> TensorDataset:
-    """Return data as Kronfluence wants them: on the CPU. It moves every batch to the model."""
+    """Return data in the form that Kronfluence needs: on the CPU. It moves every batch to the model."""
     return TensorDataset(*(part.cpu() for part in data))
 
 

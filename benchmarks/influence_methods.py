@@ -1,7 +1,7 @@
-"""Methods that score training data, with one interface: ours, and the simple ones that all others are compared with.
+"""Methods that score training data, with one interface: those of kfs, and simple baselines.
 
-A pair's score is larger if the training example raises the query's margin. A self-score is larger for data that are
-harder to learn. Other libraries have modules of their own, `influence_kronfluence` and `influence_dattri`.
+A pair's score is larger if the training example raises the query's margin. A self-score is larger for examples that are
+harder to learn. Other libraries have their own modules, `influence_kronfluence` and `influence_dattri`.
 """
 
 import copy
@@ -21,35 +21,35 @@ from benchmarks.influence_digits import Data, margins
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, Influence, Relative
 
 BATCH = 512
-PROJECTIONS = 256  # dimensions that TRAK keeps
+PROJECTIONS = 256  # number of dimensions in TRAK
 RELATIVE = Relative(0.1)
 ABSOLUTE = 1e-3
 Quantity = Callable[[Tensor, Tensor], Tensor]  # of logits and labels
 
 
 class Fitted:
-    """A method that has seen model and training data. Some have one of both kinds of scores alone."""
+    """A method that was fitted to model and training data. Some have only one of both kinds of scores."""
 
     def pairwise(self, queries: Data) -> Tensor:
         """Return the score of each pair, `[queries, train]`."""
         raise NotImplementedError
 
     def own(self) -> Tensor:
-        """Return the score of each training example with itself, `[train]`."""
+        """Return the self-score of each training example, `[train]`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Method:
-    """Something to be measured.
+    """A method to be measured.
 
     Attributes:
-        name: What is computed.
-        library: Whose implementation.
-        damping: How it is damped, in words.
+        name: Its name.
+        library: Its library.
+        damping: Its damping, in words.
         fit: Takes a model, training data, and a seed for draws; `None` if the library is not installed.
         draws: Whether labels are drawn.
-        has_own: Whether it has scores of data with themselves.
+        has_own: Whether it has self-scores.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Ours(Fitted):
     Args:
         kind: `KFAC` or `EKFAC`.
         damping: As in `Influence`.
-        settings: Those of the operator.
+        settings: Settings of the operator.
         model: The model.
-        data: What it was trained with.
-        seed: For draws.
+        data: Its training data.
+        seed: Seed of draws.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Ours(Fitted):
         return -self.influence.scores(self._risk(queries), self.train, of="margin")
 
     def own(self) -> Tensor:
-        """Return the score of each training example with itself."""
+        """Return the self-score of each training example."""
         return self.influence.self_scores(self.train)
 
     def _risk(self, data: Data) -> EmpiricalRisk:
@@ -102,10 +102,10 @@ class DenseGGN(Fitted):
     """The whole generalized Gauss-Newton matrix, inverted in float64, as the reference for approximations.
 
     Args:
-        damping: What is added to the diagonal, or a multiple of the mean eigenvalue.
+        damping: The number that is added to the diagonal, or a multiple of the mean eigenvalue.
         model: The model.
-        data: What it was trained with.
-        seed: For draws.
+        data: Its training data.
+        seed: Seed of draws.
     """
 
     def __init__(self, damping: float | Relative, model: nn.Module, data: Data, seed: int) -> None:
@@ -121,7 +121,7 @@ class DenseGGN(Fitted):
         return asked @ torch.cholesky_solve(self._own_gradients().T, self.root)
 
     def own(self) -> Tensor:
-        """Return the score of each training example with itself."""
+        """Return the self-score of each training example."""
         G = self._own_gradients()
         return (G * torch.cholesky_solve(G.T, self.root).T).sum(1)
 
@@ -134,8 +134,8 @@ class Projected(Fitted):
 
     Args:
         model: The model.
-        data: What it was trained with.
-        seed: For draws.
+        data: Its training data.
+        seed: Seed of draws.
     """
 
     def __init__(self, model: nn.Module, data: Data, seed: int) -> None:
@@ -159,8 +159,8 @@ class LossAlone(Fitted):
 
     Args:
         model: The model.
-        data: What it was trained with.
-        seed: For draws.
+        data: Its training data.
+        seed: Seed of draws.
     """
 
     def __init__(self, model: nn.Module, data: Data, seed: int) -> None:
@@ -179,7 +179,7 @@ def losses(f: Tensor, y: Tensor) -> Tensor:
 
 
 def negative_margins(f: Tensor, y: Tensor) -> Tensor:
-    """Return a quantity of which less is better, as of a loss, for logits `[..., C]`."""
+    """Return the negative margins, which are small for good predictions like a loss, for logits `[..., C]`."""
     return -margins(f, y)
 
 
@@ -200,7 +200,7 @@ def flat(found: Mapping[str, Tensor]) -> Tensor:
 
 
 def ours(kind: type[KFAC | EKFAC], damping: float | Relative = RELATIVE, **settings: Any) -> Method:
-    """Return one of our methods."""
+    """Return one of the methods of kfs."""
     samples = f", {settings['mc_samples']} samples" if "mc_samples" in settings else ""
     name = f"{kind.__name__} {settings['fisher']}{samples}"
     fit = partial(Ours, kind, damping, settings)
@@ -218,7 +218,7 @@ def peer(library: str, damping: float | Relative, has_own: bool = True) -> Metho
 
 
 def in_words(damping: float | Relative) -> str:
-    """Say how a method is damped."""
+    """Describe the damping of a method."""
     return f"{damping.fraction:g} x mean eigenvalue" if isinstance(damping, Relative) else f"{damping:g}"
 
 
@@ -236,7 +236,7 @@ def predictors() -> list[Method]:
         ]
     return [
         *found,
-        peer("kronfluence", 1e-8),  # its default
+        peer("kronfluence", 1e-8),  # the default of the library
         peer("dattri", ABSOLUTE, has_own=False),
         Method(f"TRAK, {PROJECTIONS} dimensions", "torch", "", Projected, draws=True, has_own=False),
     ]

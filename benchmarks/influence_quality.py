@@ -1,6 +1,6 @@
 """Quality of scores: predictions of networks that were trained with half of the data, and detection of wrong labels.
 
-See `benchmarks/influence.py` for what is measured.
+See `benchmarks/influence.py` for the measurements.
 """
 
 import copy
@@ -33,16 +33,16 @@ HEADER = "| measure | method | library | damping | mean | recall | target |\n|--
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """How good one method is.
+    """The quality of one method.
 
     Attributes:
-        study: What was measured.
-        method: What was computed.
-        library: Whose implementation.
-        damping: How it was damped.
-        values: One for each seed; empty if the library is not installed.
-        recall: How many wrong labels are among the first, on average; `None` in other studies.
-        target: What was hoped for, if anything.
+        study: The study.
+        method: The method.
+        library: Its library.
+        damping: Its damping.
+        values: One per seed; empty if the library is not installed.
+        recall: The share of wrong labels among the first, on average; `None` in other studies.
+        target: The target, or `None`.
     """
 
     study: str
@@ -92,13 +92,13 @@ class Halves:
     """Data, and results of networks that were trained with half of them.
 
     Attributes:
-        data: What to train with.
-        queries: Whose margins are predicted.
+        data: The training data.
+        queries: The queries whose margins are predicted.
         kept: Indices of the data in each half.
         actual: Margins, `[halves, queries]`.
-        again: Those of as many networks with other initializations. How well they agree says what chance leaves for
-            scores: no prediction is expected to correlate better with `actual` than by the root of this agreement.
-        model: A network that saw all of them.
+        again: Margins of an equal number of networks with other initializations. Their agreement limits scores: no
+            prediction is expected to have a higher correlation with `actual` than the root of this agreement.
+        model: A network that was trained with all of them.
     """
 
     data: Data
@@ -129,7 +129,7 @@ def _halves(seed: int, sizes: Sizes, results: Path) -> Halves:
 
 
 def _lds(method: Method, problem: Halves, sizes: Sizes, seed: int) -> float:
-    """Return the linear datamodeling score of a method, averaged over draws if there are any."""
+    """Return the linear datamodeling score of a method, averaged over draws if it has some."""
     assert method.fit is not None  # noqa: S101 (it is installed)
     inside = torch.zeros(len(problem.kept), len(problem.data[1])).scatter_(1, problem.kept, 1.0)
     found = []
@@ -153,7 +153,7 @@ def mislabelled(sizes: Sizes) -> Iterator[ScoreRow]:
     for seed in range(sizes.seeds):
         (X, y), _ = digits(seed, sizes.mislabelled, 0)
         labels, wrong = flipped(y, 0.1, seed)
-        # Without a penalty wrong labels are learnt by heart. Otherwise the loss alone would tell.
+        # Without a penalty, wrong labels are memorized. Otherwise the loss alone would reveal them.
         recipe = Recipe((64, 256, 10), sizes.memorizing, penalty=0.0)
         problems.append(((X, labels), wrong, trained((X, labels), recipe, seed)))
     for method in detectors():

@@ -1,6 +1,6 @@
 """Times of factors, scores of all pairs and self-scores. `benchmarks/influence.py` explains the measurements.
 
-Kronfluence collects garbage after every stage, whatever the size of the model. It is what a user waits for, so it is
+Kronfluence runs a garbage collection after every stage, for any size of the model. A user has to wait for it, so it is
 included.
 """
 
@@ -24,12 +24,12 @@ class TimeRow:
     """Times of one method.
 
     Attributes:
-        program: What was timed.
-        method: Which approximation.
-        library: Whose implementation.
+        program: The program.
+        method: The approximation.
+        library: The library.
         seconds: CPU time; `None` if the library is not installed, or has no such program.
-        ratio: That time in units of Kronfluence's; `None` if there is none.
-        target: What was hoped for, if anything.
+        ratio: The time in units of Kronfluence's; `None` without it.
+        target: The target, or `None`.
     """
 
     program: str
@@ -48,7 +48,7 @@ class TimeRow:
 
 
 def times(sizes: Sizes) -> Iterator[TimeRow]:
-    """Time everything in turn, and compare the least times."""
+    """Time all programs in turn, and compare the smallest times."""
     data, queries = digits(0, *sizes.timed)
     model = trained(data, Recipe((64, 256, 256, 10), 60), seed=0)
     methods = timed()
@@ -78,7 +78,7 @@ def times(sizes: Sizes) -> Iterator[TimeRow]:
 
 
 def clocked(program: Callable[[], Any]) -> tuple[Any, float]:
-    """Return a program's result, and the CPU seconds that it takes."""
+    """Return a program's result, and its CPU seconds."""
     start = time.process_time()
     result = program()
     return result, time.process_time() - start

@@ -1,14 +1,13 @@
-"""A language model of GPT-2 small's size on a GPU, with a head of its own: time and memory of typical computations.
+"""A language model of GPT-2 small's size with a separate head, on a GPU: time and memory of typical computations.
 
-`python -m benchmarks.language_model` takes 12 layers of width 768, a vocabulary of 50,257 and sequences of 1,024
-tokens: 163 million parameters. Batches of 8 sequences run under bf16 autocast, and factors wider than 8,192 are
-diagonal. Options scale it down, and `python -m benchmarks.language_model cpu --layers 1 ...` runs it without a GPU, in
-float32.
+`python -m benchmarks.language_model` uses 12 layers of width 768, a vocabulary of 50,257 and sequences of 1,024 tokens:
+163 million parameters. Batches of 8 sequences run under bf16 autocast, and factors wider than 8,192 are diagonal.
+Options scale it down, and `python -m benchmarks.language_model cpu --layers 1 ...` runs it without a GPU, in float32.
 
-Ratios are in units of eager forward+backward over the same data: three batches, if nothing else is said. *Peak* and
-*reserved* are how far memory rises, as tensors take it and as the allocator takes it from the GPU; *result* is what
-remains. *First* has what happens once for a model: the audit, and what the allocator needs. A marginal batch is what
-one more of them takes: the time for 20 minus the time for 12, over 8.
+Ratios are in units of eager forward+backward over the same data: three batches, unless stated otherwise. *Peak* and
+*reserved* are the increases of memory in tensors, and of memory that the allocator reserves on the GPU; *result* is the
+memory that remains. *First* includes work that is done once per model: the audit, and allocations. A marginal batch is
+the cost of one more batch: the time for 20 minus the time for 12, over 8.
 """
 
 import argparse
@@ -52,13 +51,13 @@ class MemoryRow:
 
     Attributes:
         problem: The model.
-        program: What was computed.
-        library: Whose implementation.
+        program: The program.
+        library: The library.
         seconds: Median time.
-        ratio: That time in units of forward+backward over the same data.
-        peak: How far allocated memory rises, in GiB; `None` where it is not measured.
-        reserved: How far reserved memory rises, in GiB.
-        result: What remains: factors on the GPU, or a file.
+        ratio: The time in units of forward+backward over the same data.
+        peak: The increase of allocated memory, in GiB; `None` if it is not measured.
+        reserved: The increase of reserved memory, in GiB.
+        result: The memory that remains: factors on the GPU, or a file.
     """
 
     problem: str
@@ -78,7 +77,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class Use:
-    """Cost of a program: seconds, and GiB of memory where they are measured."""
+    """The cost of a program: seconds, and GiB of memory if they are measured."""
 
     seconds: float
     peak: float | None = None
@@ -93,7 +92,7 @@ class Benchmark:
         size: Options of the command line.
 
     Attributes:
-        name: What to call the model.
+        name: The model's name in tables.
         model: The model.
         data: The batches.
     """
@@ -117,7 +116,7 @@ class Benchmark:
         return (self.data * count)[:count]
 
     def autocast(self) -> torch.autocast:
-        """Return a context for bf16 on a GPU; few CPUs have it."""
+        """Return a context for bf16 on a GPU; few CPUs support it."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def forward_backward(self, count: int, classes_second: bool = False) -> None:
@@ -134,7 +133,7 @@ class Benchmark:
         settings: dict[str, Any] = {"fisher": "mc", "max_dim": self.max_dim}
         settings |= replay_settings(self.device, replay)
         with self.autocast(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*max_dim")  # that is what it is for
+            warnings.filterwarnings("ignore", message=".*max_dim")  # the file is the result
             return kind(self.risk(count), **settings)
 
     def risk(self, count: int) -> EmpiricalRisk:
@@ -142,7 +141,7 @@ class Benchmark:
         return EmpiricalRisk(self.model, TokenCrossEntropy(), self.batches(count))
 
     def first(self) -> Any:
-        """Compute KFAC as if the model had not been seen before."""
+        """Compute KFAC as if the model were new."""
         forget_audits()
         return self.factors(len(self.data))
 
@@ -152,7 +151,7 @@ class Benchmark:
             return GGN(self.risk(1)) @ v
 
     def inspection(self) -> Any:
-        """Inspect the model, as if it had not been seen before."""
+        """Inspect the model, as if it were new."""
         forget_audits()
         return inspect(self.model, self.data[0][0], max_dim=self.max_dim)
 
@@ -174,7 +173,7 @@ class Benchmark:
         return Use(marginal_without_replay(program, self.counts, self.repeats))
 
     def watched(self, program: Callable[[], Any], once: bool = False) -> Use:
-        """Run a program for its memory, and then for its time, unless that of the first run is asked for."""
+        """Run a program for its memory, and then for its time, unless the time of the first run is requested."""
         memory = PeakMemory(self.device)
         result: list[Any] = []
         first = seconds_of(lambda: result.append(program()))
@@ -184,7 +183,7 @@ class Benchmark:
         return Use(seconds, *found)
 
     def programs(self) -> dict[str, tuple[Callable[[], Use], int]]:
-        """Return programs by name, each with the number of batches to compare with."""
+        """Return programs by name, each with its number of batches for the ratio."""
         count = len(self.data)
         v = torch.randn(sum(p.numel() for p in self.model.parameters()), device=self.device)
         programs: dict[str, tuple[Callable[[], Use], int]] = {
@@ -202,7 +201,7 @@ class Benchmark:
         return programs
 
     def rows(self) -> Iterator[MemoryRow]:
-        """Measure everything; a program that fails is reported, and the others go on."""
+        """Measure all programs; a program that fails is reported, and the others run."""
         count = len(self.data)
         self.forward_backward(1)
         plain = self.watched(partial(self.forward_backward, count))
@@ -225,7 +224,7 @@ class Benchmark:
 
 
 class PeakMemory:
-    """Watches memory from when it is made: on a GPU; elsewhere nothing is measured."""
+    """Measures memory on a GPU from its creation on; without a GPU, nothing is measured."""
 
     def __init__(self, device: torch.device) -> None:
         """Free unused memory, and start to measure."""

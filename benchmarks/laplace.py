@@ -1,10 +1,9 @@
-"""The Laplace approximation: fits, covariances of outputs, priors and samples, beside laplace-torch; and predictions.
+"""The Laplace approximation compared with laplace-torch: fits, covariances of outputs, priors and samples; predictions.
 
 `python -m benchmarks.applications laplace [--quick]` needs laplace-torch (`benchmarks/peers.txt`) for the comparison,
-and says so if it is not there. Times are of one thread, of the process, in the median. A fit is that of a model that
-was not seen before, and so includes its audit, unless it says otherwise. *Error* is the relative distance of results to
-those of laplace-torch with its curvlinops backend; for models on one example, where KFAC is exact, to the blocks of the
-GGN. JSON is written to benchmarks/results.
+and prints a message without it. Times are CPU times of one thread, medians. A fit includes the audit of a new model,
+unless stated otherwise. *Error* is the relative distance to results of laplace-torch with its curvlinops backend; for
+models on one example, where KFAC is exact, to the blocks of the GGN. JSON is written to benchmarks/results.
 """
 
 import copy
@@ -27,7 +26,7 @@ from benchmarks.laplace_tasks import Data, Predicted, mlp
 from benchmarks.report import save
 
 PRIOR = 30.0
-SEEDS = 12  # for predictions, which differ more between seeds than between ways to choose a prior
+SEEDS = 12  # for predictions, which differ more between seeds than between choices of the prior
 REMARKS = {
     "log marginal likelihood": "with a pass over the data; theirs has kept the likelihood",
     "best prior": "to ten digits; theirs takes 100 steps of Adam",
@@ -39,12 +38,12 @@ class LaplaceRow:
     """A measurement.
 
     Attributes:
-        task: What was computed.
-        library: By whom.
+        task: The computation.
+        library: The library.
         seconds: Median time; `None` if it was not measured.
-        ratio: This time over that of laplace-torch; `None` without it.
-        error: Relative distance to what is right, or to laplace-torch; `None` if there is nothing to compare with.
-        remark: What else there is to say.
+        ratio: The time over that of laplace-torch; `None` without it.
+        error: Relative distance to the exact result, or to laplace-torch; `None` without a reference.
+        remark: A remark.
     """
 
     task: str
@@ -57,12 +56,12 @@ class LaplaceRow:
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """How good predictions are, in the mean over seeds.
+    """The quality of predictions, the mean over seeds.
 
     Attributes:
-        data: Which data.
-        way: What was predicted with.
-        nll: Mean negative log-likelihood of data that were not trained on.
+        data: The data set.
+        way: How predictions are made.
+        nll: Mean negative log-likelihood of held-out data.
         error: Its standard error over seeds, which choose data and networks; zero for a single one.
         prior: The prior precision, if there is one.
         noise: The standard deviation of targets, if there is one.
@@ -109,7 +108,7 @@ def has_peer() -> bool:
 
 
 def median_of(program: Callable[[], object], repeats: int) -> float:
-    """Return the median time of the process, after a first run."""
+    """Return the median CPU time of a call, after a warm-up."""
     program()
     times = []
     for _ in range(repeats):
@@ -167,7 +166,7 @@ def fits(quick: bool) -> list[LaplaceRow]:
 def _timed_fits(
     task: str, model: nn.Module, data: Data, likelihood: str, structure: str, repeats: int
 ) -> list[LaplaceRow]:
-    """Time one fit with both backends: of copies of a model, which are audited, and of a model that was seen before."""
+    """Time one fit with both backends: of new copies of a model, which are audited, and of a known model."""
 
     def fits_of_copies(backend: Any) -> Callable[[], Any]:
         return lambda: fit(copy.deepcopy(model), data, likelihood, structure, backend)
@@ -180,7 +179,7 @@ def _timed_fits(
     rows: list[LaplaceRow] = []
     theirs: tuple[float, Tensor] | None = None
     for library, program in programs.items():
-        # Their diagonals take seconds, and differ by a factor that one run shows.
+        # Their diagonals take seconds, and one run is enough to show the factor between them.
         seconds = median_of(program, repeats if kron else 1)
         found = dense(program())
         theirs = (seconds, found) if theirs is None else theirs
@@ -272,7 +271,7 @@ def posteriors(quick: bool) -> list[LaplaceRow]:
 
 
 def precision(quick: bool) -> list[LaplaceRow]:
-    """Compare covariances of outputs in float32 with our own ones in float64, for the same batches of 100."""
+    """Compare covariances of outputs in float32 with those of kfs in float64, for the same batches of 100."""
     tasks = {"digits": laplace_tasks.digits(0, quick), "diabetes": laplace_tasks.diabetes(0, quick)}
     rows = []
     for name, task in tasks.items():
@@ -294,7 +293,7 @@ def precision(quick: bool) -> list[LaplaceRow]:
 
 
 def _covariance(model: nn.Module, training: Data, X: Tensor, prior: float) -> Tensor:
-    """Return our covariance of outputs, in the precision of the inputs."""
+    """Return kfs's covariance of outputs, in the precision of the inputs."""
     inputs, targets = training
     is_regression = targets.is_floating_point()
     targets = targets.to(X.dtype) if is_regression else targets
@@ -305,7 +304,7 @@ def _covariance(model: nn.Module, training: Data, X: Tensor, prior: float) -> Te
 
 
 def _theirs(model: nn.Module, training: Data, X: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Return the programs of laplace-torch, by the names of ours."""
+    """Return the programs of laplace-torch, by the names of those of kfs."""
     fitted = fit(copy.deepcopy(model), training, "classification", "kron", None)
     fitted.prior_precision = PRIOR
 
@@ -379,7 +378,7 @@ def show(rows: list[LaplaceRow], predicted: list[PredictionRow]) -> None:
 def main(quick: bool, results: Path) -> None:
     """Measure everything, print tables, and write JSON."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of other libraries
+        warnings.simplefilter("ignore")  # warnings of other libraries
         rows = [*fits(quick), *coverage(), *precision(quick)] if has_peer() else []
         rows += posteriors(quick)
     if not has_peer():

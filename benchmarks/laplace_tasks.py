@@ -1,7 +1,7 @@
 """Tasks for the Laplace approximation: nets on digits and diabetes data, and the quality of their predictions.
 
-The digits have 200 training data, 200 to choose a prior by, and 1,000 to test with; the net is trained until it is far
-too sure. The diabetes data have 300 and 142.
+The digits have 200 training examples, 200 to choose a prior, and 1,000 to test; the net is trained until it is far too
+confident. The diabetes data have 300 and 142.
 """
 
 import warnings
@@ -23,7 +23,7 @@ PRIORS = [float(prior) for prior in torch.logspace(-1, 4, 16)]
 
 @dataclass(frozen=True)
 class Task:
-    """Data, and a net that was trained with some of them."""
+    """Data, and a net that was trained with a part of them."""
 
     model: nn.Module
     training: Data
@@ -36,7 +36,7 @@ class Predicted:
     """Predictions, and their quality.
 
     Attributes:
-        nll: Mean negative log-likelihood of targets that were not trained on.
+        nll: Mean negative log-likelihood of held-out targets.
         prior: The prior precision; `None` without a posterior.
         noise: The standard deviation of targets; `None` for classification.
     """
@@ -101,7 +101,7 @@ def class_nll(K: BlockDiagonal, risk: kfs.EmpiricalRisk, data: Data, prior: floa
 
 
 def digits_nll(task: Task) -> dict[str, Predicted]:
-    """Compare predictions of the net and of its posterior, for priors that were chosen in two ways."""
+    """Compare predictions of the net and of its posterior, for priors chosen in two ways."""
     risk = kfs.EmpiricalRisk(task.model, nn.CrossEntropyLoss(), task.training)
     K = kfs.KFAC(risk)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def diabetes_nll(task: Task) -> dict[str, Predicted]:
 
     likeliest = kfs.laplace.tune_prior(K, risk, noise=noise)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the noise is overestimated, which is what the benchmark shows
+        warnings.simplefilter("ignore")  # a warning that the noise is overestimated, which the benchmark shows
         both = kfs.laplace.tune_prior_and_noise(K, risk)
     assert isinstance(likeliest, float)  # noqa: S101 (one for all blocks)
     assert isinstance(both[0], float)  # noqa: S101

@@ -1,15 +1,15 @@
-"""Training to the end of a schedule: held-out losses of KFAC and of others at a quarter, at half and at the end.
+"""Training to the end of a schedule: held-out losses of KFAC and other optimizers at a quarter, at half and at the end.
 
 `python -m benchmarks.long_runs [lstm] [gpt] [tanh] [classifier] [why] [--quick]` runs on one CPU thread and writes JSON
-to benchmarks/results, one or two minutes for each run of `lstm` and `gpt` and about an hour for all tasks. Learning
+to benchmarks/results, in one or two minutes per run of `lstm` and `gpt`, and about an hour for all tasks. Learning
 rates rise for 5 % of the steps and then fall to zero along a cosine. Every optimizer gets the best of the five values
-in `GRIDS` by the loss at its end. Where `SEEDS` says so, the two best are trained with further seeds, which choose the
+in `GRIDS` by its loss at the end. For tasks in `SEEDS`, the two best are trained with further seeds, which choose the
 network and the order of data; losses are means then, with a standard error for those at the end.
 
-`why` trains the LSTM with variants of KFAC that differ in what the trust region limits, and in which layers AdamW
-trains. It prints how long steps are before the limit, in units of it, and how many directions they have: the *stable
-rank*, which is the squared Frobenius norm over the squared spectral norm. `--quick` shows that everything runs; its
-numbers mean nothing.
+`why` trains the LSTM with variants of KFAC that differ in the trust region, and in the layers that AdamW trains. It
+prints the length of steps before the limit, in units of it, and their number of directions: the *stable rank*, which is
+the squared Frobenius norm over the squared spectral norm. `--quick` only shows that everything runs; its numbers mean
+nothing.
 """
 
 import math
@@ -45,7 +45,7 @@ from kfs.optim.update_rule import limited
 from kfs.tour.digits import load
 
 CORPUS = 4_700_000  # bytes
-WARMUP = 0.05  # of all steps
+WARMUP = 0.05  # share of all steps
 GRIDS: dict[str, tuple[float, ...]] = {
     "adamw": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
     "muon": (0.002, 0.006, 0.02, 0.06, 0.2),
@@ -74,7 +74,7 @@ class LongRun:
 
 
 def corpus(size: int) -> Tensor:
-    """Return source text of Python's standard library as bytes, the same for one version of Python."""
+    """Return source text of Python's standard library as bytes, the same for each version of Python."""
     root = Path(sysconfig.get_path("stdlib"))
     text = b""
     for file in chain(sorted(root.glob("*.py")), sorted(root.glob("[a-z]*/*.py"))):
@@ -135,7 +135,7 @@ def tanh() -> Task:
 
 
 def classifier() -> Task:
-    """Classify digits with ten layers, long after the training data are learned by heart; every fifth is held out."""
+    """Classify digits with ten layers, long after the training data are memorized; every fifth is held out."""
     pixels, y = load()
     X = pixels.float()
     held_out = torch.arange(len(X)) % 5 == 0
@@ -233,7 +233,7 @@ def line(run: LongRun, best: bool) -> str:
 
 
 def compare(task: Task, makers: Mapping[str, tuple[Factory, tuple[float, ...]]], seeds: int) -> list[LongRun]:
-    """Train with all learning rates, and print each optimizer's runs from the best to the worst; see above."""
+    """Train with all learning rates, and print each optimizer's runs from best to worst, as described above."""
     print("| task | optimizer | learning rate | at a quarter | at half | at the end | seconds | |")
     print("|---|---|---|---|---|---|---|---|")
     found = []
@@ -282,7 +282,7 @@ LIMITS: dict[str, Limit] = {
 
 @contextmanager
 def limit(rule: Limit, seen: list[tuple[str, float, float]]) -> Iterator[None]:
-    """Put another trust region in place of the optimizer's, and note lengths and stable ranks of steps."""
+    """Replace the optimizer's trust region, and record lengths and stable ranks of steps."""
 
     def noting(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool, *_: object) -> Tensor:
         short = rule(D, trust, input_size, unit_vectors)
@@ -297,7 +297,7 @@ def limit(rule: Limit, seen: list[tuple[str, float, float]]) -> Iterator[None]:
 
 
 def layer_by_adamw(prefix: str, loss: object, adamw_lr: float = 1e-2) -> Factory:
-    """Return KFAC with one layer trained by AdamW, at the learning rate that is the best for AdamW alone."""
+    """Return KFAC with one layer trained by AdamW, at the learning rate that is best for AdamW alone."""
 
     def make(model: nn.Module, lr: float) -> Stepper:
         inside = [p for name, p in model.named_parameters() if name.startswith(prefix)]
@@ -339,7 +339,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
     chosen = [argument for argument in arguments if argument != "--quick"] or list(TASKS)
     if unknown := set(chosen) - {"why", *TASKS}:
         sys.exit(f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)} or why, and --quick if you like.")
-    end = "_quick" if quick else ""  # real results stay
+    end = "_quick" if quick else ""  # results of full runs stay
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

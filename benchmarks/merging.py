@@ -3,7 +3,7 @@
 `python -m benchmarks.applications merging [--quick]` trains a common start on a few examples of both tasks, trains a
 copy of it on each task, and merges the two. The *strong* start has 200 examples of each task and 60 epochs, then 8
 epochs on each task; the *weak* start has 60 examples and 12 epochs, then 25. The tasks are `rotate` (digits, and digits
-turned by a quarter) and `halves` (digits below five, and the others). All of it three times, with different seeds.
+rotated by 90 degrees) and `halves` (digits below five, and the others). Everything is repeated with three seeds.
 
 Accuracies are those on held-out data, the mean over both tasks. Seconds are those of the CPU for curvatures and
 `kfs.merge` together; iterations are those of conjugate gradients. For comparison: the start, each model on its own
@@ -40,7 +40,7 @@ REGMEAN = "RegMean (forward-only)"
 
 @dataclass(frozen=True)
 class Task:
-    """Images with labels, to train with and to test with."""
+    """Images with labels, for training and for testing."""
 
     training: Data
     test: Data
@@ -48,14 +48,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Start:
-    """How models come about.
+    """The training of models.
 
     Attributes:
-        num_data: Number of examples of each task that the start sees.
+        num_data: Number of examples of each task for the start.
         epochs: Epochs on them.
         epochs_on_task: Epochs on each task, afterwards.
         epochs_on_both: Epochs of the model that is trained on both tasks.
-        num_digits: Number of digits that tasks are made of; all if `None`.
+        num_digits: Number of digits in the tasks; all if `None`.
     """
 
     num_data: int
@@ -67,7 +67,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Merge:
-    """One way to merge: which curvature of a risk, how it is damped, and how systems are solved."""
+    """A way to merge: the curvature of a risk, its damping, and the solver."""
 
     curvature: Callable[[kfs.EmpiricalRisk], LinearOperator]
     method: kfs.factors.blocks.Method = "exact"
@@ -76,7 +76,7 @@ class Merge:
 
 
 class Cost(NamedTuple):
-    """Cost of a merge: iterations, CPU time with curvatures, and CPU time without them."""
+    """The cost of a merge: iterations, CPU time with curvatures, and CPU time without them."""
 
     iterations: int
     seconds: float
@@ -90,11 +90,11 @@ class MergeRow:
     Attributes:
         start: `"strong"` or `"weak"`.
         tasks: `"rotate"` or `"halves"`.
-        way: How the models were merged.
-        accuracies: Percent of right predictions, the mean of both tasks, for each seed.
+        way: The way to merge.
+        accuracies: Percent of correct predictions, the mean of both tasks, for each seed.
         iterations: Iterations of conjugate gradients, in the median; `None` without any.
         seconds: CPU time of curvatures and merge, in the median; `None` for models that were not merged.
-        merge_seconds: That of the merge alone.
+        merge_seconds: CPU time of the merge alone.
     """
 
     start: str
@@ -154,13 +154,13 @@ def trained(model: nn.Module, data: Data, epochs: int) -> nn.Module:
 
 
 def together(parts: list[Data]) -> Data:
-    """Return all data of some sets."""
+    """Concatenate some data sets."""
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Data) -> float:
-    """Return the percentage of right predictions."""
+    """Return the percentage of correct predictions."""
     return 100 * float((model(data[0]).argmax(1) == data[1]).double().mean())
 
 
@@ -191,7 +191,7 @@ def merged(way: Merge, models: list[nn.Module], both: list[Task]) -> tuple[nn.Mo
 
 
 def iterations_alone(models: list[nn.Module], both: list[Task], preconditioned: bool) -> int:
-    """Count iterations for the blocks of KFAC, with a preconditioner or without."""
+    """Count iterations for the blocks of KFAC, with or without a preconditioner."""
     pairs = zip(models, both, strict=True)
     risks = [kfs.EmpiricalRisk(m, nn.CrossEntropyLoss(), task.training, progress=False) for m, task in pairs]
     curvatures = [kfs.KFAC(risk) for risk in risks]
@@ -203,7 +203,7 @@ def iterations_alone(models: list[nn.Module], both: list[Task], preconditioned: 
         damped = [K.shift(DAMPING).submatrix(params) for K in curvatures]
         values = [{name: model.get_parameter(name).detach() for name in params} for model in models]
         difference = {name: (values[1][name] - values[0][name]) / 2 for name in params}
-        # As in `kfs.merge`, the iteration starts from the average, which is half of the difference away from both.
+        # As in `kfs.merge`, the iteration starts from the average, half of the difference away from both models.
         b = {name: (damped[1] @ difference)[name] - (damped[0] @ difference)[name] for name in params}
         total += solve(damped[0] + damped[1], b, progress=False).iterations
     return total
@@ -250,7 +250,7 @@ def measure(start: str, tasks_name: str, seeds: range, plan: Start, ways: dict[s
 
 
 def leads(start: str, tasks_name: str, seeds: range, plan: Start) -> list[float]:
-    """Return by how many percent KFAC is ahead of RegMean, for each seed."""
+    """Return by how many percent KFAC is better than RegMean, for each seed."""
     ways = {name: WAYS[name] for name in (KFAC, REGMEAN)}
     rows = measure(start, tasks_name, seeds, replace(plan, epochs_on_both=0), ways)
     found = {row.way: row.accuracies for row in rows}
@@ -269,7 +269,7 @@ def show(rows: list[MergeRow]) -> None:
 
 
 def draw(rows: list[MergeRow], file: Path) -> None:
-    """Draw accuracies as bars, a panel for each start and pair of tasks, with a dot for each seed."""
+    """Draw accuracies as bars, one panel per start and pair of tasks, with a dot per seed."""
     panels = list(dict.fromkeys((row.start, row.tasks) for row in rows))
     figure = Figure(figsize=(8.5, 2.4 * (len(panels) // 2)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -321,7 +321,7 @@ def main(quick: bool, results: Path) -> None:
             print(
                 f"KFAC minus RegMean ({start}, {name}): {statistics.mean(values):.2f} ± {error:.2f}, {len(more)} seeds"
             )
-    end = "_quick" if quick else ""  # real results stay
+    end = "_quick" if quick else ""  # results of full runs stay
     settings: dict[str, object] = {
         "seeds": len(seeds),
         "damping": DAMPING.fraction,

@@ -1,9 +1,9 @@
-"""Cost of products with Hessian, GGN and empirical Fisher, for one and for ten columns, beside curvlinops if installed.
+"""Cost of products with Hessian, GGN and empirical Fisher, for one and ten columns, beside curvlinops if installed.
 
 Everything is measured in one run, in turn, in units of a forward and backward pass on the same data. Products include
-everything that a user's `A @ V` includes. On a GPU, products are recorded before they are measured; rows with
-`replay=False` say what they take as they are. `python -m benchmarks.operators cuda compiled` adds rows of
-`benchmarks/compiled_products.py`, with KFAC beside them.
+all work of a user's `A @ V`. On a GPU, products are recorded before they are measured; rows with `replay=False` are
+eager. `python -m benchmarks.operators cuda compiled` adds rows of `benchmarks/compiled_products.py`, with KFAC beside
+them.
 """
 
 import sys
@@ -27,7 +27,7 @@ RECORDED = 4  # The fourth product with one batch is recorded.
 
 
 def kfs_operators(problem: Problem, both: bool = False) -> dict[str, Any]:
-    """Return our operators by name; optionally also operators that do not replay products."""
+    """Return operators of kfs by name; optionally also operators that do not replay products."""
     risk = EmpiricalRisk(problem.model, CrossEntropyLoss(), (problem.X, problem.y))
     operators: dict[str, Any] = {
         "Hessian": Hessian(risk),
@@ -69,7 +69,7 @@ def programs(problem: Problem, compiled: bool = False) -> dict[tuple[str, str], 
         problem.model.zero_grad()
 
     def with_math_attention(operator: Any, k: int) -> object:
-        with sdpa_kernel(SDPBackend.MATH):  # curvlinops leaves the choice to the user, and the others cannot do it
+        with sdpa_kernel(SDPBackend.MATH):  # curvlinops leaves the choice to the user; other kernels do not support it
             return operator @ columns[k]
 
     tasks: dict[tuple[str, str], Callable[[], object]] = {("forward+backward", "torch"): forward_backward}

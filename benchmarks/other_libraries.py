@@ -1,4 +1,4 @@
-"""Run the page *Coming from another library* with the installed libraries. It checks that results agree.
+"""Run the page *Coming from another library* with the installed libraries. The page checks that results agree.
 
 Run it: `python -m benchmarks.other_libraries`.
 """
@@ -11,7 +11,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "coming_from.md"
 
 
 def main() -> None:
-    """Run the page once for each library, and say which ones there are."""
+    """Run the page once for each library, and print which ones are installed."""
     here = installed(PAGE)
     for name in libraries(PAGE):
         if name in here:

@@ -1,23 +1,23 @@
-"""Overhead of the KFAC engine where arithmetic is cheap: many small layers, and learned positions.
+"""Overhead of the KFAC engine if arithmetic is cheap: many small layers, and learned positions.
 
-`python -m benchmarks.overhead` measures on one CPU thread, by public names alone, so that it runs on any version. A
-number comes about as follows.
+`python -m benchmarks.overhead` measures on one CPU thread. It uses only public names, so that it runs with any version.
+Numbers are measured as follows.
 
-- Clock: CPU time of this process, which other processes on the same cores disturb less than time on the wall. Python's
-  garbage collector runs as usual, but does not search what has been there before: modules of libraries.
-- A batch: the time for 25 batches minus the time for 5, over 20. What happens once, for all data, cancels out.
+- Clock: CPU time of this process, which other processes on the same cores disturb less than wall time. Python's garbage
+  collector runs as usual, but does not search objects that existed before: modules of libraries.
+- A batch: the time for 25 batches minus the time for 5, over 20. One-time work for all data cancels out.
 - A use, that is one call of a linear layer (16 x 16, with bias, batch of 32, float32): the time of a batch for a chain
-  of 40 layers minus that for a chain of 20, over 20. What happens once per batch cancels out. There is nothing between
+  of 40 layers minus that for a chain of 20, over 20. Work that is done once per batch cancels out. The chain has only
   these layers. Plain passes use the same chain, and `F.linear` is a call without a module around it.
-- Forward and backward pass of a use: the chain itself notes when its second layer begins and when its last one ends,
-  and gradients of the outputs of its last and first layer note when they arrive. Both spans cover all layers but one.
-  "rest" is what the engine does for a use at other times: the whole minus both spans.
+- Forward and backward pass of a use: the chain itself records when its second layer begins and its last one ends, and
+  when the gradients of the outputs of its last and first layer arrive. Both spans cover all layers but one.
+  "The rest" is the engine's work for a use at other times: the total minus both spans.
 - "set-up": the time for one batch minus the time of a batch, as above.
 
-Everything is measured in turn, and then again, 9 times. Times are medians. Ratios divide, within one turn, by a plain
-forward+backward with weight gradients of the same use or the same batch, and are medians as well. Plain backward
-passes "without weight gradients" are those of frozen layers: that is what KFAC's vectors need at least. The last table
-divides other pairs, and says which. "Plain forward pass" of a use is that of a module in the chain, with a graph.
+Everything is measured in turn, 9 times. Times are medians. Ratios divide, within one turn, by a plain forward+backward
+with weight gradients of the same use or the same batch, and are medians as well. Plain backward passes "without weight
+gradients" are those of frozen layers, the minimum for KFAC's vectors. The last table names the divisor of its ratios.
+The "plain forward pass" of a use is that of a module in the chain, with a graph.
 """
 
 import gc
@@ -44,9 +44,9 @@ from kfs import EKFAC, KFAC, EmpiricalRisk
 WIDTH, BATCH = 16, 32
 DEPTHS = (20, 40)
 FEW_BATCHES, MANY_BATCHES = 5, 25
-FEW_LARGE_BATCHES, MANY_LARGE_BATCHES = 1, 5  # a batch for positions takes a hundred milliseconds
+FEW_LARGE_BATCHES, MANY_LARGE_BATCHES = 1, 5  # a batch of positions takes about a hundred milliseconds
 REPEATS = 9
-CALLS = 2_000  # of F.linear alone
+CALLS = 2_000  # number of calls of F.linear alone
 
 USE, DEEP, POSITIONS = "a use of a 16 x 16 layer", "20 layers, width 16", "positions [1, 1024, 768]"
 UNIT = ("forward+backward", "torch")
@@ -59,7 +59,7 @@ clock = time.process_time
 
 
 class Chain(nn.Module):
-    """Linear layers without anything in between, which note how long passes through all but the first one take.
+    """Consecutive linear layers, which record the time of passes through all layers except for the first one.
 
     Args:
         depth: Number of layers.
@@ -139,7 +139,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def forward(model: nn.Module, data: Data, count: int) -> None:
-    """Evaluate the model on some batches, such that gradients could follow."""
+    """Evaluate the model on some batches, with graphs."""
     for X, _ in data[:count]:
         model(X)
 
@@ -153,7 +153,7 @@ def forward_backward(model: nn.Module, data: Data, count: int) -> None:
 
 
 def without_weight_gradients(model: nn.Module, data: Data, count: int) -> None:
-    """Send the loss's gradients back to the data, past frozen parameters."""
+    """Send the loss's gradients back to the data, without gradients of parameters."""
     loss = CrossEntropyLoss()
     model.requires_grad_(False)
     for X, y in data[:count]:
@@ -168,7 +168,7 @@ def kfs_factors(model: nn.Module, data: Data, count: int, kind: Any = KFAC, fish
 
 
 def curvlinops_factors(problem: Batches, count: int, fisher: str, corrected: bool = False) -> None:
-    """Compute curvlinops' factors from some batches, and corrected eigenvalues if asked for."""
+    """Compute curvlinops' factors from some batches, and optionally corrected eigenvalues."""
     some = Batches(problem.name, problem.model, problem.data[:count])
     name = "EKFACLinearOperator" if corrected else "KFACLinearOperator"
     K = curvlinops_operator(some, fisher, "expand", name)
@@ -189,7 +189,7 @@ def chain_programs() -> dict[Key, ChainProgram]:
 
 
 def deep_programs(problem: Batches) -> dict[Key, Program]:
-    """Return the programs for the deep network, ours and curvlinops' if it is installed."""
+    """Return the programs for the deep network: those of kfs, and of curvlinops if it is installed."""
     model, data = problem.model, problem.data
     programs: dict[Key, Program] = {
         UNIT: partial(forward_backward, model, data),
@@ -222,7 +222,7 @@ def per_batch(program: Program, few: int, many: int) -> float:
 
 
 def spans(chain: Chain, program: Program, few: int, many: int) -> Spans:
-    """Run a program on a chain. Of all its passes the median counts, because an engine may run others at first."""
+    """Run a program on a chain. The median of all passes counts, because an engine may run additional ones at first."""
     chain.forward_spans.clear()
     chain.backward_spans.clear()
     batch = per_batch(program, few, many)
@@ -301,14 +301,14 @@ def measure(repeats: int = REPEATS, scale: int = 1) -> list[Row]:
     found += measure_batches(DEEP, deep_programs(deep), FEW_BATCHES, MANY_BATCHES, repeats)
     length, width = 1024 // scale, 768 // scale
     model = Positions(length, width)
-    # The same batch again and again: what matters is how many there are.
+    # The same batch is repeated, since only the number of batches matters.
     data = [(torch.randn(8, length, width), torch.randint(10, (8,)))] * MANY_LARGE_BATCHES
     large = positions_programs(model, data)
     return found + measure_batches(POSITIONS, large, FEW_LARGE_BATCHES, MANY_LARGE_BATCHES, repeats)
 
 
 def summary(found: list[Row]) -> list[tuple[str, float]]:
-    """Return the main numbers: costs in microseconds, and the ratios of programs."""
+    """Return the main numbers: costs in microseconds, and ratios of programs."""
     us = {(row.problem, row.program, row.library): 1e6 * row.seconds for row in found}
     ratios = {(row.problem, row.program, row.library): row.ratio for row in found}
     alone = us[USE, "F.linear, forward", "torch"]

@@ -1,19 +1,19 @@
-"""How precise factors and steps are if outer products are rounded: `python -m benchmarks.precision [cuda|cpu]`.
+"""Accuracy of factors and steps if outer products are rounded: `python -m benchmarks.precision [cuda|cpu]`.
 
 The models are the encoder of a ViT-B/16, with a batch of 64, and the GPT of the factor benchmark, in float32 and under
-bf16 autocast. On a CPU both are scaled down, and there is no TF32. The reference are factors of the same model in
-float64 or, if these do not fit into memory, in float32 without TF32. Curvature is the empirical Fisher: drawn labels
-could depend on how probabilities are rounded, which is not the question here.
+bf16 autocast. On a CPU, both are scaled down, and there is no TF32. The reference are factors of the same model in
+float64 or, if these do not fit into memory, in float32 without TF32. Curvature is the empirical Fisher, since drawn
+labels could depend on the rounding of probabilities, which is not measured here.
 
-Errors are relative, in the Frobenius norm, for each linear layer. A cell has the median over layers and, in brackets,
-the worst one. Columns:
+Errors are relative, in the Frobenius norm, for each linear layer. Cells have the median over layers and, in brackets,
+the largest error. Columns:
 
 - A, B: the factors. Their errors have two sources: passes through the model, and products.
-- A alone, B alone: how far factors are from those of `products="float32"` after the same passes, so that products alone
-  make the difference.
+- A alone, B alone: the difference to factors with `products="float32"` after the same passes, so that only products
+  contribute.
 - step: `K.inverse(damping) @ gradient`, exactly damped, with the gradient of the reference. The damping of a layer is a
-  multiple of the mean eigenvalue of its block. Decompositions of wide factors take long, so these are the first and the
-  last transformer block, and the head. Decompositions and products with inverses are computed without TF32.
+  multiple of the mean eigenvalue of its block. Decompositions of wide factors take long, so only the first and the last
+  transformer block, and the head, are used. Decompositions and products with inverses are computed without TF32.
 
 "auto, TF32" allows TF32 for everything, passes through the model included.
 """
@@ -40,8 +40,8 @@ from kfs.errors import SolverError
 from kfs.runtime.precision import tf32
 
 DAMPINGS = (1e-1, 1e-2, 1e-3)  # in units of the mean eigenvalue
-SMALL = 16  # by how much the encoder's batch is smaller on a CPU
-# For each row: products=, and whether TF32 is allowed everywhere. The first one is what others are compared with.
+SMALL = 16  # factor by which the encoder's batch is smaller on a CPU
+# For each row: products=, and whether TF32 is allowed everywhere. The first row is the reference of the others.
 CHOICES = {
     "float32": ("float32", False),
     "tf32": ("tf32", False),
@@ -54,7 +54,7 @@ Parts = dict[str, list[Tensor]]  # some tensors for each block, by its name
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of all layers: their median, and the worst one."""
+    """Relative errors of all layers: the median and the largest."""
 
     median: float
     worst: float
@@ -68,12 +68,12 @@ class ErrorRow:
     """One measured precision.
 
     Attributes:
-        problem: On which model and data.
-        products: In which precision outer products were multiplied.
+        problem: The model and data.
+        products: The precision of outer products.
         A: Errors of input-based factors.
         B: Errors of gradient-based factors.
-        A_alone: Errors of input-based factors that products alone have made.
-        B_alone: Errors of gradient-based factors that products alone have made.
+        A_alone: Errors of input-based factors due to products alone.
+        B_alone: Errors of gradient-based factors due to products alone.
         steps: Errors of steps, by damping; `None` if a factor could not be inverted.
     """
 
@@ -97,13 +97,13 @@ COLUMNS = ("problem", "products", "A", "B", "A alone", "B alone", *(f"step, damp
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference.
+    """The reference results.
 
     Attributes:
         A: Input-based factors of all layers.
         B: Gradient-based factors.
-        gradient: What inverses are multiplied with.
-        dampings: By multiple of the mean eigenvalue, for each block whose step is computed.
+        gradient: The gradient that inverses are multiplied with.
+        dampings: Dampings by multiple of the mean eigenvalue, for each block whose step is computed.
         steps: The steps, by the same multiple.
     """
 
@@ -161,7 +161,7 @@ def in_double(problem: Batches) -> Batches:
 def reference(problem: Batches) -> Reference:
     """Compute factors and steps in float64; in float32 if memory is too small for that."""
     try:
-        return reference_of(in_double(problem), "auto")  # there is nothing to choose in float64
+        return reference_of(in_double(problem), "auto")  # float64 has no options
     except torch.OutOfMemoryError:
         print(f"{problem.name}: there is not enough memory for float64, so the reference is in float32.")
     return reference_of(replace(problem, autocast=None), "float32")
@@ -193,7 +193,7 @@ def relative_errors(found: Parts, expected: Parts) -> Errors:
 
 
 def choices(device: torch.device) -> dict[str, tuple[str, bool]]:
-    """Return which precisions a device has."""
+    """Return the precisions that a device supports."""
     if device.type == "cuda":
         return CHOICES
     return {name: choice for name, choice in CHOICES.items() if "tf32" not in name.lower()}
@@ -231,7 +231,7 @@ def problems(device: str, scale: int) -> list[list[Batches]]:
 
 
 def narrow_gpt() -> Batches:
-    """Return a language model that a CPU has done with soon."""
+    """Return a language model that is small enough for a CPU."""
     torch.manual_seed(0)
     sentences = torch.randint(50, (8, 16))
     model = GPT(vocabulary=50, width=32, heads=4, depth=2, length=16)

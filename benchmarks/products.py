@@ -1,7 +1,7 @@
 """Cost of derivative products, kfs.basics against torch.func, in units of one forward and backward pass.
 
 Everything is measured in one run, in turn. Every product includes its forward pass. The FLOP column, and the lines in
-the plot, are what the matrix products alone predict.
+the plot, are the ratios that matrix products alone predict.
 """
 
 from collections.abc import Callable

@@ -1,20 +1,20 @@
 """Pruning as a user would call it, `prune(model, kfs.KFAC(risk), keep)`, beside magnitude pruning and SparseGPT.
 
-`python -m benchmarks.applications pruning [--quick]` trains networks on four tasks, with three seeds each, removes
-weights in one shot and does not train again. Accuracies are those on data that were not trained on. For every peer, the
-difference to it is printed with its standard error over seeds.
+`python -m benchmarks.applications pruning [--quick]` trains networks on four tasks, with three seeds each, and removes
+weights in one shot, without further training. Accuracies are those on held-out data. For every peer, the difference to
+it is printed with its standard error over seeds.
 
 - `digits, CNN`: the network of `benchmarks.compression`.
-- `digits, MLP`: a network with two hidden layers, trained for so long that its training loss is a thousandth.
-- `table, MLP`: made data with ten numbers and 44 binary columns, seven classes, a tenth of the labels wrong.
-- `series, CNN`: made series of 48 numbers in two channels, six classes; three convolutions in one dimension.
+- `digits, MLP`: a network with two hidden layers, trained until its training loss is a thousandth.
+- `table, MLP`: generated data with ten numbers and 44 binary columns, seven classes, a tenth of the labels wrong.
+- `series, CNN`: generated series of 48 numbers in two channels, six classes; three convolutions in one dimension.
 
-The default was chosen on the first two tasks, and on a third one that is not here. The last two were not looked at
-before it was fixed.
+The default was chosen on the first two tasks, and on a third one that is not included. The last two were not used
+before the default was fixed.
 
-SparseGPT (Frantar & Alistarh, 2023) is written here from its paper: layers one after the other, with the inputs that
-the layers before, which were pruned already, compute; the same share in every layer; columns from left to right, masks
-for 128 columns at a time; one percent of the mean diagonal as damping. Its biases stay, and count.
+SparseGPT (Frantar & Alistarh, 2023) is implemented here from its paper: layers in sequence, with inputs from the pruned
+layers before; the same share in every layer; columns from left to right, with masks for 128 columns at a time; one
+percent of the mean diagonal as damping. Its biases stay, and count.
 """
 
 import copy
@@ -38,12 +38,12 @@ SHARES = (0.5, 0.3, 0.2)
 MAGNITUDE, SPARSEGPT = "magnitude", "SparseGPT"
 PEERS = (MAGNITUDE, SPARSEGPT)
 DEFAULT = "prune, KFAC"
-BLOCK = 128  # columns that SparseGPT chooses a mask for
+BLOCK = 128  # number of columns for which SparseGPT chooses a mask
 
 
 @dataclass(frozen=True)
 class Task:
-    """Data to train with, data to test with, a network, and the epochs that it is trained for."""
+    """Training data, test data, a network, and its number of epochs."""
 
     training: Data
     test: Data
@@ -57,11 +57,11 @@ class Pruned:
 
     Attributes:
         task: The task.
-        method: What was done; empty for whole networks.
-        keep: The share that was kept.
-        accuracies: Percent of right predictions on test data, by seed.
+        method: The method; empty for whole networks.
+        keep: The share that is kept.
+        accuracies: Percent of correct predictions on test data, by seed.
         losses: Negative log-likelihoods of test data, by seed.
-        dampings: Relative dampings that were chosen, by seed; empty for peers.
+        dampings: Relative dampings that `prune` has chosen, by seed; empty for peers.
     """
 
     task: str
@@ -73,12 +73,12 @@ class Pruned:
 
 
 def table(num_data: int = 2000) -> tuple[Data, Data]:
-    """Return made data with ten numbers, two choices of four and of forty, and one of seven classes."""
+    """Return generated data with ten numbers, two categories out of 4 and of 40, and one of seven classes."""
     generator = torch.Generator().manual_seed(1)
     numbers = torch.randn(2 * num_data, 10, generator=generator)
     choices = [torch.randint(n, (2 * num_data,), generator=generator) for n in (4, 40)]
     X = torch.cat([numbers, *(F.one_hot(c, n).float() for c, n in zip(choices, (4, 40), strict=True))], 1)
-    # Classes are regions of products of features: a random network with one hidden layer.
+    # Classes are regions in products of features: a random network with one hidden layer.
     hidden = torch.tanh(X @ torch.randn(54, 20, generator=generator) / 2)
     y = (hidden @ torch.randn(20, 7, generator=generator)).argmax(1)
     wrong = torch.rand(len(y), generator=generator) < 0.1
@@ -87,7 +87,7 @@ def table(num_data: int = 2000) -> tuple[Data, Data]:
 
 
 def series(num_data: int = 1200) -> tuple[Data, Data]:
-    """Return made series `[N, 2, 48]` of six kinds: three rhythms, each with two ways to be shifted."""
+    """Return generated series `[N, 2, 48]` of six kinds: three rhythms, each shifted in two ways."""
     generator = torch.Generator().manual_seed(2)
     y = torch.randint(6, (2 * num_data,), generator=generator)
     phase = 6.3 * torch.rand(2 * num_data, 1, generator=generator)
@@ -131,7 +131,7 @@ def tasks() -> dict[str, Task]:
 
 @torch.no_grad()
 def sparsegpt(model: nn.Sequential, X: Tensor, keep: float) -> nn.Module:
-    """Prune a sequence of layers by SparseGPT, such that a share of all numbers in layers is left."""
+    """Prune a sequence of layers by SparseGPT, so that a share of all numbers in layers is left."""
     result = copy.deepcopy(model)
     layers = [module for module in result if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))]
     num_weights = sum(layer.weight.numel() for layer in layers)
@@ -158,7 +158,7 @@ def patches(module: nn.Module, X: Tensor) -> Tensor:
 
 
 def without_weights(W: Tensor, X: Tensor, share: float) -> Tensor:
-    """Return a matrix `[d_B, d_A]` with a share of its entries, for inputs `[rows, d_A]`: SparseGPT of one layer."""
+    """SparseGPT of one layer: return a matrix `[d_B, d_A]` with a share of its entries, for inputs `[rows, d_A]`."""
     W = W.clone()
     H = X.T @ X
     dead = H.diagonal() == 0
@@ -197,7 +197,7 @@ def measured(name: str, task: Task, seeds: int, shares: tuple[float, ...], epoch
             by_size = prune(model, identity_like(K), keep, update=False, damping=0.0).model
             found.setdefault((MAGNITUDE, keep), []).append((by_size, None))
             found.setdefault((SPARSEGPT, keep), []).append((sparsegpt(model, task.training[0], keep), None))
-            # Without damping it is chosen; without data it is not.
+            # Without `damping=` it is chosen; without data it is not.
             for method, made in {
                 DEFAULT: prune(model, K, keep),
                 "prune, KFAC with drawn labels": prune(model, drawn, keep),
@@ -215,7 +215,7 @@ def measured(name: str, task: Task, seeds: int, shares: tuple[float, ...], epoch
 
 
 def difference(rows: list[Pruned], method: str, peer: str, task: str, keep: float) -> tuple[float, float]:
-    """Return by how many percent a method is ahead of a peer, in the mean, and the standard error of that."""
+    """Return by how many percent a method is better than a peer, on average, and the standard error."""
     mine, other = (
         next(row.accuracies for row in rows if (row.task, row.method, row.keep) == (task, name, keep))
         for name in (method, peer)
@@ -245,5 +245,5 @@ def main(quick: bool, results: Path) -> None:
         for name in chosen:
             each = [difference(rows, DEFAULT, peer, name, share) for share in shares]
             print(f"| {name} | {' | '.join(f'{mean:+.1f} ± {error:.1f}' for mean, error in each)} |")
-    file = save(rows, f"pruning{'_quick' if quick else ''}", {"seeds": seeds}, results)  # real results stay
+    file = save(rows, f"pruning{'_quick' if quick else ''}", {"seeds": seeds}, results)  # results of full runs stay
     print(f"\nWritten: {file}")

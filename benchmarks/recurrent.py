@@ -1,10 +1,10 @@
 """Cost of recurrent layers while their parameters are watched: `python -m benchmarks.recurrent [cpu|cuda]`.
 
-Watched, a recurrent layer does not run as PyTorch's one operation alone: see `kfs.factors.rules.recurrent`. Rows have
-ratios to one training step of SGD, with momentum, of the same model with PyTorch's own operation:
+In a captured pass, a recurrent layer is not run as a single operation of PyTorch: see `kfs.factors.rules.recurrent`.
+Ratios are to one training step of SGD, with momentum, of the same model with PyTorch's own operation:
 
-- watched pass: forward and backward pass with gradients of all parameters while every use is captured. Nothing is done
-  with what is captured.
+- watched pass: forward and backward pass with gradients of all parameters while every use is captured, without any
+  statistics.
 - KFAC, watched step: a step of `kfs.optim.KFAC` that computes factors (`factors_every=1`), with its other defaults.
   Labels are drawn for it, so it has a second backward pass.
 - KFAC, step: a step with default settings, on average over 10 steps among the first 60, in which factors are computed
@@ -34,7 +34,7 @@ from kfs.problem.risk import EmpiricalRisk
 KINDS: dict[str, type[nn.RNNBase]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 WIDTH, TIMES, CLASSES = 256, 64, 10
 LAYERS, BATCHES = (1, 2), (32, 64)
-STEPS = 10  # over which a step of KFAC is averaged
+STEPS = 10  # number of steps over which KFAC is averaged
 REPEATS = 5
 Step = Callable[[], object]
 
@@ -44,7 +44,7 @@ class Classifier(nn.Module):
 
     Args:
         kind: The recurrent network.
-        layers: How many layers it has.
+        layers: Number of layers.
         width: Number of features of inputs and states.
     """
 
@@ -84,7 +84,7 @@ def steps(count: int, step: Step) -> None:
 
 
 def programs(kind: str, layers: int, batch: int, device: str, width: int, times: int) -> dict[str, tuple[int, Step]]:
-    """Return the programs, and how many steps each of them takes."""
+    """Return the programs, and their numbers of steps."""
     x = torch.randn(batch, times, width, device=device)
     y = torch.randint(CLASSES, (batch,), device=device)
 
@@ -115,7 +115,7 @@ def measure(
     width: int = WIDTH,
     times: int = TIMES,
 ) -> Iterator[Row]:
-    """Measure all models, and give rows as they come."""
+    """Measure all models, and yield rows as they are measured."""
     for kind, depth, batch in product(kinds, layers, batches):
         problem = f"{kind}, layers: {depth}, batch: {batch}"
         found = programs(kind, depth, batch, device, width, times)

@@ -1,23 +1,23 @@
-"""Cost of Kronecker factors on a GPU, where batches of a known shape are replayed: `python -m benchmarks.factors cuda`.
+"""Cost of Kronecker factors on a GPU, with batches of a known shape replayed: `python -m benchmarks.factors cuda`.
 
 The unit is an eager forward+backward of one batch: the time of 12 of them, over 12. Batches are on the GPU already, and
-the same ones again and again. The model was audited before. Columns, in this unit if nothing else is said:
+are repeated. The model was audited before. Columns, in this unit unless stated otherwise:
 
-- milliseconds: what one more batch takes.
+- milliseconds: the time of one more batch.
 - first: a computation with one batch, from the first call to the finished factors.
 - marginal: one more batch, once its shape has been recorded: the time for 44 batches minus the time for 12, over 32
-  (for a ViT: 20 minus 12, over 8). What happens once, for all data, cancels out.
-- recording: what 12 batches take beyond the first one and 11 marginal ones.
+  (for a ViT: 20 minus 12, over 8). One-time work for all data cancels out.
+- recording: the time of 12 batches minus that of the first one and 11 marginal ones.
 - / graphed: one more batch, in units of forward+backward that is recorded as one CUDA graph and replayed.
 - no replay: one more batch with `replay=False`.
-- allocated, reserved: the peak of what tensors take, and of what the allocator takes from the GPU, for 12 batches,
-  above what was there before, without the factors; in units of the same for eager forward+backward. Memory of recorded
-  graphs is reserved.
-- audit: what the audit of the first batch takes, in units of what this program takes for one batch of eight data.
+- allocated, reserved: the peak of memory in tensors, and of memory that the allocator reserves on the GPU, for 12
+  batches, in addition to the memory at the start, without the factors; in units of the same for eager
+  forward+backward. Memory of recorded graphs is reserved.
+- audit: the time of the audit of the first batch, in units of this program's time for one batch of eight examples.
 - / KFAC: for EKFAC, one more batch (in both passes) in units of KFAC's.
 
 Peers have no replay. Their *marginal* is the time per batch for all batches of the problem, in units of the time per
-batch of as many eager forward+backwards.
+batch of equally many eager forward+backwards.
 """
 
 import gc
@@ -51,8 +51,8 @@ from benchmarks.report import RESULTS, Row, draw, medians, save, synchronize
 from kfs import EKFAC, KFAC
 
 REPEATS = 9
-PATIENCE = 3.0  # seconds for the turns of one program, after which no further one begins
-COUNTS = (12, 44)  # numbers of batches, both beyond recording
+PATIENCE = 3.0  # seconds for the turns of one program, after which no further turn starts
+COUNTS = (12, 44)  # numbers of batches, both after recording
 LARGE_COUNTS = (12, 20)
 Program = Callable[[int], Any]  # a program that takes the number of batches
 
@@ -62,13 +62,13 @@ class ReplayRow:
     """One measured program; the units of ratios are in the module's docstring.
 
     Attributes:
-        problem: On which model and data.
-        program: What was computed.
-        library: Whose implementation.
+        problem: The model and data.
+        program: The program.
+        library: Its library.
         seconds: Time of one more batch.
         ratio: That time in units of eager forward+backward.
         first: Time of a computation with one batch.
-        recording: What was spent on recording.
+        recording: Time spent on recording.
         graphed_ratio: Time of one more batch in units of graphed forward+backward.
         no_replay: Time of one more batch without replay.
         allocated: Peak of allocated memory.
@@ -109,7 +109,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Job:
-    """Something of ours to measure."""
+    """A program of kfs to measure."""
 
     program: str
     library: str
@@ -121,7 +121,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a computation: of one with one batch, of one more batch, and of recording."""
+    """Seconds of a computation: with one batch, of one more batch, and of recording."""
 
     first: float
     marginal: float
@@ -135,28 +135,28 @@ class Plain:
     seconds: float
     graphed: float | None
     peaks: tuple[float, float] | None
-    kfac: float | None = None  # seconds of KFAC's marginal batch, once it is known
+    kfac: float | None = None  # seconds of KFAC's marginal batch, once measured
 
 
 def replay_settings(device: torch.device, replay: bool = True, products: str = "auto") -> dict[str, Any]:
-    """Return the settings that are for GPUs: none elsewhere, and none that the measured version does not have."""
+    """Return the settings for GPUs: none for other devices, and only those of the measured version."""
     wanted = {"replay": replay, "products": products} if device.type == "cuda" else {}
     known = inspect.signature(KFAC).parameters
     return {name: value for name, value in wanted.items() if name in known}
 
 
 def device_of(problem: Batches) -> torch.device:
-    """Return where a problem's data are."""
+    """Return the device of a problem's data."""
     return problem.data[0][0].device
 
 
 def with_batches(problem: Batches, count: int) -> Batches:
-    """Return a problem with a number of batches, repeating its own ones."""
+    """Return a problem with a given number of batches, by repetition."""
     return replace(problem, data=(problem.data * count)[:count])
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Return how long a call takes, with everything that it starts on the GPU."""
+    """Return the time of a call, including all work that it starts on the GPU."""
     synchronize()
     start = time.perf_counter()
     call()
@@ -165,7 +165,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def turns(repeats: int) -> Iterator[int]:
-    """Yield the numbers of turns, up to a limit of number and of seconds."""
+    """Yield the numbers of turns, up to a limit of their number and of seconds."""
     start = time.perf_counter()
     for turn in range(repeats):
         if turn and time.perf_counter() - start > PATIENCE:
@@ -176,7 +176,7 @@ def turns(repeats: int) -> Iterator[int]:
 def cost(program: Program, counts: tuple[int, int], repeats: int) -> Cost:
     """Time a program for one batch, for few and for many, in turn."""
     few, many = counts
-    program(few)  # audits, and lets the allocator take what it needs
+    program(few)  # audits, and lets the allocator reserve memory
     times: dict[int, list[float]] = {1: [], few: [], many: []}
     for _ in turns(repeats):
         for count, found in times.items():
@@ -188,7 +188,7 @@ def cost(program: Program, counts: tuple[int, int], repeats: int) -> Cost:
 
 
 def marginal_without_replay(program: Program, counts: tuple[int, int], repeats: int) -> float:
-    """Time one more batch where nothing is recorded, so that fewer batches suffice."""
+    """Time one more batch without replay, so that fewer batches suffice."""
     more = max(1, (counts[1] - counts[0]) // 4)
     program(2)
     differences = [
@@ -204,13 +204,13 @@ def graphed_seconds(problem: Batches, count: int, repeats: int) -> float | None:
     one = with_batches(problem, 1)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # PyTorch asks for a few passes on another stream before it records
+    with torch.cuda.stream(side):  # PyTorch requires some passes on another stream before recording
         for _ in range(3):
             accumulate_gradients(one)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):  # gradients are there already, and are added to, as they are in an eager loop
+        with torch.cuda.graph(graph):  # gradients exist already, and are added to, as in an eager loop
             accumulate_gradients(one)
     except RuntimeError as error:
         print(f"{problem.name}: forward+backward cannot be recorded: {error!s:.300}")
@@ -227,7 +227,7 @@ def graphed_seconds(problem: Batches, count: int, repeats: int) -> float | None:
 
 
 def peaks(program: Callable[[], Any], device: torch.device) -> tuple[float, float] | None:
-    """Return how far allocated and reserved memory rise, in bytes, without resulting factors; `None` on a CPU."""
+    """Return the increase of allocated and reserved memory, in bytes, without resulting factors; `None` on a CPU."""
     if device.type != "cuda":
         return None
     gc.collect()
@@ -253,7 +253,7 @@ def measure_plain(problem: Batches, counts: tuple[int, int], repeats: int) -> Pl
 
 
 def jobs(problem: Batches) -> list[Job]:
-    """Return our programs."""
+    """Return the programs of kfs."""
     inside = layers(problem)
     mc = TASKS["mc expand"]
     some = {"mc expand": mc} if problem.large else tasks(problem)
@@ -268,7 +268,7 @@ def jobs(problem: Batches) -> list[Job]:
 
 
 def measure_job(problem: Batches, job: Job, counts: tuple[int, int], plain: Plain, repeats: int) -> ReplayRow:
-    """Measure one of ours."""
+    """Measure one program of kfs."""
 
     def program(count: int, replay: bool = True, problem: Batches = problem) -> Any:
         settings = job.task | replay_settings(device_of(problem), replay, job.products)
@@ -284,7 +284,7 @@ def measure_job(problem: Batches, job: Job, counts: tuple[int, int], plain: Plai
     ratios: tuple[float | None, float | None] = (None, None)
     if memory is not None and plain.peaks is not None:
         ratios = memory[0] / plain.peaks[0], memory[1] / plain.peaks[1]
-    if job.kind is KFAC and plain.kfac is None:  # mc expand, which comes first
+    if job.kind is KFAC and plain.kfac is None:  # mc expand, which is measured first
         plain.kfac = found.marginal
     return ReplayRow(
         problem.name,
@@ -303,7 +303,7 @@ def measure_job(problem: Batches, job: Job, counts: tuple[int, int], plain: Plai
 
 
 def measure(chosen: list[Batches], repeats: int = REPEATS) -> Iterator[ReplayRow]:
-    """Measure all problems, and give rows as they come."""
+    """Measure all problems, and yield rows as they are measured."""
     for problem in chosen:
         counts = LARGE_COUNTS if problem.large else COUNTS
         with rounding(problem):
@@ -318,7 +318,7 @@ def measure(chosen: list[Batches], repeats: int = REPEATS) -> Iterator[ReplayRow
                 try:
                     yield measure_job(problem, job, counts, plain, repeats)
                 except Exception as error:  # noqa: BLE001 (one program that fails must not take the others with it)
-                    # A message may be long, above all when memory runs out.
+                    # A message may be long, in particular if memory runs out.
                     print(f"{problem.name}, {job.program}, {job.library}: {type(error).__name__}: {error!s:.300}")
             yield from measure_peers(problem, repeats)
 
@@ -342,7 +342,7 @@ def main(chosen: list[Batches], results: Path = RESULTS, repeats: int = REPEATS)
     if not replay_settings(device_of(chosen[0])):
         print("There is no replay here: not with this version of kfs, or not on this device.")
     for peer in ADAPTERS:
-        adapter(peer)  # says what is not installed, before the table
+        adapter(peer)  # prints which libraries are not installed, before the table
     rows = []
     print(HEADER)
     for row in measure(chosen, repeats):

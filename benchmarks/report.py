@@ -1,4 +1,4 @@
-"""Functions of all benchmarks: timing in turn, the environment, and table, JSON and plot from the same rows."""
+"""Shared functions of all benchmarks: timing in turn, the environment, and table, JSON and plot from the same rows."""
 
 import datetime
 import json
@@ -44,15 +44,15 @@ class Row:
     """One measured program.
 
     Attributes:
-        problem: On which model and data.
-        program: What was computed.
-        library: Whose implementation.
+        problem: The model and data.
+        program: The program.
+        library: Its library.
         seconds: Median time.
-        ratio: That time in units of the problem's forward and backward pass.
+        ratio: The time in units of the problem's forward and backward pass.
         flop_ratio: FLOPs of the matrix products in the same units; `None` if they were not counted.
         memory_ratio: Peak memory in the same units, without results; `None` if it was not measured.
-        audit_ratio: How much longer the first batch takes, because it is audited, in units of what this program takes
-            for one batch of eight data; `None` without audit.
+        audit_ratio: The additional time of the first batch, which is audited, in units of this program's time for one
+            batch of eight examples; `None` without audit.
     """
 
     problem: str
@@ -82,7 +82,7 @@ def medians(programs: Mapping[Any, Callable[[], object]], repeats: int, task: st
 
 
 def option(arguments: list[str], name: str, default: int = 1) -> tuple[list[str], int]:
-    """Return arguments without an option and the number behind it, and that number."""
+    """Return the arguments without an option and its number, and that number."""
     if name not in arguments:
         return arguments, default
     place = arguments.index(name)
@@ -93,9 +93,9 @@ def option(arguments: list[str], name: str, default: int = 1) -> tuple[list[str]
 def processes(
     jobs: int, start: Callable[..., None] | None = None, given: tuple[Any, ...] = ()
 ) -> Generator[Callable[..., Iterable[Any]]]:
-    """Yield a function that maps another one over arguments, in processes of one thread each; results keep the order.
+    """Yield a parallel `map`, in processes of one thread each; results keep the order.
 
-    With one job, this process does it as it is. Otherwise `start(*given)` runs in each process first.
+    With one job, the calls run in this process. Otherwise `start(*given)` runs in each process first.
     """
     if jobs == 1:
         yield starmap
@@ -145,7 +145,7 @@ def peers() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the name of the processor, as far as this system tells it."""
+    """Return the name of the processor, if the system reports it."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -153,7 +153,7 @@ def processor() -> str:
 
 
 def finite(content: Any) -> Any:
-    """Replace numbers by `None` that JSON does not have: NaN and infinities."""
+    """Replace numbers that JSON cannot represent, NaN and infinities, by `None`."""
     if isinstance(content, dict):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -164,7 +164,7 @@ def finite(content: Any) -> Any:
 def save(rows: Iterable[Any], name: str, settings: dict[str, object], results: Path) -> Path:
     """Write JSON: the environment with settings, and rows, which are instances of dataclasses. Return the file."""
     results.mkdir(parents=True, exist_ok=True)
-    known = {key: setting for key, setting in settings.items() if (key, setting) != ("device", "cuda")}  # it has a name
+    known = {key: setting for key, setting in settings.items() if (key, setting) != ("device", "cuda")}  # has a name
     content = finite({"environment": environment() | known, "rows": [asdict(row) for row in rows]})
     file = results / f"{name}.json"
     file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -200,14 +200,14 @@ def draw(rows: list[Row], title: str, file: Path) -> None:
             places = [programs.index(row.program) + (i - (len(libraries) - 1) / 2) * width for row in chosen]
             if chosen:
                 bars = axes.bar(places, [row.ratio for row in chosen], 0.9 * width, label=library, color=f"C{i}")
-                # Small bars can be read by their numbers alone.
+                # Small bars are readable only by their numbers.
                 axes.bar_label(bars, [f"{row.ratio:.2f}" for row in chosen], fontsize=6.5)
             counted = [(place, row.flop_ratio) for place, row in zip(places, chosen, strict=True) if row.flop_ratio]
             for place, flops in counted:
-                # One entry of the legend for all lines of a panel.
+                # One legend entry for all lines of a panel.
                 label = None if "FLOPs" in axes.get_legend_handles_labels()[1] else "FLOPs"
                 axes.hlines(flops, place - width / 2, place + width / 2, colors="black", label=label)
-        crowded = sum(map(len, programs)) > 60  # characters that fit beside each other
+        crowded = sum(map(len, programs)) > 60  # number of characters that fit beside each other
         axes.set_xticks(
             range(len(programs)), programs, rotation=20 if crowded else 0, ha="right" if crowded else "center"
         )

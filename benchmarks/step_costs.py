@@ -1,8 +1,8 @@
 """Cost of a training step, in units of a step of SGD.
 
-`python -m benchmarks.train cost` measures on one CPU thread, `python -m benchmarks.train cost cuda [names]` on a GPU:
-there with default settings, on models up to ViT-B/16 in three precisions. Factors are computed more often in the first
-90 steps; what is measured are later ones.
+`python -m benchmarks.train cost` measures on one CPU thread, `python -m benchmarks.train cost cuda [names]` on a GPU,
+with default settings, on models up to ViT-B/16 in three precisions. Factors are computed more often in the first 90
+steps; later steps are measured.
 """
 
 import copy
@@ -24,7 +24,7 @@ from benchmarks.training_tasks import Batch
 from kfs.optim import KFAC
 from kfs.runtime.precision import tf32
 
-BLOCK = 20  # steps over which a cost is averaged: a multiple of every interval at which something is refreshed
+BLOCK = 20  # number of steps in an average: a multiple of the intervals of all periodic work
 BLOCKS = 2
 
 
@@ -55,19 +55,19 @@ def training_step(
 
 
 def every(k: int, model: nn.Module, lr: float) -> Stepper:
-    """Return our KFAC with all of its work done every `k` steps."""
+    """Return `kfs.optim.KFAC` with all of its work done every `k` steps."""
     return KFAC(model, nn.CrossEntropyLoss(), lr=lr, factors_every=k, inverses_every=k)
 
 
 def later(model: nn.Module, lr: float, replay: bool = True) -> Stepper:
-    """Return our KFAC with default settings, as it is after 90 steps; recordings may be left out."""
+    """Return `kfs.optim.KFAC` with default settings, as after 90 steps, optionally without recordings."""
     return KFAC(model, nn.CrossEntropyLoss(), lr=lr, factors_every=10, replay=replay)
 
 
 def block_of_steps(problem: Batches, make: Factory, steps: int) -> Callable[[], None]:
-    """Return a program that takes some steps; each call goes on where the last one has stopped."""
+    """Return a program that takes some steps; each call continues from the last one."""
     model = copy.deepcopy(problem.model)
-    optimizer = make(model, 1e-4)  # labels are random: what is measured should not diverge
+    optimizer = make(model, 1e-4)  # labels are random, and the measured training should not diverge
     batches, loss = cycle(problem.data), nn.CrossEntropyLoss()
 
     def program() -> None:
@@ -79,8 +79,8 @@ def block_of_steps(problem: Batches, make: Factory, steps: int) -> Callable[[], 
 
 
 def costs(problems: list[Batches], quick: bool = False) -> list[Cost]:
-    """Measure steps on problems; the first block, in which states are made, does not count."""
-    makers = factories(nn.CrossEntropyLoss())  # for SINGD also a mean over the GPT's tokens: other scales, same cost
+    """Measure steps on problems; the first block, which creates states, does not count."""
+    makers = factories(nn.CrossEntropyLoss())  # a mean over the GPT's tokens also for SINGD: other scales, same cost
     del makers["kfs"]
     makers |= {f"kfs, every {k}": partial(every, k) for k in (1, 10)} | {"kfs": later}
     return measured(problems, makers, 1 if quick else BLOCK, 1 if quick else BLOCKS)
@@ -95,7 +95,7 @@ def byte_gpt(scale: int, device: str) -> Batches:
 
 
 def on_gpu(names: list[str], results: Path = RESULTS, device: str = "cuda") -> None:
-    """Measure steps with default settings on a GPU, on all problems, or on some by the beginnings of their names."""
+    """Measure steps with default settings on a GPU, on all problems, or those with given beginnings of their names."""
     quick = "--quick" in names
     scale = 2 if quick else 1
     problems = [*factor_problems(8 * scale if quick else 1, device), byte_gpt(scale, device), *vit(scale, device)]
@@ -104,7 +104,7 @@ def on_gpu(names: list[str], results: Path = RESULTS, device: str = "cuda") -> N
     makers = factories(nn.CrossEntropyLoss())
     makers = {name: makers[name] for name in ("sgd", "adamw", "muon", "soap")}
     makers |= {"kfs": later, "kfs, replay=False": partial(later, replay=False)}
-    # Before a step is measured, everything that is recorded has been: passes for factors at the second one.
+    # All recordings are made before a step is measured: passes for factors are recorded at the second one.
     found = []
     for problem in problems:
         # SOAP decomposes in float64, which takes minutes for the ViT.

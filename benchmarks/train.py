@@ -1,16 +1,16 @@
-"""Training with KFAC and with others: steps and seconds to a fixed loss, and the cost of a step.
+"""Training with KFAC and other optimizers: steps and seconds to a fixed loss, and the cost of a step.
 
 `python -m benchmarks.train [autoencoder|cnn|gpt|resnet|cost|all] [--quick] [--jobs N]` runs on one CPU thread and
-writes JSON to benchmarks/results, in about 25 minutes for all where `singd` is installed. With `--jobs`, optimizers of
-a task are measured at the same time, in so many processes of one thread each. Learning rates are constant.
-Every optimizer gets the same tuning: of the five values in `baseline_optimizers.GRIDS`, the one that reaches a task's
-loss in the fewest steps with the seed `TUNING_SEED` is used for the seeds that are reported. The loss is checked every
-few steps; seconds are those of forward pass, backward pass and optimizer, without the checks.
+writes JSON to benchmarks/results, in about 25 minutes for all if `singd` is installed. With `--jobs`, optimizers of a
+task are measured at the same time, in N processes of one thread each. Learning rates are constant. Every optimizer gets
+the same tuning: of the five values in `baseline_optimizers.GRIDS`, the one that reaches a task's loss in the fewest
+steps with the seed `TUNING_SEED` is used for the reported seeds. The loss is checked every few steps; seconds are those
+of forward pass, backward pass and optimizer, without the checks.
 
 `cost [MLP] [CNN] [GPT]` measures a step on problems of the factor benchmark, in units of a step of SGD: see
 `step_costs`. `cuda` does the same on a GPU, with larger tasks and a schedule: see `gpu_training`. `defaults` compares
-default settings with tuned optimizers: see `default_settings`. `--quick` shows in less than a minute that everything
-runs; its numbers mean nothing.
+default settings with tuned optimizers: see `default_settings`. `--quick` only shows, in less than a minute, that
+everything runs; its numbers mean nothing.
 """
 
 import math
@@ -35,7 +35,7 @@ from benchmarks.training_tasks import TASKS, Task
 SEEDS = (0, 1, 2)
 TUNING_SEED = 100
 CHECK_EVERY = 5
-SECONDS = 15.0  # of training, after which a run is given up
+SECONDS = 15.0  # seconds of training, after which a run is stopped
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Run:
     """One training run.
 
     Attributes:
-        seed: Of initialization and batches.
+        seed: Seed of initialization and batches.
         lr: The learning rate.
-        steps: How many were taken.
-        seconds: How long they took.
-        loss: At the last check.
-        reached: Whether that is the target or below.
+        steps: Number of steps.
+        seconds: Time of all steps.
+        loss: Loss at the last check.
+        reached: Whether that is at most the target.
         history: Steps, seconds and loss at every check.
     """
 
@@ -74,7 +74,7 @@ class Result:
 
 
 def train(task: Task, make: Factory, lr: float, seed: int, steps: int) -> Run:
-    """Train until the target is reached, the loss is not finite, or steps or seconds are spent."""
+    """Train until the target is reached, the loss is not finite, or the limit of steps or seconds is reached."""
     torch.manual_seed(seed)
     model = task.model()
     optimizer, batches = make(model, lr), task.batches(seed)
@@ -96,7 +96,7 @@ def train(task: Task, make: Factory, lr: float, seed: int, steps: int) -> Run:
 def tune(task: Task, make: Factory, grid: tuple[float, ...], steps: int) -> list[Run]:
     """Try learning rates with the tuning seed, and return the runs, the best one first.
 
-    The grid is tried from the middle, and a run ends where it would be no better than the best one so far.
+    The grid is tried from the middle, and a run stops as soon as it cannot be better than the best one so far.
     """
     runs: list[Run] = []
     limit = steps
@@ -107,7 +107,7 @@ def tune(task: Task, make: Factory, grid: tuple[float, ...], steps: int) -> list
 
 
 def loss_or_inf(run: Run) -> float:
-    """Return the last loss, for sorting: NaN compares with nothing."""
+    """Return the last loss, for sorting: infinity in place of NaN, which cannot be compared."""
     return run.loss if math.isfinite(run.loss) else math.inf
 
 
@@ -124,7 +124,7 @@ def compare(task: Task, quick: bool = False, jobs: int = 1) -> Iterator[Result]:
 
 
 def compared_by_name(task: str, name: str, quick: bool) -> Result:
-    """Tune and run an optimizer on a task of `TASKS`, in a process of its own."""
+    """Tune and run an optimizer on a task of `TASKS`, in a separate process."""
     return compared(TASKS[task](), name, quick)
 
 
@@ -166,7 +166,7 @@ def line(result: Result) -> str:
 
 
 def table(task: Task, quick: bool = False, jobs: int = 1) -> list[Result]:
-    """Run everything on a task, and print rows as they come."""
+    """Run all optimizers on a task, and print rows as they are measured."""
     print(f"{task.name}: to a loss of {task.target:g} in at most {task.steps} steps and {SECONDS:g} seconds")
     print("| task | optimizer | learning rate | steps | seconds | median | |")
     print("|---|---|---|---|---|---|---|")
@@ -220,7 +220,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
             "cuda first for a GPU."
         )
     tasks = list(TASKS) if "all" in chosen else [name for name in TASKS if name in chosen]
-    end = "_quick" if quick else ""  # real results stay
+    end = "_quick" if quick else ""  # results of full runs stay
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,7 @@
 """Pictures of training from stored results: losses over steps for the README, and for the page about measurements.
 
-It trains nothing. The results are those of `python -m benchmarks.train defaults`: kfs with default settings, and each
-other optimizer at the best of its learning rates. For each file, all optimizers were run by one command.
+It does not train. The results are those of `python -m benchmarks.train defaults`: kfs with default settings, and each
+other optimizer at the best of its learning rates. Each file has the results of one command for all optimizers.
 
 Run it: `python -m benchmarks.training_picture docs/assets`.
 """
@@ -17,7 +17,7 @@ from benchmarks import default_settings
 from benchmarks.default_settings import Result
 from benchmarks.report import RESULTS
 
-# Tasks by the names of their files: title, label of the loss, and the lowest loss that is shown.
+# Tasks by the names of their files: title, label of the loss, and the lower limit of the axis.
 TASKS: Final = {
     "gpt": ("byte-level GPT, 5M parameters", "held-out loss", None),
     "deep": ("tanh network, 20 layers, 5M", "training loss", 1e-6),
@@ -34,7 +34,7 @@ NAMES: Final = {
 
 
 def runs(task: str, results: Path = RESULTS) -> dict[str, Result]:
-    """Return the stored run with a cosine schedule of each optimizer that is drawn."""
+    """Return the stored runs with a cosine schedule of the optimizers in the picture."""
     found = default_settings.known(results / f"train_defaults_cuda_{task}.json")
     by_name = {one.optimizer: one for one in found if one.schedule == "cosine"}
     return {name: by_name[name] for name in NAMES}

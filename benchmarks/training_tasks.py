@@ -1,7 +1,7 @@
 """Tasks of the training benchmark: an autoencoder and a CNN on digits, and a small GPT on generated sentences.
 
-A task is done when the loss on fixed data reaches a target. The targets were chosen before anything but the baselines
-was run, such that a tuned Adam needs some hundred steps. Models have PyTorch's default initialization.
+A task ends when the loss on fixed data reaches a target. The targets were chosen when only the baselines had been run,
+such that a tuned Adam needs some hundred steps. Models have PyTorch's default initialization.
 """
 
 from collections import OrderedDict
@@ -25,17 +25,17 @@ CHARACTERS = 200_000
 
 @dataclass(frozen=True)
 class Task:
-    """A model, data and a loss to reach.
+    """A model, data and a target for the loss.
 
     Attributes:
-        name: What to call it.
+        name: Its name in tables.
         model: Makes the model, from the global random state.
         batches: Takes a seed and returns endless batches.
         check: The data on which the loss must reach the target.
         loss: Takes predictions and targets, and returns the mean loss.
-        description: What tells KFAC about the loss.
+        description: The loss as declared to KFAC.
         target: The loss to reach.
-        steps: Where to give up.
+        steps: The limit of steps.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Task:
     steps: int
 
     def checked_loss(self, model: nn.Module) -> float:
-        """Return the mean loss on the data to check."""
+        """Return the mean loss on the evaluation data."""
         with torch.no_grad():
             sums = [float(self.loss(model(X), y)) * len(X) for X, y in self.check]
         return sum(sums) / sum(len(X) for X, _ in self.check)
 
 
 def shuffled(X: Tensor, y: Tensor, size: int, seed: int) -> Iterator[Batch]:
-    """Return batches of endless epochs, each in an order of its own, without the incomplete last ones."""
+    """Return batches of endless epochs, each in another order, without incomplete last batches."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         for chosen in torch.randperm(len(X), generator=generator).split(size):
@@ -64,7 +64,7 @@ def shuffled(X: Tensor, y: Tensor, size: int, seed: int) -> Iterator[Batch]:
 
 
 def half_squared_error(f: Tensor, y: Tensor) -> Tensor:
-    """Return half the squared distance, summed over features, in the mean over the batch."""
+    """Return half the squared distance, summed over features, averaged over the batch."""
     return 0.5 * (f - y).square().sum(1).mean()
 
 
@@ -106,7 +106,7 @@ def cnn_model() -> nn.Module:
 
 
 def images(name: str, model: Callable[[], nn.Module], check: int, target: float) -> Task:
-    """Classify digits as images, to a loss on batches of some size that have all of them."""
+    """Classify digits as images, to a loss on batches of a given size that contain all of them."""
     pixels, y = load()
     X = pixels.float().view(-1, 1, 8, 8)
     return Task(
@@ -127,7 +127,7 @@ def cnn() -> Task:
 
 
 class Residual(nn.Module):
-    """Two normalised convolutions beside an identity."""
+    """Two normalized convolutions beside an identity."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -140,26 +140,26 @@ class Residual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add both ways."""
+        """Add both branches."""
         return torch.relu(x + self.layers(x))
 
 
 def resnet_model() -> nn.Module:
-    """Return a residual network with batch normalisation, which is in training mode."""
+    """Return a residual network with batch normalization, in training mode."""
     first = [nn.Conv2d(1, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU()]
     layers = OrderedDict(first=nn.Sequential(*first), one=Residual(24), pool=nn.MaxPool2d(2), two=Residual(24))
     return nn.Sequential(layers | {"mean": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "head": nn.Linear(24, 10)})
 
 
 def resnet() -> Task:
-    """Classify digits with batch normalisation; the loss is checked in training mode, on large fixed batches."""
+    """Classify digits with batch normalization; the loss is checked in training mode, on large fixed batches."""
     return images("resnet", resnet_model, 600, 0.02)
 
 
 def sentences(characters: int, seed: int) -> str:
     """Return sentences with facts of an invented world, which is the same for all seeds, and with sums.
 
-    Facts must be remembered, sums must be computed, and what a sentence has said before must be repeated.
+    Facts must be remembered, sums computed, and earlier words of a sentence repeated.
     """
     world, random = Random(0), Random(seed)
 
@@ -192,7 +192,7 @@ def sentences(characters: int, seed: int) -> str:
 
 
 def windows(text: Tensor, size: int, seed: int) -> Iterator[Batch]:
-    """Return endless batches of random pieces of a text, and the same pieces one character later."""
+    """Return endless batches of random pieces of a text, with the same pieces shifted by one character as labels."""
     generator = torch.Generator().manual_seed(seed)
     pieces = text.unfold(0, CONTEXT + 1, 1)
     while True:
@@ -209,7 +209,7 @@ class CharacterGPT(GPT):
 
 
 def gpt() -> Task:
-    """Predict characters of sentences that were not trained on, but are about the same world."""
+    """Predict characters of held-out sentences about the same world."""
     training, held_out = sentences(CHARACTERS, seed=1), sentences(CHARACTERS // 10, seed=2)
     alphabet = sorted(set(training))
     X, other = (torch.tensor([alphabet.index(c) for c in text]) for text in (training, held_out))

@@ -1,7 +1,7 @@
 r"""A Triton kernel that adds one triangle of $X^\top X$ to a total: a candidate for `add_gram`.
 
-The result is cut into tiles, of which only those are computed that reach the diagonal or lie above it. For each tile,
-several programs sum over disjoint slices of the rows of $X$ ("split-K") and add what they find to the total by atomic
+The result is divided into tiles. Only tiles that reach the diagonal or are above it are computed. For each tile,
+several programs sum over disjoint slices of the rows of $X$ ("split-K") and add their sums to the total by atomic
 additions. So small results, which have few tiles, keep all multiprocessors busy, and the total is changed in place. The
 order of these additions is not fixed: results differ by round-off from run to run.
 """
@@ -18,30 +18,30 @@ tl: Any = None
 try:
     triton = import_module("triton")
     tl = import_module("triton.language")
-except ImportError:  # it comes with PyTorch for CUDA alone
+except ImportError:  # part of PyTorch for CUDA only
     pass
 
 if TYPE_CHECKING:
-    constexpr = int  # under this name Triton finds it
+    constexpr = int  # the name that Triton looks up
 else:
     constexpr = int if triton is None else tl.constexpr
 
 
 def compiled(function: Any) -> Any:
-    """Let Triton compile a function, if it is there."""
+    """Let Triton compile a function, if it is installed."""
     return function if triton is None else triton.jit(function)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work is divided. A tile is as wide as it is high, or a multiple of that.
+    """The division of the work. A tile is square, or its width is a multiple of its height.
 
     Attributes:
         height: Rows of a tile.
         width: Columns of a tile.
-        depth: Rows of $X$ that are multiplied at a time.
+        depth: Number of rows of $X$ per multiplication.
         warps: Warps of a program.
-        stages: How many steps ahead data are loaded.
+        stages: Number of steps by which loads are ahead.
     """
 
     height: int = 128
@@ -51,7 +51,7 @@ class Tiling:
     stages: int = 3
 
     def tiles(self, size: int) -> int:
-        """Return the number of tiles that reach the diagonal of a square result or lie above it."""
+        """Return the number of tiles that reach the diagonal of a square result or are above it."""
         ratio = self.width // self.height
         columns = -(-size // self.width)
         return sum(columns - row // ratio for row in range(-(-size // self.height)))
@@ -64,7 +64,7 @@ TILINGS = {
         Tiling(128, 128, warps=8, stages=4),
         Tiling(128, 256, warps=8, stages=3),
     ),
-    # Entries of four bytes take twice the shared memory.
+    # Entries of four bytes need twice the shared memory.
     torch.float32: (
         Tiling(128, 128, depth=32, warps=4, stages=3),
         Tiling(128, 128, depth=32, warps=8, stages=4),
@@ -113,13 +113,13 @@ def triangle(  # type: ignore[no-untyped-def]
         right = tl.load(line + j[None, :], mask=(n < stop)[:, None] & (j < size)[None, :], other=0.0)
         found = tl.dot(tl.trans(left), right, found, input_precision="tf32")
     place = total + i.to(tl.int64)[:, None] * total_stride + j[None, :]
-    # Below the diagonal there may be something else.
+    # Entries below the diagonal may have other values.
     inside = (j < size)[None, :] & (i[:, None] <= j[None, :])
     tl.atomic_add(place, found, mask=inside, sem="relaxed")
 
 
 def slices_for(tiling: Tiling, rows: int, size: int, programs: int) -> int:
-    """Return the number of slices of rows for a wanted number of programs, each with enough to do."""
+    """Return the number of slices of rows for a wanted number of programs, each with sufficient work."""
     most = max(1, rows // (4 * tiling.depth))
     return max(1, min(most, round(programs / tiling.tiles(size))))
 
@@ -131,7 +131,7 @@ def add_triangle(total: Tensor, x: Tensor, tiling: Tiling, slices: int) -> None:
         total: `[D, D]`, changed in place.
         x: `[rows, D]`, float32 (rounded to TF32) or in half precision; entries of a row are contiguous.
         tiling: How to divide the work.
-        slices: How many programs share the rows of each tile.
+        slices: Number of programs that share the rows of a tile.
     """
     rows, size = x.shape
     triangle[tiling.tiles(size), slices](
