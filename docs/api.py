@@ -1,6 +1,6 @@
 """The reference: a page for every public name, written for Sphinx's autodoc, and links to sources.
 
-Docstrings are Markdown and Google style; autodoc reads reStructuredText, so that signs are translated on the way.
+Docstrings are Markdown in Google style; autodoc reads reStructuredText, so they are translated.
 """
 
 import inspect
@@ -29,7 +29,7 @@ PACKAGES = (
     "kfs.conformance",
     "kfs.errors",
 )
-# What packages are for, by the last part of their name.
+# Purpose of packages, by the last part of their name.
 TITLES = {
     "kfs": "Model, loss and data",
     "operators": "Exact matrices, and linear algebra with them",
@@ -44,7 +44,7 @@ TITLES = {
     "conformance": "Test an implementation of KFAC",
     "errors": "Errors",
 }
-# Members of classes by what they are for. Others follow, in the order of their source.
+# Members of classes by purpose. Others follow, in the order of their source.
 USES = {
     "Solve, invert and sample": ("inverse", "solve", "sample", "power"),
     "Eigenvalues, trace and norms": (
@@ -93,9 +93,9 @@ USES = {
     ),
 }
 DEFINE, METHODS, VALUES = "What a subclass defines", "Methods", "Attributes"
-# Classes that users write subclasses of.
+# Classes that users subclass.
 INTERFACES = (Loss, LinearOperator)
-# Members without an underscore that other modules of kfs call, and users do not.
+# Members without an underscore that other modules of kfs call, but users do not.
 INTERNAL = frozenset({
     "about",
     "about_data",
@@ -140,8 +140,8 @@ class Name(NamedTuple):
 
     Attributes:
         full: The name with the package that exports it.
-        value: What it is.
-        home: The name under which it is explained; what is exported twice is explained once.
+        value: The object.
+        home: The name under which it is explained; an object that is exported twice is explained once.
     """
 
     full: str
@@ -179,7 +179,7 @@ def public_names() -> tuple[Name, ...]:
             full = f"{package.__name__}.{name}"
             try:
                 value = getattr(package, name)
-            except ModelError:  # it needs a library that is not here; its module's page tells
+            except ModelError:  # it needs a missing library; its module's page says so
                 continue
             home = full if isinstance(value, str) else homes.setdefault(id(value), full)
             found.append(Name(full, value, home))
@@ -188,7 +188,7 @@ def public_names() -> tuple[Name, ...]:
 
 @cache
 def addresses() -> dict[str, str]:
-    """Return under which name a name is explained; classes are found by their short name, too, the first such."""
+    """Return the name under which each name is explained; classes are also found by their short name, if it is new."""
     found = {name.full: name.home for name in public_names() if name.kind != "module"}
     for name in public_names():
         if name.kind in {"class", "exception"}:
@@ -197,7 +197,7 @@ def addresses() -> dict[str, str]:
 
 
 def write_pages(folder: Path) -> None:
-    """Write a page for every public name, and their list. Pages that are right are left alone, for Sphinx's sake."""
+    """Write a page for every public name, and their list. Unchanged pages are kept, so that Sphinx skips them."""
     folder.mkdir(exist_ok=True)
     pages = {f"{name.home}.md": _page(name) for name in public_names() if name.kind != "module"}
     pages["index.md"] = _index()
@@ -211,7 +211,7 @@ def write_pages(folder: Path) -> None:
 
 
 def _page(name: Name) -> str:
-    """Return the page of a name: of a class, an overview of its members by use, then each of them."""
+    """Return the page of a name; for a class, an overview of its members by purpose, then each of them."""
     title = "# " + name.home.replace("_", r"\_")
     members = members_of(name.value) if name.kind == "class" else {}
     overview = [_overview(name, members)] if members else []
@@ -239,10 +239,10 @@ def _overview(name: Name, members: dict[str, dict[str, str]]) -> str:
 
 
 def members_of(kind: type) -> dict[str, dict[str, str]]:
-    """Return the members of a class that its page explains: by use, each with its kind in autodoc.
+    """Return the members of a class that its page explains: by purpose, each with its kind in autodoc.
 
-    Inherited ones are among them, if a class of kfs has them: for who uses an object, it does not matter where its
-    methods are defined.
+    Inherited members are included if a class of kfs defines them: for users of an object, it does not matter which
+    class defines its methods.
     """
     known = {member: use for use, members in USES.items() for member in members}
     found: dict[str, dict[str, str]] = {}
@@ -271,10 +271,10 @@ def _autodoc_kind(value: Any) -> str | None:
 
 
 def _internal(kind: type, owner: type, member: str) -> bool:
-    """Return whether a member is of no use for readers of a class's page."""
+    """Whether a member is irrelevant to readers of a class's page."""
     if not owner.__module__.startswith("kfs"):
         return True
-    # Whoever writes a loss or an operator defines its methods; the pages of others do not repeat them.
+    # Authors of a loss or an operator define its methods; the pages of other classes do not repeat them.
     if kind in INTERFACES:
         return member in INTERNAL and not _abstract(kind, member)
     if issubclass(kind, Loss):
@@ -287,24 +287,24 @@ def _abstract(kind: type, member: str) -> bool:
 
 
 def _public_bases(value: Any) -> list[type]:
-    """Return bases of a class that have a page themselves."""
+    """Return the bases of a class that have a page."""
     known = {id(name.value) for name in public_names() if name.kind == "class"}
     return [base for base in getattr(value, "__bases__", ()) if id(base) in known]
 
 
 def show_public_bases(app: Any, name: str, value: Any, options: Any, bases: list[Any]) -> None:  # noqa: ARG001
-    """Leave out bases that are internal, in place."""
+    """Remove internal bases, in place."""
     if not issubclass(value, BaseException):
         bases[:] = _public_bases(value)
 
 
 def _index() -> str:
-    """Return the list of all names, by use."""
+    """Return the list of all names, by purpose."""
     parts = ["# Reference\n\nAll public names by what they are for, with a page each."]
     for package in map(import_module, PACKAGES):
-        # What a package exports again is listed where it is defined: kfs.KFAC is with other names of its package.
+        # An object that another package exports again is listed with its own package, as kfs.KFAC is.
         own = [name for name in public_names() if name.home == name.full and _package_of(name) == package.__name__]
-        # What most readers look for comes first: names of kfs itself, then functions.
+        # Frequently used names come first: names of kfs itself, then functions.
         own.sort(key=lambda name: (name.full.count(".") > 1, name.kind != "function"))
         listed = [name.home for name in own if name.kind not in {"module", "data"}]
         hidden = [name.home for name in own if name.kind == "data"]
@@ -319,7 +319,7 @@ def _index() -> str:
 
 
 def _package_of(name: Name) -> str:
-    """Return the package under which a name is listed: the one that exports it, or, instead of kfs, its own one."""
+    """Return the package under which a name is listed: the one that exports it or, for `kfs`, the defining one."""
     exporter = name.full.rpartition(".")[0]
     if exporter != "kfs":
         return exporter
@@ -328,7 +328,7 @@ def _package_of(name: Name) -> str:
 
 
 def translate(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:  # noqa: ARG001
-    """Turn the Markdown of a docstring into reStructuredText, in place: code and formulas. Examples stay."""
+    """Translate the Markdown of a docstring to reStructuredText, in place: code and formulas. Examples stay."""
     text = "\n".join(lines)
     blocks = re.split(r"(\n\s*\n)", text)
     lines[:] = "".join(part if ">>>" in part else _rst(part) for part in blocks).split("\n")
@@ -340,7 +340,7 @@ def _rst(text: str) -> str:
 
 
 def source_address(domain: str, info: dict[str, str]) -> str | None:
-    """Return where the source of a name is, seen from a page of the reference: a line of its module's page."""
+    """Return the address of a name's source, relative to a page of the reference: a line of its module's page."""
     if domain != "py" or not info["fullname"]:
         return None
     value: Any = import_module(info["module"])

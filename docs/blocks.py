@@ -1,4 +1,4 @@
-"""Code of Markdown pages: which blocks run, and running them.
+"""Code of Markdown pages: blocks that run, and running them.
 
 A block that starts with "```python" runs, in order with all others, in one namespace per page. One that starts with
 "```python NAME" needs the library NAME, and runs where it is installed. Blocks in other languages do not run.
@@ -58,14 +58,14 @@ def installed(page: Path) -> list[str]:
 
 
 def pictures(page: Path) -> list[str]:
-    """Return the names of pictures that the code of a page draws, which it shows as `![...](figures/NAME)`."""
+    """Return the names of pictures that the code of a page draws, and that it shows as `![...](figures/NAME)`."""
     return PICTURE.findall(page.read_text(encoding="utf-8"))
 
 
 def run(page: Path, allowed: Collection[str] = ()) -> Executed:
-    """Run the blocks of a page that need nothing, or one of the allowed libraries.
+    """Run the blocks of a page that need no library, or one of the allowed libraries.
 
-    A page may choose the dtype of its new tensors; others do not notice.
+    A page may change the default dtype; it is restored afterwards.
     """
     with _same_dtype():
         return _run(page, allowed)
@@ -80,7 +80,7 @@ def _run(page: Path, allowed: Collection[str]) -> Executed:
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, page.name, "exec"), namespace)  # pages are ours
+            exec(compile(code, page.name, "exec"), namespace)  # pages are part of the repository
         outputs.append(printed.getvalue())
     return Executed(namespace, outputs)
 
@@ -99,7 +99,7 @@ def _same_dtype() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """Work in a folder."""
+    """Change the working directory to a folder."""
     before = Path.cwd()
     os.chdir(folder)
     try:

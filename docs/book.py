@@ -1,4 +1,4 @@
-"""Our extension of Sphinx: modules as pages, lists of modules, results of running, things to play with, notebooks."""
+"""Extensions of Sphinx: modules as pages, lists of modules, results of runs, interactive figures, notebooks."""
 
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ def definition_paths() -> dict[str, list[str]]:
 
 
 class ModuleParser(MystParser):
-    """Turns a module into Markdown, and reads that."""
+    """Translates a module to Markdown, and parses that."""
 
     supported = ("module",)  # type: ignore[misc]
 
@@ -43,7 +43,7 @@ class ModuleParser(MystParser):
 
 
 class ModuleCode(SphinxDirective):
-    """The code of a module, with a place to link to for each of its lines."""
+    """The code of a module, with a link target for each of its lines."""
 
     required_arguments = 1
 
@@ -58,10 +58,10 @@ class ModuleCode(SphinxDirective):
 
 
 class MarkdownDirective(SphinxDirective):
-    """A directive that becomes Markdown."""
+    """A directive that produces Markdown."""
 
     def markdown(self, text: str) -> list[nodes.Node]:
-        """Parse Markdown; it may have headings."""
+        """Parse Markdown, which may have headings."""
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
@@ -75,10 +75,10 @@ class Chapters(MarkdownDirective):
 
 
 class Play(SphinxDirective):
-    """Things to play with."""
+    """Interactive figures."""
 
     def run(self) -> list[nodes.Node]:
-        """Return all of them, as HTML."""
+        """Return all figures, as HTML."""
         job = runs.Job("play", "data")
         self.env.note_dependency(job.file)
         data = runs.result(job)
@@ -102,7 +102,7 @@ class Results(MarkdownDirective):
 
 
 class Words(SearchEnglish):
-    """English for the search: each word loses its ending once, and not wherever it stands."""
+    """English stemming for the search: each word loses its ending once, in prose and in the index."""
 
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__(options)
@@ -114,7 +114,7 @@ class Words(SearchEnglish):
 
 
 def show_outputs(app: Sphinx, document: nodes.document) -> None:
-    """Insert the output of a block of code below it."""
+    """Insert the output of a code block below it."""
     name = app.env.docname.removeprefix("docs/")
     job = runs.Job("page", name)
     if not app.env.docname.startswith("docs/") or not job.file.is_file() or not runs.page_file(name).is_file():
@@ -133,7 +133,7 @@ def show_outputs(app: Sphinx, document: nodes.document) -> None:
 
 
 def offer_notebook(app: Sphinx, document: nodes.document) -> None:
-    """Say at the top of a page that there is a notebook of it."""
+    """Add a link to the page's notebook at the top of the page."""
     folder, _, name = app.env.docname.rpartition("/")
     texts = {page.stem: ("This page ", "as a notebook", ", with what it prints.") for page in notebooks.pages()}
     for page in (notebooks.TOUR, "paper"):
@@ -163,7 +163,7 @@ def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
 
 
 def add_play(app: Sphinx, pagename: str, *_: Any) -> None:
-    """Load the scripts of interactive pictures on the pages that have some."""
+    """Load the scripts of interactive figures on the pages that have some."""
     if pagename == "docs/play":
         app.add_css_file("play.css")
         app.add_js_file("play.js")
@@ -178,7 +178,7 @@ def prepare(app: Sphinx, *_: Any) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Tell Sphinx about all of it."""
+    """Register all extensions in Sphinx."""
     app.add_source_suffix(".py", "module")
     app.add_source_parser(ModuleParser)
     for name, directive in {

@@ -1,4 +1,4 @@
-"""Directives of the pages that lead from the paper into this book: its list, its listings, its figures, drawings."""
+"""Directives of pages that connect the paper with this book: its list, its listings, its figures, drawings."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ DRAWINGS = ROOT / "docs" / "assets"
 
 
 class Paper(MarkdownDirective):
-    """All that the paper names, as tables."""
+    """All items that the paper names, as tables."""
 
     def run(self) -> list[nodes.Node]:
         """Return sections."""
@@ -25,14 +25,14 @@ class Paper(MarkdownDirective):
         return self.markdown(paper.markdown(self._claims))
 
     def _claims(self, path: str) -> list[str]:
-        """Return what running a definition verified."""
+        """Return the claims that running a definition verified."""
         job = runs.definition_job(path)
         self.env.note_dependency(job.file)
         return [claim for claim, _, _ in runs.result(job)]
 
 
 class Listing(MarkdownDirective):
-    """The functions of a definition, and what running it verified."""
+    """The functions of a definition, and the claims that running it verified."""
 
     required_arguments = 1
 
@@ -46,7 +46,7 @@ class Listing(MarkdownDirective):
         block = nodes.literal_block(code, code, language="python")
         # As on the page of a module, so that long lines are wrapped; a page may have several listings.
         block["highlight_args"] = {"linespans": f"listing-{Path(path).stem}"}
-        where = self.markdown(f"`{path}`")  # becomes a link by itself
+        where = self.markdown(f"`{path}`")  # rendered as a link
         return [
             nodes.container("", *where, block, classes=["code", "listing"]),
             *self._verified(path, runs.result(job)),
@@ -62,35 +62,35 @@ class Listing(MarkdownDirective):
 
 
 def functions(source: str, path: str) -> str:
-    """Return the code of a definition without docstring and checks; with checks, if there is nothing else."""
+    """Return the code of a definition without docstring and checks; with checks, if there is no other code."""
     code = read_module(source, path).code
     listing, main, checks = code.partition('if __name__ == "__main__":')
     return listing.rstrip() or f"{main}{checks}".rstrip()
 
 
 class Figures(MarkdownDirective):
-    """All figures, with captions that say which figure of the paper they are."""
+    """All figures, with captions that name the paper's figure."""
 
     def run(self) -> list[nodes.Node]:
-        """Return them, those of the paper first, in its order."""
+        """Return all figures, those of the paper first, in its order."""
         ordered = sorted(FIGURES, key=lambda figure: figure.document or (len(FIGURES) + 1,))
         return self.markdown("\n\n".join(map(show_figure, ordered)))
 
 
 class Drawing(SphinxDirective):
-    """A drawing of ours, as a part of the page: its colors follow the theme."""
+    """A drawing of the repository, as a part of the page: its colors follow the theme."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Return the drawing. It says itself what it shows, by `aria-label`."""
+        """Return the drawing. Its `aria-label` describes it."""
         file = DRAWINGS / f"{self.arguments[0]}.svg"
         self.env.note_dependency(str(file))
         return [nodes.raw("", f'<div class="drawing">{file.read_text(encoding="utf-8")}</div>', format="html")]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Tell Sphinx about the directives."""
+    """Register the directives in Sphinx."""
     for name, directive in {"paper": Paper, "listing": Listing, "figures": Figures, "drawing": Drawing}.items():
         app.add_directive(name, directive)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,6 +1,6 @@
-"""Settings of Sphinx. The folder of sources is the repository, so that a page of the book *is* a module.
+"""Settings of Sphinx. The source folder is the repository, so that a page of the book *is* a module.
 
-Nothing needs a network: MathJax comes from a Python package, and `torch.inv.txt` says where PyTorch explains names.
+No network is needed: MathJax comes from a Python package, and `torch.inv.txt` has the addresses of PyTorch's names.
 """
 
 import sys
@@ -39,18 +39,18 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "docs.bridge",
-    "docs.book",  # last: it listens to events of the others
+    "docs.book",  # last, since it handles events of the others
 ]
 
 # Markdown
 myst_enable_extensions = ["amsmath", "colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 myst_dmath_double_inline = True
-# A prompt and its output are shown together; buttons copy the commands alone.
+# A prompt and its output are shown together; buttons copy only the commands.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
-# Blocks of output are for reading.
+# Blocks of output have no button.
 copybutton_selector = "div:not(.output) > div.highlight > pre"
 
 # The reference
@@ -68,7 +68,7 @@ toc_object_entries_show_parents = "hide"
 intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable", "docs/torch.inv.txt")}
 linkcode_resolve = source_address
 
-# Formulas: one script, which has its fonts inside.
+# Formulas: one script that contains its fonts.
 _mathjax = find_spec("sphinx-mathjax-offline")
 if _mathjax is None or _mathjax.origin is None:
     raise ImportError("sphinx-mathjax-offline is missing, which MathJax comes from. Install kfs[docs].")
@@ -90,7 +90,7 @@ html_css_files = ["book.css"]
 html_extra_path = ["extra"]
 html_copy_source = False
 html_show_sphinx = False
-html_show_search_summary = False  # it fetches pages, which browsers refuse on a disk
+html_show_search_summary = False  # it fetches pages, which browsers refuse for local files
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 pygments_style = "default"
 pygments_dark_style = "github-dark"

@@ -13,11 +13,11 @@ class Figure(NamedTuple):
     """A figure.
 
     Attributes:
-        name: Of its file, without ending.
+        name: Name of its file, without extension.
         plot: The file that draws it.
-        page: The page of the definition that shows it, too.
-        caption: What it shows.
-        document: Numbers of the paper's figures that show the same; empty if none does.
+        page: The page of a definition that shows it, too.
+        caption: Its caption.
+        document: Numbers of the paper's figures with the same contents; empty if there are none.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Figure(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """Say which figure of the paper it is."""
+        """Name the paper's figure, as a phrase."""
         if not self.document:
             return "This figure is not in the paper."
         numbers = " and ".join(map(str, self.document))
@@ -127,5 +127,5 @@ def draw(plot: str, folder: Path) -> None:
 
 
 def figures_of(docname: str) -> list[Figure]:
-    """Return the figures that a page shows: figures of a definition, and figures that a module draws."""
+    """Return the figures on a page: those of a definition, and those that a module draws."""
     return [figure for figure in FIGURES if docname in {figure.page, figure.plot.removesuffix(".py")}]

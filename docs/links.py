@@ -12,7 +12,7 @@ from docs.api import addresses
 from docs.modules import Module, all_modules
 from kfs.tour.run import definitions
 
-# Modules of PyTorch that define what another one exports.
+# Modules of PyTorch that define names which other modules export.
 PYTORCH = {
     "torch.nn.modules.module.Module": "torch.nn.Module",
     "torch.nn.parameter.Parameter": "torch.nn.Parameter",
@@ -25,11 +25,11 @@ _SHORT = {"nn": "torch.nn", "F": "torch.nn.functional"}
 
 
 class Modules:
-    """Knows which module a name means.
+    """Finds the module that a name refers to.
 
     Args:
         modules: All modules with a page.
-        defined: Paths of those that are definitions.
+        defined: Paths of the definitions among them.
     """
 
     def __init__(self, modules: Iterable[Module], defined: Iterable[str]) -> None:
@@ -38,12 +38,12 @@ class Modules:
         self._by_name = {m.dotted: m for m in self.all} | {m.path: m for m in self.all}
 
     def find(self, text: str, here: str = "") -> Module | None:
-        """Return the module that a name stands for.
+        """Return the module that a name refers to.
 
         Args:
-            text: What stands between backticks.
-            here: Path of the module whose docstring it is; empty on other pages, where only definitions, and names
-                with an ending, are found by their last part.
+            text: The text between backticks.
+            here: Path of the module with the docstring; empty on other pages, where only definitions, and names with an
+                extension, are found by their last part.
         """
         found = self._by_name.get(text)
         if found is None and re.fullmatch(r"\w+(\.py)?", text):
@@ -51,14 +51,14 @@ class Modules:
         return None if found is None or found.path == here else found
 
     def _by_stem(self, stem: str, here: str) -> Module | None:
-        """Return the module of this name: a neighbor first, then a definition, then another one of the package."""
+        """Return the module of this name: first one in the same folder, then a definition, then one of the package."""
         same = [module for module in self.all if module.dotted.rpartition(".")[2] == stem]
         folder = here.rpartition("/")[0]
         near = [
             module for module in same if here and module.path in {f"{folder}/{stem}.py", f"{folder}/{stem}/__init__.py"}
         ]
         defined = [module for module in same if module.path in self._defined]
-        # Packages consist of rooms: `kfs.factors.blocks` may mention one of `kfs.factors.rows` by its name alone.
+        # Packages consist of rooms: `kfs.factors.blocks` may refer to a module of `kfs.factors.rows` by its name alone.
         family = [module for module in same if here and module.path.split("/")[:2] == here.split("/")[:2]]
         return next(iter([*near, *defined, *family]), None)
 
@@ -76,7 +76,7 @@ class NamesBecomeLinks(SphinxPostTransform):
     formats = ("html",)
 
     def run(self, **kwargs: Any) -> None:
-        """Visit all inline code that is not in a link or a heading already."""
+        """Process all inline code that is not part of a link or a heading."""
         docname = self.env.docname
         here = f"{docname}.py" if docname.startswith("kfs/") else ""
         modules: Modules = self.app.kfs_modules  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ class NamesBecomeLinks(SphinxPostTransform):
 
     def _module(self, literal: nodes.literal, modules: Modules, here: str) -> nodes.Node | None:
         text = literal.astext()
-        # Words of prose are not modules; names of arguments and the like are, on pages of the reference.
+        # Words of prose are not modules; names such as those of arguments are, on pages of the reference.
         if self.env.docname.startswith("docs/api/") and not re.search(r"[./]", text):
             return None
         found = modules.find(text, here)
@@ -114,7 +114,7 @@ class NamesBecomeLinks(SphinxPostTransform):
 
 
 def pytorch_address(env: Any, name: str) -> str | None:
-    """Return where PyTorch explains a name, if `torch.inv.txt` says so."""
+    """Return the address of PyTorch's page about a name, if `torch.inv.txt` has it."""
     inventory: Mapping[str, Mapping[str, Any]] = getattr(env, "intersphinx_inventory", {})
     for kind in ("py:class", "py:function", "py:method", "py:module"):
         if name in inventory.get(kind, {}):
@@ -123,13 +123,13 @@ def pytorch_address(env: Any, name: str) -> str | None:
 
 
 def resolve_pytorch(app: Any, env: Any, node: Any, content: nodes.Element) -> nodes.Node | None:  # noqa: ARG001
-    """Resolve a type of PyTorch in a signature, which autodoc names after the module that defines it."""
+    """Resolve a type of PyTorch in a signature, which autodoc names by the module that defines it."""
     address = pytorch_address(env, PYTORCH.get(node.get("reftarget", ""), ""))
     return None if address is None else nodes.reference("", "", content, internal=False, refuri=address)
 
 
 def resolve_ours(app: Any, _env: Any, node: Any, content: nodes.Element) -> nodes.Node | None:
-    """Resolve a type of ours in a signature: `kfs.factors.kfac.KFAC` is explained as `kfs.KFAC`."""
+    """Resolve a type of kfs in a signature: `kfs.factors.kfac.KFAC` is explained as `kfs.KFAC`."""
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py" or not target:
         return None

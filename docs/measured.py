@@ -1,6 +1,6 @@
-"""Numbers of pages from files of results: `python -m docs.measured` lists pages with others, `--write` updates them.
+"""Numbers of pages from files of results: `python -m docs.measured` lists outdated pages, `--write` updates them.
 
-A page says where a table or a number belongs, and what makes it, and this module writes it there:
+A page marks the position of a table or a number, and its origin, and this module inserts it:
 
     <!-- measured: costs train_cost_cuda -->
     ...
@@ -9,7 +9,7 @@ A page says where a table or a number belongs, and what makes it, and this modul
     A step takes <!-- measured: value train_cost ratio 1 optimizer=kfs problem=MLP -->1.4<!-- end --> times as long.
 
 The words are a function of a module `docs/measured_*.py`, and its arguments. All other numbers on a page that look
-measured, with a decimal point or a unit, are settings, or those of others: `docs/numbers.toml` has them, with reasons.
+measured, with a decimal point or a unit, are settings or quoted: `docs/numbers.toml` lists them, with reasons.
 """
 
 import re
@@ -30,7 +30,7 @@ MARKED = re.compile(r"(<!-- measured: (?P<words>[^\n]*?) -->)(?P<shown>.*?)(<!--
 NUMBER = r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?"
 UNITS = r"(?:ms|µs|us|s|seconds?|minutes?|hours?|KiB|MiB|GiB|kB|MB|GB|TB|TFLOPs?|times (?:as|faster|slower))\b"
 MEASURED = re.compile(rf"(?<![\w.§-])(?:\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\.\d)(?!\w)|{NUMBER} ?(?:%|{UNITS}))")
-# What is not prose: code, formulas, links' targets, and what is generated; lines stay where they are.
+# Text that is not prose: code, formulas, link targets, and generated text; line numbers do not change.
 OTHER = re.compile(
     r"^(?P<fence>`{3,}|~~~|:{3,}\{).*?^\s*(?P=fence)\s*$|(?P<ticks>`+)[^`].*?(?P=ticks)|\$\$.*?\$\$|\$[^$\n]+\$|\]\([^)\s]*\)"
     r"|<!-- measured: .*?<!-- end -->|<!--.*?-->"
@@ -44,8 +44,8 @@ class Exceptions:
     """The exceptions in `docs/numbers.toml`, each with a reason.
 
     Attributes:
-        pages: Pages that are not looked at.
-        texts: Pieces of a page whose numbers were not measured for it.
+        pages: Pages that are not checked.
+        texts: Passages of a page whose numbers were not measured for it.
         results: Files of results of another version, or of several runs.
     """
 
@@ -65,12 +65,12 @@ def pages() -> list[Path]:
 
 
 def name_of(page: Path) -> str:
-    """Return how exceptions name a page."""
+    """Return the name of a page in the exceptions."""
     return page.relative_to(ROOT).as_posix()
 
 
 def generated(words: str, results: Path = RESULTS) -> str:
-    """Return the table or the number that a mark asks for."""
+    """Return the table or the number of a mark."""
     name, *arguments = shlex.split(words)
     if name not in TABLES:
         raise ValueError(f"There is no table {name}, but {', '.join(TABLES)}.")
@@ -78,7 +78,7 @@ def generated(words: str, results: Path = RESULTS) -> str:
 
 
 def written(text: str, results: Path = RESULTS) -> str:
-    """Return a page with its marks filled: on separate lines if a mark has its own line, else within the line."""
+    """Return a page with its marks filled: on separate lines if a mark has its own line, otherwise within the line."""
 
     def fill(found: re.Match[str]) -> str:
         new = generated(found["words"], results)
@@ -88,7 +88,7 @@ def written(text: str, results: Path = RESULTS) -> str:
 
 
 def unexplained(text: str, allowed: dict[str, str]) -> Iterator[tuple[int, str]]:
-    """Yield numbers that look measured, with their lines, and come neither from a file nor from an exception."""
+    """Yield numbers that look measured, with their lines, but come neither from a file nor from an exception."""
 
     def blank(found: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", found[0])
@@ -101,7 +101,7 @@ def unexplained(text: str, allowed: dict[str, str]) -> Iterator[tuple[int, str]]
 
 
 def main(arguments: list[str]) -> None:
-    """Check all pages, or write them."""
+    """Check all pages, or update them."""
     known, problems = exceptions(), []
     for page in pages():
         text, name = page.read_text(encoding="utf-8"), name_of(page)

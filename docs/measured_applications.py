@@ -162,7 +162,7 @@ def placements(results: Path, *ranks: str) -> str:
 
 
 def conformance(results: Path) -> str:
-    """Return the topics that released libraries get right, by library."""
+    """Return the numbers of topics that released libraries get right, by library."""
     from benchmarks.conformance import matrix  # noqa: PLC0415 (imports PyTorch)
     from kfs.conformance import Result  # noqa: PLC0415
 
@@ -176,7 +176,7 @@ def conformance(results: Path) -> str:
 
 
 def conformance_counts(results: Path) -> str:
-    """Say in how many settings libraries are right, and silently wrong. The first one is ours."""
+    """Count the settings in which libraries are right, and silently wrong. The first one is kfs."""
     head, _, *lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in conformance(results).splitlines()]
     by_library = dict(zip(head, zip(*lines, strict=True), strict=True))
     counts = {name: (cells.count("yes"), cells.count("**wrong**")) for name, cells in by_library.items()}

@@ -41,7 +41,7 @@ def factors_cuda(results: Path, *fields: str) -> str:
 
 
 def recurrent(results: Path) -> str:
-    """Return costs of passes and steps of recurrent networks, in units of a step of SGD: the least and the most."""
+    """Return costs of passes and steps of recurrent networks, in units of a step of SGD: smallest and largest."""
     titles = {
         "watched pass": "a pass that is watched",
         "KFAC, watched step": "a step with new factors",
@@ -72,7 +72,7 @@ def factors_cuda_peers(results: Path) -> str:
 
 
 def precision(results: Path) -> str:
-    """Return errors of factors and steps by precision of products: medians over layers, the worst one in brackets."""
+    """Return errors of factors and steps by precision of products: medians over layers, the largest in brackets."""
     found = rows(results, "precision")
     dampings = list(found[0]["steps"])
 

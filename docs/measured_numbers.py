@@ -1,4 +1,4 @@
-"""Numbers of files of results, and how they are written: see `docs/measured.py`."""
+"""Numbers of files of results, and their format: see `docs/measured.py`."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def short(value: float | None) -> str:
-    """Return a loss: 1.234, 0.0012, 1.2e-8, 0."""
+    """Format a loss: 1.234, 0.0012, 1.2e-8, 0."""
     if value is None:
         return "diverged"
     mantissa, e, exponent = (f"{value:.3f}" if value >= 0.01 else f"{value:.2g}").partition("e")
@@ -41,25 +41,25 @@ def short(value: float | None) -> str:
 
 
 def with_error(values: Sequence[float], digits: int = 3) -> str:
-    """Return the mean with its standard error."""
+    """Format the mean with its standard error."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}" if len(values) > 1 else mean
 
 
 def bold(text: str, best: bool) -> str:
-    """Mark the best."""
+    """Mark the best in bold."""
     return f"**{text}**" if best else text
 
 
 def least(found: Iterable[Row], field: str) -> float:
-    """Return the least number; one that is missing was not finite."""
+    """Return the smallest number; missing ones were not finite."""
     return min(float(row[field]) for row in found if row[field] is not None)
 
 
 def value(results: Path, name: str, field: str, digits: str, *where: str) -> str:
     """Return a number of a row, or the smallest and the largest one of several rows: `value FILE FIELD DIGITS a=b`.
 
-    Digits are those behind the point; with `ms` or `%` behind them, the number is in milliseconds or percent.
+    Digits are those behind the point; with `ms` or `%` appended, the number is in milliseconds or percent.
     """
     wanted = dict(pair.split("=", 1) for pair in where)
     found = [row[field] for row in rows(results, name, **wanted) if row[field] is not None]
@@ -72,7 +72,7 @@ def value(results: Path, name: str, field: str, digits: str, *where: str) -> str
 
 
 def where(results: Path, name: str) -> str:
-    """Say which command made a file, and where: `where FILE`."""
+    """Return the command that made a file, and the machine: `where FILE`."""
     made = content(results, name)["environment"]
     command, torch = made["command"].replace(" -W ignore", ""), made["torch"].partition("+")[0]
     machine = ", ".join([made["device"]] * (made["device"] != "cpu") + [made["processor"]])
@@ -80,10 +80,10 @@ def where(results: Path, name: str) -> str:
 
 
 def setting(results: Path, name: str, digits: str, *keys: str) -> str:
-    """Return a number of a run as a whole, which is not in a row: `setting FILE DIGITS KEY ...`.
+    """Return a number of a whole run, which is not in a row: `setting FILE DIGITS KEY ...`.
 
-    Of a list of numbers, return the mean with its standard error. Digits may have a sign in front, to change that of
-    the number.
+    For a list of numbers, return the mean with its standard error. Digits may be preceded by a minus sign, which
+    negates the number.
     """
     found = content(results, name)["environment"]
     for key in keys:

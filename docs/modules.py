@@ -1,6 +1,6 @@
 """Modules as pages: a file becomes Markdown with its prose beside its code.
 
-Files are taken apart by `ast`; nothing is imported or run here. What running a definition verified comes from `runs`.
+Files are parsed by `ast`; no code is imported or run here. Verified claims come from `runs`.
 """
 
 import ast
@@ -19,15 +19,15 @@ Verified = Sequence[tuple[str, str, float | None]]
 
 @dataclass(frozen=True)
 class Module:
-    """A module, taken apart for its page.
+    """A parsed module.
 
     Attributes:
-        path: Where the file is in the repository.
+        path: Path of the file in the repository.
         title: First line of the docstring.
         prose: The rest of the docstring, Markdown with LaTeX between dollar signs.
         code: The source without the docstring.
-        first_line: Where the code begins.
-        imports: Dotted names of what it imports from kfs.
+        first_line: The first line of the code.
+        imports: Dotted names of its imports from kfs.
     """
 
     path: str
@@ -89,10 +89,10 @@ def all_modules() -> tuple[Module, ...]:
 
 
 def tests_of(path: str) -> list[str]:
-    """Return the test file that is named after a module; tests of a subfolder may lie beside those of its package."""
+    """Return the test file that is named after a module; tests of a subfolder may be in the folder of its package."""
     inner = Path(path).relative_to("kfs")
     folders = [inner.parent, *inner.parent.parents]
-    # A name at the top, such as tests/test_state.py, is about the module kfs.problem.isolation and no other one.
+    # A name at the top, such as tests/test_state.py, belongs to the module kfs.problem.isolation and to no other one.
     inside = [folder for folder in folders if folder.parts] or folders
     candidates = [f"{Path('tests') / folder}/test_{inner.stem.lower()}.py" for folder in inside]
     return [name for name in candidates if (ROOT / name).is_file()][:1]
@@ -104,12 +104,12 @@ def toctree(paths: Iterable[str]) -> str:
 
 
 def module_page(module: Module, verified: Verified | None, elsewhere: Collection[str] = ()) -> str:
-    """Return a module's page as Markdown: prose, figures, verified checks, relations; and its code beside.
+    """Return a module's page as Markdown: prose, figures, verified checks, related pages; and its code.
 
     Args:
         module: The module.
-        verified: What running it as a program verified; `None` if it is not a definition.
-        elsewhere: Paths of modules that other tables of contents have. A package has one of the others that lie in it.
+        verified: The claims that running it verified; `None` if it is not a definition.
+        elsewhere: Paths of modules in other tables of contents. A package lists the others inside it.
     """
     parts = [module.prose, *(show_figure(figure) for figure in figures_of(module.docname))]
     if verified is not None:
@@ -126,7 +126,7 @@ def module_page(module: Module, verified: Verified | None, elsewhere: Collection
 
 
 def _inside(package: Module) -> list[str]:
-    """Return the paths of modules and packages in a package; none if it is a module."""
+    """Return the paths of modules and packages in a package; none for a module."""
     if not package.path.endswith("__init__.py"):
         return []
     depth = package.dotted.count(".") + 1
@@ -135,7 +135,7 @@ def _inside(package: Module) -> list[str]:
 
 
 def show_figure(figure: Figure) -> str:
-    """Return a figure with its caption, which says where it comes from, as Markdown."""
+    """Return a figure with its caption, which names its origin, as Markdown."""
     return (
         f":::{{figure}} /docs/figures/{figure.name}.svg\n:alt: {figure.caption}\n\n{figure.origin} {figure.caption} "
         f"{figure.name}, drawn by `{figure.plot}`.\n:::"
@@ -143,7 +143,7 @@ def show_figure(figure: Figure) -> str:
 
 
 def _verified(module: Module, checks: Verified) -> str:
-    """Return the checks of a definition that was run, as a table."""
+    """Return the checks that running a definition verified, as a table."""
     by_claim: dict[str, list[tuple[str, float | None]]] = {}
     for claim, case, error in checks:
         by_claim.setdefault(claim, []).append((case, error))
@@ -165,7 +165,7 @@ def _error(error: float | None) -> str:
 
 
 def cell(text: str) -> str:
-    """Return plain text for a cell of a Markdown table: no sign in it means anything."""
+    """Escape plain text for a cell of a Markdown table."""
     return "".join(f"\\{letter}" if letter in "\\`*_[]<|$~" else letter for letter in text)
 
 

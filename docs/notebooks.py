@@ -1,7 +1,7 @@
 """Jupyter notebooks of the book: one for each how-to, for the exercises, and for the tour through all definitions.
 
-A notebook has the prose and the code of pages, with what the code printed and drew when the book was built. Run all of
-them from top to bottom, each in a process and an empty folder of its own: `python -m docs.notebooks docs/site/docs`.
+A notebook has the prose and the code of pages, with the output and the figures from building the book. Run all of them
+from top to bottom, each in its own process and empty folder: `python -m docs.notebooks docs/site/docs`.
 """
 
 import ast
@@ -37,20 +37,20 @@ _TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 
 
 def pages() -> list[Path]:
-    """Return the pages that are notebooks, too."""
+    """Return the pages that have a notebook."""
     return [*sorted(DOCS.glob("howto_*.md")), DOCS / "exercises.md"]
 
 
 def from_page(text: str, outputs: Sequence[str | None] = (), pictures: Mapping[str, str] | None = None) -> NotebookNode:
-    """Turn a Markdown page into a notebook.
+    """Convert a Markdown page to a notebook.
 
     Args:
-        text: The page. Blocks in `python` become cells, and everything between them, too.
-        outputs: What each block printed, `None` if it did not run; may be left out.
-        pictures: What the code has drawn: the text of SVG files, by name.
+        text: The page. Blocks in `python`, and the text between them, become cells.
+        outputs: Output of each block, `None` if it did not run; optional.
+        pictures: Figures drawn by the code: the text of SVG files, by name.
 
     Returns:
-        The notebook. Blocks that need another library are shown, not run, unless they have output.
+        The notebook. Blocks that need another library are shown as text, unless they have output.
     """
     shown = {name: alternative for alternative, name in _DRAWN.findall(text)}
     cells = []
@@ -82,7 +82,7 @@ def tour(chapters: Mapping[str, Iterable[Path]], root: Path) -> NotebookNode:
         root: The repository.
 
     Returns:
-        The notebook. Each definition has a cell for what it defines and one for what `python FILE` runs.
+        The notebook. Each definition has a cell for its functions and one for its main program.
     """
     cells = _prose(
         "# The tour: all definitions\n\n"
@@ -102,7 +102,7 @@ def tour(chapters: Mapping[str, Iterable[Path]], root: Path) -> NotebookNode:
 
 
 def code_parts(code: str) -> list[str]:
-    """Split the code of a module into definitions, if any, and its main program, not indented."""
+    """Split the code of a module into definitions, if any, and its main program, without indentation."""
     tree = ast.parse(code)
     main = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
     first = main[0].lineno if main else len(code.splitlines()) + 1
@@ -113,7 +113,7 @@ def code_parts(code: str) -> list[str]:
 
 def _notebook(cells: list[NotebookNode]) -> NotebookNode:
     for number, cell in enumerate(cells):
-        cell.id = f"cell-{number}"  # the same in every build
+        cell.id = f"cell-{number}"  # reproducible
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook: NotebookNode = v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
     nbformat.validate(notebook)
@@ -121,10 +121,10 @@ def _notebook(cells: list[NotebookNode]) -> NotebookNode:
 
 
 def _prose(text: str) -> list[NotebookNode]:
-    """Return a cell, if there is anything to say.
+    """Return a cell, if there is any text.
 
-    Pages are linked as they are called in the book. Directives become their titles. What code draws is shown below the
-    code; pictures that are files of the book become part of the notebook.
+    Links to pages have their addresses in the book. Directives become their titles. Figures drawn by code are shown
+    below the code; pictures that are files of the book become part of the notebook.
     """
     plain = _END.sub("", _DIRECTIVE.sub(r"**\1**\n\n", _DRAWN.sub("", text)))
     plain = _LINK.sub(r"](\1.html\2)", plain)
@@ -148,10 +148,10 @@ def write(notebook: NotebookNode, target: Path) -> None:
 
 
 def run(file: Path) -> float:
-    """Run the code of a notebook from top to bottom, in an empty folder, and return how many seconds it took.
+    """Run the code of a notebook from top to bottom, in an empty folder, and return its time in seconds.
 
     Raises:
-        RuntimeError: If a cell fails. Says which.
+        RuntimeError: If a cell fails. The message names it.
     """
     notebook = nbformat.read(file, as_version=4)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -168,10 +168,10 @@ def run(file: Path) -> float:
 
 
 def main(folder: Path) -> None:
-    """Run all notebooks in a folder, each in a new process, and print how long each took.
+    """Run all notebooks in a folder, each in a new process, and print the time of each.
 
     Raises:
-        RuntimeError: If some fail. All others have run then.
+        RuntimeError: If some fail, after all others have run.
     """
     problems = []
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), start_process, max_tasks_per_child=1) as pool:

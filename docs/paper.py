@@ -1,8 +1,8 @@
-"""The pages about the paper, listing by listing: what `paper.toml` names becomes tables.
+"""The pages about the paper, listing by listing: the items in `paper.toml` become tables.
 
-In the book's page, `paper.md`, a claim is shown only if the program makes it. The data name claims; the results of runs
-say whether they were made. `paper_table.md` is made without running anything, and is committed for readers of a clone:
-`python -m docs.paper` says whether it is up to date, and `--write` writes it.
+In the book's page, `paper.md`, a claim is shown only if the program verifies it. The data name claims; the results of
+runs contain those that were verified. `paper_table.md` needs no runs, and is committed for readers of a clone: `python
+-m docs.paper` checks whether it is up to date, and `--write` updates it.
 """
 
 import re
@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 TABLE = DOCS / "paper_table.md"
 # Folders whose files are programs that verify or draw something; other modules are only read.
 PROGRAMS = ("kfs/basics/", "kfs/kfac/", "kfs/kfac_tests/", "kfs/plots/")
-# What to say of kinds that claim nothing by themselves.
+# Text for kinds without claims of their own.
 NOTES = {"setup": "Notation for what follows."}
 UNPRINTED = "The source of the paper has it, commented out. It is not printed."
 # From the path of a definition to the claims that running it verified, in order.
@@ -29,19 +29,19 @@ Claims = Callable[[str], Sequence[str]]
 
 @dataclass(frozen=True)
 class Entry:
-    """Something that the paper names.
+    """An item that the paper names.
 
     Attributes:
         kind: `"listing"`, `"figure"`, `"definition"`, `"test"`, `"example"`, `"setup"`, `"caveat"`, or `"topic"`:
             text without a heading of its own.
-        name: What the paper calls it; Markdown.
+        name: Its name in the paper; Markdown.
         page: The page of the book that shows it, a path in the repository.
-        number: As the paper prints it; `None` if it has none.
+        number: Its printed number; `None` if it has none.
         unprinted: Whether the paper's source comments it out.
-        claims: What running the page's file verifies of it; `None` for all claims that it makes.
+        claims: The claims about it that the page's file verifies; `None` for all claims of the file.
         pictures: Names of our figures that show it.
         errata: Titles of errata.
-        note: What to say if nothing runs.
+        note: The text if no program runs.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def title(self) -> str:
-        """What the page calls it."""
+        """Its title on the page."""
         if self.kind == "topic":
             return self.name
         if self.kind == "listing":
@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def command(self) -> str | None:
-        """What runs it; `None` if nothing does."""
+        """The command that runs it; `None` if there is none."""
         if not self.page.startswith(PROGRAMS):
             return None
         return f"python {self.page}" + (" figures" if self.page.startswith("kfs/plots/") else "")
@@ -77,12 +77,12 @@ class Section:
     """A section of the paper.
 
     Attributes:
-        number: As the paper prints it; empty if it has none.
-        title: Of the section; empty if it is the start of a chapter.
-        chapter: Of the chapter that starts here; empty if none does.
+        number: Its printed number; empty if it has none.
+        title: Its title; empty at the start of a chapter.
+        chapter: Title of the chapter that starts here; empty if none does.
         page: The page of the book about the whole chapter; empty if there is none.
         errata: Titles of errata in its text.
-        entries: What it names.
+        entries: Its items.
     """
 
     number: str
@@ -94,7 +94,7 @@ class Section:
 
     @property
     def heading(self) -> str:
-        """Its number and what the paper calls it."""
+        """Its number and its title in the paper."""
         return f"{self.number} {self.chapter or self.title}".lstrip()
 
 
@@ -135,10 +135,10 @@ def markdown(claims_of: Claims) -> str:
     """Return the page's tables.
 
     Args:
-        claims_of: Tells what running a definition verified.
+        claims_of: Returns the claims that running a definition verified.
 
     Raises:
-        ValueError: If an entry names a claim that its program does not make.
+        ValueError: If an entry has a claim that its program does not verify.
     """
     return "\n\n".join(_section(section, claims_of) for section in sections())
 
@@ -171,13 +171,13 @@ def _row(entry: Entry, claims_of: Claims) -> str:
 
 
 def _notes(entry: Entry) -> list[str]:
-    """Return what to say of an entry besides claims."""
+    """Return the text about an entry besides claims."""
     notes = [entry.note or NOTES[entry.kind]] if entry.note or entry.kind in NOTES else []
     return [*notes, UNPRINTED] if entry.unprinted else notes
 
 
 def _claims(entry: Entry, claims_of: Claims) -> Sequence[str]:
-    """Return what is verified of an entry."""
+    """Return the verified claims of an entry."""
     if entry.pictures or entry.command is None:
         return ()
     made = list(dict.fromkeys(claims_of(entry.page)))
@@ -198,13 +198,13 @@ def _errata(titles: Iterable[str]) -> str:
 
 
 def anchor(title: str) -> str:
-    """Return the name of a heading's place on its page, as MyST makes it."""
+    """Return the anchor of a heading on its page, as made by MyST."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 @cache
 def _page_title(page: str) -> str:
-    """Return what to call a page: its title, up to a colon."""
+    """Return the short title of a page: its title, up to a colon."""
     source = (ROOT / page).read_text(encoding="utf-8")
     title = read_module(source, page).title if page.endswith(".py") else source.partition("\n")[0].removeprefix("# ")
     return title.partition(":")[0].replace("|", r"\|")

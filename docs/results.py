@@ -11,7 +11,7 @@ from docs.modules import ROOT, cell
 from docs.results_summary import PARTS, heading, part_of, summary
 
 RESULTS = ROOT / "benchmarks" / "results"
-# Bars of more programs, or of more problems, would not be legible: these are tables.
+# Bars of more programs, or of more problems, would not be legible: these become tables.
 MOST_PROBLEMS, MOST_PROGRAMS = 4, 10
 OPTIMIZERS = {
     "adamw": "AdamW",
@@ -25,12 +25,12 @@ Cells = Sequence[str | float | None]
 
 
 def files(results: Path = RESULTS) -> list[Path]:
-    """Return all files of results; numbers of a quick run mean nothing."""
+    """Return all files of results, except for those of quick runs."""
     return [file for file in sorted(results.glob("*.json")) if not file.stem.endswith("_quick")]
 
 
 def markdown(results: Path = RESULTS) -> str:
-    """Return the main ratios and a section for each part of the page, or a sentence that says how to get them."""
+    """Return the main ratios and a section for each part of the page, or a sentence that says how to measure them."""
     contents = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files(results)}
     found = {name: content for name, content in contents.items() if content.get("rows")}
     parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
@@ -41,7 +41,7 @@ def markdown(results: Path = RESULTS) -> str:
 
 
 def _part(part: str, contents: dict[str, Any]) -> str:
-    """Return a section with the results of its files; each has a heading, if there are several."""
+    """Return a section with the results of its files; each has a heading if there are several."""
     title = f"## {PARTS.get(part, heading(part))}"
     if part == "train_defaults":
         return f"{title}\n\n{_default_settings(contents)}"
@@ -54,7 +54,7 @@ def _part(part: str, contents: dict[str, Any]) -> str:
 
 
 def _provenance(environment: dict[str, Any]) -> str:
-    """Return the provenance of a result: command and date first, then machine, versions and settings."""
+    """Return the origin of a result: command and date first, then machine, versions and settings."""
     said = dict(environment)
     command = said.pop("command", None)
     date = said.pop("date", None)
@@ -65,8 +65,8 @@ def _provenance(environment: dict[str, Any]) -> str:
 
 
 def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
-    """Return one benchmark: where it comes from, and a picture or a table."""
-    # By a field that only they have; the benchmark of influence functions has units of its own.
+    """Return one benchmark: its origin, and a picture or a table."""
+    # By a field that only these rows have; the benchmark of influence functions has its own units.
     kinds = {
         "runs": _trainings,
         "quarter": _long_runs,
@@ -98,7 +98,7 @@ def _what_is_drawn(name: str, rows: list[dict[str, Any]]) -> str:
 
 
 def drawable(rows: list[dict[str, Any]]) -> bool:
-    """Return whether rows are shown as a picture: bars of few programs, or losses over time. Others are tables."""
+    """Whether rows are shown as a picture: bars of few programs, or losses over time. Others become tables."""
     if "history" in rows[0]:
         return "schedule" not in rows[0]
     if not {"problem", "program", "library", "ratio", "flop_ratio"} <= rows[0].keys():
@@ -132,7 +132,7 @@ def draw(name: str, folder: Path, results: Path = RESULTS) -> None:
 
 
 def draw_histories(rows: list[dict[str, Any]], file: Path) -> None:
-    """Draw the loss of each optimizer over seconds, with the learning rate that ends with the lowest one."""
+    """Draw the loss of each optimizer over seconds, for the learning rate with the lowest final loss."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
 
     finished = [row for row in rows if row["end"] is not None and row["history"]]
@@ -144,7 +144,7 @@ def draw_histories(rows: list[dict[str, Any]], file: Path) -> None:
         label = f"{OPTIMIZERS.get(optimizer, optimizer)}, learning rate {best['lr']:g}"
         axes.plot(seconds, losses, linewidth=1.4, label=label)
     low, high = axes.get_ylim()
-    # Within a decade, a log axis would have two numbers.
+    # Within a decade, a log axis would have only two numbers.
     if high > 10 * low:
         axes.set_yscale("log")
     axes.set_xlabel("seconds of training")
@@ -155,7 +155,7 @@ def draw_histories(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def _default_settings(contents: dict[str, Any]) -> str:
-    """Return one table of all tasks: the loss at the end, by optimizer, and where all of it comes from."""
+    """Return one table of all tasks: the loss at the end, by optimizer, and the origin of all results."""
     rows = [(heading(name), row) for name, content in contents.items() for row in content["rows"]]
     optimizers = list(dict.fromkeys(row["optimizer"] for _, row in rows))
     found = {(task, row["schedule"], row["optimizer"]): row for task, row in rows}
@@ -197,7 +197,7 @@ def _programs(rows: list[dict[str, Any]]) -> str:
 
 
 def _programs_as_columns(rows: list[dict[str, Any]]) -> str | None:
-    """Return a row per problem, if there are many that have the same few programs; `None` otherwise."""
+    """Return a row per problem if there are many with the same few programs; `None` otherwise."""
     problems: dict[str, dict[str, float]] = {}
     for row in rows:
         problems.setdefault(row["problem"], {})[row["program"]] = row["ratio"]
@@ -239,7 +239,7 @@ def _histories(rows: list[dict[str, Any]]) -> str:
 
 
 def _steps(rows: list[dict[str, Any]]) -> str:
-    """Return a row per optimizer and problem: how much a step costs."""
+    """Return a row per optimizer and problem: the cost of a step."""
     problems = [row["problem"] for row in rows]
     shown = ["" if problem == before else problem for before, problem in zip(["", *problems], problems, strict=False)]
     lines = [[problem, row["optimizer"], row["ratio"]] for problem, row in zip(shown, rows, strict=True)]
@@ -247,7 +247,7 @@ def _steps(rows: list[dict[str, Any]]) -> str:
 
 
 def _errors(rows: list[dict[str, Any]]) -> str:
-    """Return a row per precision: relative errors in the median over layers, and the worst ones in brackets."""
+    """Return a row per precision: relative errors, the median over layers, and the largest ones in brackets."""
     factors = {"A": "A", "B": "B", "A_alone": "A alone", "B_alone": "B alone"}
     dampings = list(rows[0]["steps"])
     lines: list[Cells] = []
@@ -287,7 +287,7 @@ def _placements(rows: list[dict[str, Any]]) -> str:
 
 
 def _scores(rows: list[dict[str, Any]]) -> str:
-    """Return a row per method of influence functions: how good its scores are, on average over seeds."""
+    """Return a row per method of influence functions: the quality of its scores, averaged over seeds."""
     lines: list[Cells] = []
     for row in rows:
         mean = f"{statistics.mean(row['values']):.3f}" if row["values"] else "not installed"
@@ -304,7 +304,7 @@ def _times(rows: list[dict[str, Any]]) -> str:
 
 
 def _brute_force(rows: list[dict[str, Any]]) -> str:
-    """Return a row per model and library: how far its scores are from brute force."""
+    """Return a row per model and library: the difference of its scores from brute force."""
     lines: list[Cells] = [
         [row["model"], row["quantity"], row["library"], row["why"] if row["error"] is None else f"{row['error']:.1e}"]
         for row in rows
@@ -313,7 +313,7 @@ def _brute_force(rows: list[dict[str, Any]]) -> str:
 
 
 def _rates(rows: list[dict[str, Any]]) -> str:
-    """Return a row per program and library: how many tokens of training data it takes in a second."""
+    """Return a row per program and library: tokens of training data per second."""
     lines: list[Cells] = []
     for row in rows:
         rate = row["why"] if row["rate"] is None else f"{row['rate']:,.0f}"
@@ -322,7 +322,7 @@ def _rates(rows: list[dict[str, Any]]) -> str:
 
 
 def _small(ratio: float | None) -> str | None:
-    """Return a ratio with three digits: some are so small that two decimals would be zero."""
+    """Return a ratio with three digits, since two decimals of small ones would be zero."""
     return None if ratio is None else f"{ratio:.3g}"
 
 
@@ -341,7 +341,7 @@ def _merges(rows: list[dict[str, Any]]) -> str:
 
 
 def _compressed(rows: list[dict[str, Any]]) -> str:
-    """Return a row per method and share that it keeps."""
+    """Return a row per method and kept share."""
     names = {"accuracy": "accuracy in percent", "stored": "numbers stored", "flops": "FLOPs", "time": "time"}
     methods = [row["method"] for row in rows]
     shown = ["" if method == before else method for before, method in zip(["", *methods], methods, strict=False)]
@@ -382,7 +382,7 @@ def _tasks(rows: list[dict[str, Any]]) -> str:
 
 
 def _predictions(rows: list[dict[str, Any]]) -> str:
-    """Return a row per data set and way to predict: how likely targets are that were not trained on."""
+    """Return a row per data set and way to predict: the likelihood of held-out targets."""
     lines: list[Cells] = [[row["data"], row["way"], f"{row['nll']:.3f}", row["prior"], row["noise"]] for row in rows]
     return _table(["data", ""], ["negative log-likelihood", "prior precision", "noise"], lines)
 

@@ -1,6 +1,6 @@
 """The top of the page of benchmarks: headings in words, and the main ratios in one table.
 
-Ratios are computed from the files of results; one whose file is missing is left out. Sections are in
+Ratios are computed from the files of results; a ratio whose file is missing is left out. Sections are in
 `docs/results.py`.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 Rows = list[dict[str, Any]]
 
-# Headings, by the start of a file's name; the longest one decides. A part without results is left out.
+# Headings, by the beginning of a file's name; the longest one decides. A part without results is left out.
 PARTS = {
     "factors": "Kronecker factors",
     "algebra": "Products, inverses and EKFAC",
@@ -32,7 +32,7 @@ PARTS = {
     "compression": "Compression",
     "pruning": "Pruning",
 }
-# What files of one part are about, by the rest of their names.
+# Contents of files of one part, by the rest of their names.
 FILES = {
     "factors": "CPU",
     "factors_cuda": "GPU",
@@ -68,7 +68,7 @@ WORDS = {
 
 
 def part_of(name: str) -> str:
-    """Return the start of a file's name that says to which part of the page it belongs; the name if none does."""
+    """Return the beginning of a file's name that determines its part of the page; the whole name if there is none."""
     return max((start for start in PARTS if f"{name}_".startswith(f"{start}_")), key=len, default=name)
 
 
@@ -90,10 +90,10 @@ class Ratio(NamedTuple):
     """A line of the summary.
 
     Attributes:
-        what: What is divided by what.
+        what: Numerator and denominator, in words.
         value: The ratio, or the smallest and the largest one.
-        where: On which problems.
-        name: The file of results, or the start of the names of several.
+        where: The problems.
+        name: The file of results, or the common beginning of several names.
     """
 
     what: str
@@ -119,7 +119,7 @@ def summary(results: Path) -> str:
 
 
 def _title(name: str) -> str:
-    """Return a link to the part of the page that has the numbers."""
+    """Return a link to the part of the page with the numbers."""
     part = PARTS.get(part_of(name), heading(name))
     return f"[{part}](#{part.lower().replace(',', '').replace(' ', '-')})"
 
@@ -168,7 +168,7 @@ def _steps(results: Path) -> Iterable[Ratio]:
 
 
 def _trainings(results: Path) -> Iterable[Ratio]:
-    """Compare default settings to AdamW with its best learning rate, on the same schedule."""
+    """Compare default settings with AdamW at its best learning rate, on the same schedule."""
     times, lower, tasks = [], 0, set()
     for file in sorted(results.glob("train_defaults_*.json")):
         rows = {(row["schedule"], row["optimizer"]): row for row in _rows(results, file.stem)}

@@ -1,7 +1,7 @@
-"""Jobs that run before the book is written: definitions, code on pages, figures, data of interactive pictures.
+"""Jobs that run before the book is written: definitions, code on pages, figures, data of interactive figures.
 
-Each job runs in a process of its pool, and its result is a JSON file in `docs/.runs`, which pages are made from. It is
-used again until the library or the page has changed. Pictures go to `docs/figures`.
+Each job runs in a separate process, and its result is a JSON file in `docs/.runs`, from which pages are made. It is
+reused until the library or the page changes. Pictures go to `docs/figures`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ PICTURES = DOCS / "figures"
 
 
 class Job(NamedTuple):
-    """Something that runs.
+    """A program to run.
 
     Attributes:
         kind: `"page"`, `"plot"`, `"benchmark"`, `"play"` or `"definition"`.
@@ -39,12 +39,12 @@ class Job(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """Where its result is."""
+        """The file of its result."""
         return RESULTS / f"{self.kind}-{self.name.replace('/', '.')}.json"
 
     @property
     def drawn(self) -> list[Path]:
-        """Pictures that it draws."""
+        """The pictures that it draws."""
         names: list[str] = []
         if self.kind == "page":
             names = blocks.pictures(page_file(self.name))
@@ -66,7 +66,7 @@ def definition_job(path: str) -> Job:
 
 
 def all_jobs() -> list[Job]:
-    """Return all jobs; long ones come first, so that processes end together."""
+    """Return all jobs, long ones first, so that processes end together."""
     from kfs.tour.run import definitions  # noqa: PLC0415 (imports PyTorch, which a look at results does not need)
 
     pages = [page.stem for page in sorted(DOCS.glob("*.md")) if blocks.blocks(page)]
@@ -80,7 +80,7 @@ def all_jobs() -> list[Job]:
 def digest(job: Job) -> str:
     """Return a fingerprint of everything that the result of a job depends on."""
     own = {"page": page_file(job.name), "benchmark": results.RESULTS / f"{job.name}.json"}.get(job.kind)
-    # Bars and curves are drawn by these two.
+    # Files that draw bars and curves.
     drawn_by = [Path(results.__file__), ROOT / "benchmarks" / "report.py"] if job.kind == "benchmark" else []
     files = [*([own] if own else []), *drawn_by]
     return hashlib.sha256(_library() + b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -101,7 +101,7 @@ def perform(job: Job) -> Any:
 def _run_page(job: Job) -> list[str | None]:
     """Run a page, in a folder of its own, and return what its blocks print."""
     file = page_file(job.name)
-    # What the library logs is for users, not for those who build the book.
+    # Log messages of the library are for users, not for the book.
     quiet = contextlib.redirect_stderr(io.StringIO())
     with tempfile.TemporaryDirectory() as folder, blocks.inside(Path(folder)), quiet:
         outputs = blocks.run(file, blocks.installed(file)).outputs
@@ -122,7 +122,7 @@ def _run_definition(job: Job) -> list[tuple[str, str, float | None]]:
     """Run a definition and return its checks.
 
     Raises:
-        RuntimeError: If it fails: the book shows only what holds.
+        RuntimeError: If it fails: the book shows only verified claims.
     """
     from kfs.tour.run import run_definition  # noqa: PLC0415
 
@@ -155,7 +155,7 @@ def save(job: Job, result: Any) -> None:
 
 
 def current(job: Job) -> bool:
-    """Return whether there is a result of a job that nothing has changed since."""
+    """Whether the result of a job is up to date."""
     if not job.file.is_file() or not all(picture.is_file() for picture in job.drawn):
         return False
     return bool(json.loads(job.file.read_text(encoding="utf-8"))["digest"] == digest(job))
@@ -167,7 +167,7 @@ def result(job: Job) -> Any:
 
 
 def start_process() -> None:
-    """Set a process up: no display, and one thread, since there is a process for every core."""
+    """Set a process up: no display, and one thread, since there is one process per core."""
     os.environ["MPLBACKEND"] = "agg"
     import torch  # noqa: PLC0415
 
@@ -185,7 +185,7 @@ def _perform_and_save(job: Job) -> str:
 def run_all(jobs: Iterable[Job]) -> None:
     """Run all jobs that are not current.
 
-    Raises:
+    RuntimeError: If some fail. The message names them, with the reasons.
         RuntimeError: If some fail. Says which, and why.
     """
     waiting = [job for job in jobs if not current(job)]

@@ -1,7 +1,7 @@
-"""The order of search results: pages that say how to do something come before pages about files of the library.
+"""The order of search results: pages with instructions come before pages about files of the library.
 
-Sphinx's own scores know whether a word is in a title, and not how often a page uses it. Words are counted here, when
-the book is built, and `search_scorer.js` adds what they are worth, in the browser.
+Sphinx's own scores depend on whether a word is in a title, but not on how often a page uses it. Words are counted here,
+when the book is built, and `search_scorer.js` adds their weights in the browser.
 """
 
 import json
@@ -15,8 +15,8 @@ from sphinx.search.en import SearchEnglish
 
 DOCS = Path(__file__).parent
 SCORER = DOCS / "search_scorer.js"
-HEADING = 3  # a word of a heading counts as often as this, and one of the page's title twice that
-LEAST = 2  # rarer words say little about a page
+HEADING = 3  # a word of a heading counts this many times, and one of the page's title twice that
+LEAST = 2  # rarer words are hardly relevant to a page
 
 
 def pages() -> list[Path]:
@@ -31,7 +31,7 @@ def _language() -> SearchEnglish:
 
 @cache
 def stem(word: str) -> str:
-    """Return a word as the search stores it: without its ending."""
+    """Return a word in the form of the search index: without its ending."""
     return _language().stem(word)
 
 

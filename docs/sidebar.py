@@ -1,6 +1,6 @@
-"""The sidebar: all parts of the book, and pages close to the current page.
+"""The sidebar: all parts of the book, and pages close to the current one.
 
-Sphinx's own list of everything takes as long as the rest of the book, since it is made anew for each of 400 pages.
+Sphinx's own complete list takes as long as the rest of the book, since it is made again for each of 400 pages.
 """
 
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.osutil import relative_uri
 
-# A page, and what the sidebar calls it if that is not its title.
+# A page, and its name in the sidebar if that is not its title.
 Entry = tuple[str, str | None]
 
 
 def parts(env: BuildEnvironment) -> list[tuple[str, list[Entry]]]:
-    """Return captions and pages of the book's parts, as the first page has them."""
+    """Return captions and pages of the book's parts, as listed on the first page."""
     trees = env.get_doctree(env.config.root_doc).findall(addnodes.toctree)
     return [(str(tree.get("caption") or ""), [(page, title) for title, page in tree["entries"]]) for tree in trees]
 
@@ -58,7 +58,7 @@ def sidebar(app: Sphinx, page: str, all_parts: list[tuple[str, list[Entry]]]) ->
 
 def short_title(env: BuildEnvironment, page: str) -> str:
     """Return the name of a page in the sidebar: the start of a definition's title, the file name of other modules."""
-    # Formulas are left out: here, they would be LaTeX.
+    # Formulas are left out: in the sidebar, they would be LaTeX.
     title = "".join(part.astext() for part in env.titles[page].children if not isinstance(part, nodes.math))
     if page in env.toctree_includes.get("docs/chapters", []):
         return title.partition(":")[0]
@@ -69,7 +69,7 @@ def short_title(env: BuildEnvironment, page: str) -> str:
 
 
 def use_sidebar(app: Sphinx, page: str, _template: str, context: dict[str, Any], _doctree: Any) -> None:
-    """Replace Sphinx's list of everything by ours."""
+    """Replace Sphinx's complete list by this sidebar."""
     if "toctree" in context:
         if not hasattr(app, "kfs_parts"):
             app.kfs_parts = parts(app.env)  # type: ignore[attr-defined]

@@ -15,19 +15,19 @@ from xml.etree.ElementTree import Element
 
 import html5lib
 
-# Elements that load what they name, and by which attribute. Links to other sites are for readers to follow.
+# Elements that load a file, and the attribute with its address. Links to other sites are not loaded.
 LOADING = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src", "object": "data"}
-# What every theme writes and every browser reads.
+# Mistakes that every theme makes and every browser accepts.
 FORGIVEN = {"unexpected-self-closing-flag"}
 
 
 class Page:
-    """A page, read once."""
+    """A page, parsed once."""
 
     def __init__(self, file: Path) -> None:
         text = file.read_text(encoding="utf-8")
         parser = html5lib.HTMLParser(namespaceHTMLElements=False)
-        # Code in colors is most of a page, has no links, and is known to be well-formed.
+        # Highlighted code is most of a page, has no links, and is known to be well-formed.
         root: Any = parser.parse(re.sub(r"(<pre\b[^>]*>).*?(</pre>)", r"\1\2", text, flags=re.DOTALL))
         self.elements: list[Element] = [element for element in root.iter() if isinstance(element.tag, str)]
         self.errors = [(place, code) for place, code, _ in parser.errors if code not in FORGIVEN]
@@ -48,7 +48,7 @@ def check(site: Path) -> None:
     """Read all pages of a site.
 
     Raises:
-        RuntimeError: If something is wrong. Says what, on which pages.
+        RuntimeError: If there is a problem. The message lists all problems, by page.
     """
     problems = [
         f"{file.relative_to(site)} {problem}" for file in sorted(site.rglob("*.html")) for problem in problems_of(file)
@@ -75,7 +75,7 @@ def problems_of(file: Path) -> Iterator[str]:
 
 
 def leads_somewhere(file: Path, link: str) -> bool:
-    """Return whether a link is to another site, a file of this one, or, with `#`, a place in one."""
+    """Whether a link points to another site, a file of this one, or, with `#`, an anchor in one."""
     if re.match(r"(https?|mailto|data):", link):
         return True
     name, _, place = unquote(link).partition("#")
@@ -86,7 +86,7 @@ def leads_somewhere(file: Path, link: str) -> bool:
 
 
 def unrendered(page: Page) -> Iterator[str]:
-    """Yield formulas in prose that MathJax will not see, as dollars or commands."""
+    """Yield formulas in prose that MathJax will not process, as dollars or commands."""
     for element in page.elements:
         if element.tag in {"p", "li", "td", "h1", "h2", "h3", "figcaption"}:
             for text in (element.text, *(child.tail for child in element)):
