@@ -82,7 +82,7 @@ def adapter_factors(problem: Batches, peer: str, fisher: str, sharing: str) -> C
     try:
         program = partial(found.compute, model, CrossEntropyLoss(), problem.data, fisher, sharing)
         unit, seconds = (_seconds(call) for call in (partial(forward_backward, problem), program))
-    except Exception as error:  # noqa: BLE001 (whatever it is, there is nothing to measure)
+    except Exception as error:  # noqa: BLE001 (after any error, there is nothing to measure)
         print(f"{peer}, {problem.name}, {fisher} {sharing}: {str(error).partition('.')[0]:.100}")
         return None
     if seconds > PATIENCE * unit:

@@ -189,7 +189,7 @@ class Benchmark:
             start = time.perf_counter()
             try:
                 result = getattr(programs, method)()
-            except Exception as error:  # noqa: BLE001 (one program that fails must not take the others with it)
+            except Exception as error:  # noqa: BLE001 (the other programs must run if one fails)
                 failed = name == "factors"
                 yield RateRow(name, library, None, why=f"{type(error).__name__}: {error!s:.300}".replace("\n", " "))
                 continue

@@ -215,7 +215,7 @@ class Benchmark:
             except torch.OutOfMemoryError:
                 print(f"| {program} | out of memory | | | | |", flush=True)
                 continue
-            except Exception as error:  # noqa: BLE001 (one program that fails must not take the others with it)
+            except Exception as error:  # noqa: BLE001 (the other programs must run if one fails)
                 print(f"| {program} | {type(error).__name__}: {error!s:.300} | | | | |", flush=True)
                 continue
             unit = plain.seconds * batches / count
@@ -241,7 +241,7 @@ class PeakMemory:
         """Return peaks of allocated and reserved memory, and the memory of the result, all in GiB."""
         if not self.measured:
             return None, None, None
-        gc.collect()  # what remains is the result
+        gc.collect()  # the remaining memory is the result
         peak = torch.cuda.max_memory_allocated() - self.allocated
         reserved = torch.cuda.max_memory_reserved() - self.reserved
         remains = torch.cuda.memory_allocated() - self.allocated if result else 0

@@ -207,7 +207,7 @@ def coverage() -> list[LaplaceRow]:
             error, remark = None, ""
             try:
                 error = distance(dense(fit(copy.deepcopy(prepared), data, "classification", "kron", backend)), exact)
-            except Exception as problem:  # noqa: BLE001 (whatever it raises is what is reported)
+            except Exception as problem:  # noqa: BLE001 (any error is reported)
                 remark = f"{type(problem).__name__}: {str(problem)[:60]} ..."
             rows.append(LaplaceRow(f"one example: {name}", library, error=error, remark=remark))
         if name == "groups of channels":

@@ -317,7 +317,7 @@ def measure(chosen: list[Batches], repeats: int = REPEATS) -> Iterator[ReplayRow
             for job in jobs(problem):
                 try:
                     yield measure_job(problem, job, counts, plain, repeats)
-                except Exception as error:  # noqa: BLE001 (one program that fails must not take the others with it)
+                except Exception as error:  # noqa: BLE001 (the other programs must run if one fails)
                     # A message may be long, in particular if memory runs out.
                     print(f"{problem.name}, {job.program}, {job.library}: {type(error).__name__}: {error!s:.300}")
             yield from measure_peers(problem, repeats)

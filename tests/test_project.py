@@ -50,7 +50,7 @@ def test_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) -> Non
     assert {"kfs/py.typed", "kfs/tour/assets/play.js", f"{information}licenses/LICENSE"} <= names
 
 
-def test_sdist_has_what_a_wheel_is_built_from(built: tuple[Path, Path]) -> None:
+def test_sdist_has_the_sources_of_the_wheel(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     documents = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md"}

@@ -85,7 +85,7 @@ def many_layers() -> tuple[kfs.EmpiricalRisk, list[str]]:
     return risk, list(risk.params)
 
 
-def test_errors_name_what_is_near() -> None:
+def test_errors_suggest_similar_names() -> None:
     """The error does not list forty names, but the most similar one."""
     risk, names = many_layers()
     K = kfs.KFAC(risk)

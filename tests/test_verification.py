@@ -16,7 +16,7 @@ from kfs.verification import (
 ONE, NAN = torch.ones(2), torch.full((2,), torch.nan)
 
 
-def test_what_holds_is_printed_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_true_claims_are_printed_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     verify("not recorded", ONE, ONE)
     with recording() as checks:
         verify("equal", ONE, ONE + 1e-6, tolerance=1e-5, case="float32")
@@ -64,7 +64,7 @@ def test_errors_are_relative_to_large_entries_and_absolute_for_small_ones() -> N
         (lambda: verify_that("it", False, case="c"), r"False: it \[c\]"),
     ],
 )
-def test_what_does_not_hold_raises_and_is_not_recorded(check, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_false_claims_raise_and_are_not_recorded(check, message: str) -> None:  # type: ignore[no-untyped-def]
     with recording() as checks, pytest.raises(VerificationError, match=message):
         check()
     assert checks == []

@@ -40,7 +40,7 @@ def test_importing_it_has_no_side_effects(file: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_it_tells_what_it_implements(file: Path) -> None:
+def test_docstrings_name_the_place_in_the_paper(file: Path) -> None:
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     assert "\nImplements: " in docstring
     assert "$" in docstring, "a definition states its formula"

@@ -308,7 +308,7 @@ def test_without_an_edit_nothing_is_noticed() -> None:
     assert failure(mc_fishers) is None
 
 
-def test_what_is_no_edit() -> None:
+def test_invalid_edits() -> None:
     with pytest.raises(AssertionError, match="occurs 0 times"):
         failure(mc_fishers, "no such text", "")
     with pytest.raises(AssertionError, match=r"occurs \d+ times"):

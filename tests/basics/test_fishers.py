@@ -146,7 +146,7 @@ def test_monte_carlo_fisher_converges_like_one_over_root_m(case: Case) -> None:
 
 
 @pytest.mark.parametrize("fisher", [mc_fisher, type1_fisher, type2_fisher, empirical_fisher])
-def test_a_datum_whose_labels_are_all_missing_contributes_nothing(fisher: Fisher) -> None:
+def test_an_example_without_labels_contributes_nothing(fisher: Fisher) -> None:
     model, loss, X, _ = CASES[6].make()
     y = torch.tensor([[0, 1], [-100, -100]])
     both, first = (fisher(model, loss, X[:n], y[:n], "columns.weight") for n in (2, 1))

@@ -171,7 +171,7 @@ def test_factors_are_square_roots_of_the_criterions_hessian(case: Case, vec: Vec
             assert not torch.allclose(wrong @ wrong.T, H)
 
 
-def test_factors_refuse_what_the_criterion_refuses() -> None:
+def test_factors_refuse_the_same_input_as_the_criterion() -> None:
     with pytest.raises(LossError, match="reduction='none'"):
         hessian_factor(nn.MSELoss(reduction="none"), torch.zeros(2), torch.zeros(2))
     with pytest.raises(ShapeError, match="target has shape"):

@@ -61,7 +61,7 @@ def test_long_cases_are_scaled_or_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert found[4, 12] == Time(12 * 0.64, scaled=True)  # twelve times a single one
 
 
-def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_methods_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     def missing(_: object) -> None:
         raise RuntimeError("compiled without MAGMA")
 

@@ -46,7 +46,7 @@ def test_chains_note_every_pass() -> None:
     assert min(chain.forward_spans + chain.backward_spans) > 0
 
 
-def test_what_happens_once_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_time_work_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def program(count: int) -> None:

@@ -111,7 +111,7 @@ def test_a_factor_that_cannot_be_inverted(capsys: pytest.CaptureFixture[str]) ->
     assert precision.ErrorRow("p", "bf16", errors, errors, steps={"0.1": None}).line().endswith("|  |  | refused |")
 
 
-def test_what_a_gpu_has() -> None:
+def test_precisions_of_a_gpu() -> None:
     found: dict[str, Any] = precision.choices(torch.device("cuda"))
     assert list(found) == ["float32", "tf32", "bf16", "auto", "auto, TF32"]
     assert list(precision.choices(torch.device("cpu"))) == ["float32", "bf16", "auto"]

@@ -52,7 +52,7 @@ def test_settings_for_gpus_are_passed_where_they_exist(monkeypatch: pytest.Monke
     assert replayed_factors.replay_settings(torch.device("cuda"), replay=False) == {"replay": False}
 
 
-def test_what_one_more_batch_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_of_one_more_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds_of(call: Callable[[], float]) -> float:
         return call()
 

@@ -129,7 +129,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert [run["loss"] for run in content["rows"][0]["runs"] + content["rows"][0]["tuning"]] == [None, 2.0, None]
 
 
-def test_tables_say_what_was_not_reached() -> None:
+def test_tables_mark_targets_that_were_not_reached() -> None:
     good, bad = train.Run(0, 0.1, 10, 1.0, 0.1, True), train.Run(1, 0.1, 20, 2.0, math.nan, False)
     assert "| 10, 10, not reached (nan) | 1.00, 1.00, 2.00 | 10 steps, 1.00 s | |" in train.line(
         train.Result("task", "sgd", 0.1, [good, good, bad], [])

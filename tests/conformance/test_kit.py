@@ -282,7 +282,7 @@ def test_adapters_are_found() -> None:
             find(target)
 
 
-def test_scripts_repeat_what_was_found() -> None:
+def test_scripts_reproduce_findings() -> None:
     target = "tests.conformance.zoo:sum_for_mean"
     with pytest.raises(CheckError, match="too large by C = 3"):
         exec(script(target, ONE.name), {})
@@ -396,7 +396,7 @@ def test_the_zoo_is_complete() -> None:
     assert promised <= set(ZOO)
 
 
-def test_padding_is_left_out_by_whoever_removes_it() -> None:
+def test_implementations_that_remove_padding_pass() -> None:
     """Factors of sequences without padding pass, for both kinds of sharing."""
 
     def without(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Any:

@@ -318,7 +318,7 @@ def error_of(call: Callable[[], Any]) -> str:
     """Return the type and text of an error, or an empty string."""
     try:
         call()
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, all ranks have to have it)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (all ranks must raise any error)
         return f"{type(error).__name__}: {error}"
     return ""
 

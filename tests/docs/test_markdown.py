@@ -71,7 +71,7 @@ def test_pictures_are_drawn_by_the_page() -> None:
     assert all(b"<svg" in picture for picture in drawn.values())
 
 
-def test_what_a_block_prints(tmp_path: Path) -> None:
+def test_outputs_of_blocks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```python\nprint(1)\n```\n```python math\nprint(2)\n```\n```python\nx = 3\n```\n```py\n1 / 0\n```\n"

@@ -14,7 +14,7 @@ RUN = {"steps": 30, "seconds": 1.25, "reached": True}
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_pages_show_what_was_measured(page: Path) -> None:
+def test_pages_show_measured_numbers(page: Path) -> None:
     """If this fails, run `python -m docs.measured --write`, or enter the source of a number in docs/numbers.toml."""
     text, name = page.read_text(encoding="utf-8"), name_of(page)
     assert written(text) == text
@@ -117,7 +117,7 @@ def test_tables_of_a_gpu(tmp_path: Path) -> None:
     )
 
 
-def test_defaults_and_what_diverged(tmp_path: Path) -> None:
+def test_defaults_and_diverged_runs(tmp_path: Path) -> None:
     one = {"schedule": "constant", "optimizer": "kfs", "lr": 1.0, "half": 0.0012, "end": 2e-9}
     rows = [one, one | {"optimizer": "adamw", "half": 1.5, "end": None}, one | {"optimizer": "kfs-fixed", "lr": 0.3}]
     save(tmp_path, "train_defaults_cpu_wine", rows)

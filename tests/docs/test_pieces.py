@@ -36,7 +36,7 @@ def test_signs_in_cells_mean_nothing() -> None:
     assert cell("a_b *c* |$x$| `d`") == r"a\_b \*c\* \|\$x\$\| \`d\`"
 
 
-def test_a_package_lists_what_lies_in_it() -> None:
+def test_a_package_lists_its_modules() -> None:
     package = next(module for module in all_modules() if module.path == "kfs/factors/__init__.py")
     page = module_page(package, None, elsewhere={"kfs/kfac/scaffold.py"})
     assert "\n/kfs/factors/settings\n" in page
@@ -130,7 +130,7 @@ def test_a_failing_definition_stops_the_book(monkeypatch: pytest.MonkeyPatch) ->
         runs.perform(runs.definition_job("kfs/basics/ggns.py"))
 
 
-def test_what_fails_is_named(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_jobs_are_named(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed job is named, and all other jobs run. They run in this process; processes take seconds to start."""
 
     class Here:

@@ -35,7 +35,7 @@ def test_every_citation_is_listed(name: str, year: str) -> None:
     assert any(re.search(rf"\b{name}\b.*\b{year}\b", row) for row in ROWS), CITED[name, year]
 
 
-def test_files_cite_what_they_are_linked_for() -> None:
+def test_linked_files_cite_the_work() -> None:
     _, _, others = PAGE.partition("## Others")
     rows = [re.split(r" \| ", line.strip("| ")) for line in others.splitlines() if line.startswith("| ")]
     for cited, _, link in rows[1:]:

@@ -18,7 +18,7 @@ def test_its_adapter_passes() -> None:
     assert "It is right up to a scale of 0.25" in "".join(filter(None, run.outputs))
 
 
-def test_the_readme_counts_what_the_matrix_has() -> None:
+def test_the_readme_counts_the_rows_of_the_matrix() -> None:
     readme = " ".join(re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8")).split())
     head, _, *rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in generated("conformance").splitlines()

@@ -256,7 +256,7 @@ def called_elsewhere(model: Any, x: Tensor, grad: bool) -> list[Exception]:
         try:
             with torch.set_grad_enabled(grad):
                 model(x)
-        except Exception as error:  # noqa: BLE001 (it is looked at)
+        except Exception as error:  # noqa: BLE001 (the test inspects it)
             errors.append(error)
 
     thread = threading.Thread(target=work)

@@ -34,7 +34,7 @@ def test_panels_are_those_of_the_figure(tmp_path: Path, monkeypatch: pytest.Monk
         assert np.array_equal(np.asarray(image.get_array()), matrices[axes.get_title()].numpy())
 
 
-def test_command_draws_what_is_committed(
+def test_command_draws_the_committed_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["at_a_glance.py", str(tmp_path)])

@@ -88,7 +88,7 @@ def test_page_stands_alone(report: Path) -> None:
         assert link in places
 
 
-def test_each_figure_says_what_to_see(report: Path) -> None:
+def test_each_figure_has_a_caption_with_its_result(report: Path) -> None:
     """A caption has one sentence about the contents, and one about the result to notice."""
     captions = re.findall(r"<figcaption>([^<]+)</figcaption>", report.read_text(encoding="utf-8"))
     assert len(captions) >= 7
@@ -100,7 +100,7 @@ def test_each_figure_says_what_to_see(report: Path) -> None:
     assert play.HINTS.keys() == play.TITLES.keys()
 
 
-def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "find_spec", lambda _: None)
     text = write_report(tmp_path, [], quick=True).read_text(encoding="utf-8")
     assert "pip install matplotlib" in text

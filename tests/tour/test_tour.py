@@ -89,7 +89,7 @@ def test_one_thread() -> None:
         torch.set_num_threads(1)  # as in conftest.py
 
 
-def test_quick_leaves_out_what_is_slow(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_leaves_out_slow_parts(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     out = StringIO()
     monkeypatch.setattr(tour, "SLOW", ("wrong", "broken", "lazy"))
     (report,) = tour.run_tour(Console(file=out, width=120), quick=True)
