@@ -300,7 +300,7 @@ def show_public_bases(app: Any, name: str, value: Any, options: Any, bases: list
 
 def _index() -> str:
     """Return the list of all names, by purpose."""
-    parts = ["# Reference\n\nAll public names by what they are for, with a page each."]
+    parts = ["# Reference\n\nAll public names by purpose, with a page each."]
     for package in map(import_module, PACKAGES):
         # An object that another package exports again is listed with its own package, as kfs.KFAC is.
         own = [name for name in public_names() if name.home == name.full and _package_of(name) == package.__name__]

@@ -88,7 +88,7 @@ def _run(page: Path, allowed: Collection[str]) -> Executed:
 @contextlib.contextmanager
 def _same_dtype() -> Iterator[None]:
     """Restore PyTorch's default dtype."""
-    import torch  # noqa: PLC0415 (takes seconds, and only what runs needs it)
+    import torch  # noqa: PLC0415 (slow to import, and needed only by runs)
 
     before = torch.get_default_dtype()
     try:

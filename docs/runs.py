@@ -67,7 +67,7 @@ def definition_job(path: str) -> Job:
 
 def all_jobs() -> list[Job]:
     """Return all jobs, long ones first, so that processes end together."""
-    from kfs.tour.run import definitions  # noqa: PLC0415 (imports PyTorch, which a look at results does not need)
+    from kfs.tour.run import definitions  # noqa: PLC0415 (imports PyTorch, which stored results do not need)
 
     pages = [page.stem for page in sorted(DOCS.glob("*.md")) if blocks.blocks(page)]
     jobs = [Job("page", name) for name in pages]
@@ -177,7 +177,7 @@ def start_process() -> None:
 def _perform_and_save(job: Job) -> str:
     try:
         save(job, perform(job))
-    except Exception as error:  # noqa: BLE001 (the others shall run, too)
+    except Exception as error:  # noqa: BLE001 (the other jobs must run)
         return f"{job.kind} {job.name}: {type(error).__name__}: {error}"
     return ""
 
