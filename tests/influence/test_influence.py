@@ -343,7 +343,7 @@ def test_without_damping(make: Any) -> None:
 
 
 class Jittered(kfs.KFAC):
-    """Raises the warning about jitter of a factor, although no factor is singular."""
+    """Issues the warning about jitter of a factor, although no factor is singular."""
 
     def inverse(self, *_: Any) -> Any:
         warnings.warn("1 of 1 factors are singular.", KfsWarning, stacklevel=2)
