@@ -21,7 +21,7 @@ Y = torch.arange(NUM_DATA)
 
 
 class Stream(IterableDataset[Any]):
-    """Gives data one after the other."""
+    """Yields examples in order."""
 
     def __iter__(self) -> Iterator[Any]:
         return zip(X, Y, strict=True)
