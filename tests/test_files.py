@@ -119,7 +119,7 @@ def test_nothing_is_left_behind_by_an_error(tmp_path: Path, monkeypatch: pytest.
     def fails(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    # In this thread, and in one that computes the digest.
+    # In this thread, and in one that hashes.
     for function in ("_bytes", "_digest_of_piece"):
         with monkeypatch.context() as patch:
             patch.setattr(files, function, fails)
@@ -188,7 +188,7 @@ def test_a_digest_of_another_version_is_named(tmp_path: Path) -> None:
 
 
 def test_few_pieces_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece is requested only after the caller has released the one that it replaces."""
+    """A piece is asked for only after the caller is done with the one that has to make room for it."""
     monkeypatch.setattr(files, "_PIECES_AT_A_TIME", 3)
     asked: list[int] = []
     done: list[int] = []

@@ -147,7 +147,7 @@ def gathered_from_the_first(self: OwnedInverses, parts: Any) -> Any:
 
 
 def scattered_in_reverse(self: OwnedInverses, tensors: Any, parts: Any) -> Any:
-    """Return parts of tensors with the rows in reverse order."""
+    """Return parts of tensors whose rows are in the opposite order."""
     return scattered(self, {name: t.flip(0) for name, t in tensors.items()}, parts)
 
 

@@ -29,7 +29,7 @@ from tests.distributed.training import (
 
 
 def inverses_here() -> tuple[dict[str, bool], dict[str, int], int]:
-    """Return the inverses on this rank, all owners, and the bytes of blocks, also after loading a state."""
+    """Return which inverses this rank has, who owns them, and the bytes of blocks, after a state was loaded, too."""
     model = every_layer(model_of("mlp"))
     optimizer = KFAC(model, LOSS)
     for _ in range(2):
@@ -47,7 +47,7 @@ def inverses_here() -> tuple[dict[str, bool], dict[str, int], int]:
 
 
 def test_inverses_are_at_their_owners(ranks: Pool) -> None:
-    """Each inverse is in exactly one process, and all processes know the owner."""
+    """Each inverse is in one process alone, and all know which one that is."""
     results = ranks(3, inverses_here)
     _, known, _ = results[0]
     assert {known[name] for name in results[0][0]} == {0, 1, 2}  # three layers
@@ -62,7 +62,7 @@ def test_inverses_are_at_their_owners(ranks: Pool) -> None:
 
 
 def train_with_moving_owners(plan: Plan) -> Run:
-    """Change the owner of a block whenever it is inverted."""
+    """Let another rank own a block whenever it is inverted."""
     calls = []
     usual = across_ranks.owners_of
 
@@ -76,7 +76,7 @@ def train_with_moving_owners(plan: Plan) -> Run:
 
 
 def test_owners_may_change(ranks: Pool) -> None:
-    """Owners change when new blocks appear. The previous owner forgets its inverse."""
+    """As they do when new blocks appear. The last owner forgets its inverse."""
     plan = Plan((4, 4, 4), net="mlp")
     (expected,) = ranks(1, train_alone, plan, FAST)
     results = ranks(3, train_with_moving_owners, plan)

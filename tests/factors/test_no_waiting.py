@@ -213,7 +213,7 @@ def test_counts_of_a_replayed_pass(sharing: Any, monkeypatch: pytest.MonkeyPatch
     found.add(batches[1])
     recorded = {key: count - before[key] for key, count in sums.counts().items()}
     sums.read_counts()
-    # Counts that Python has added in the last pass are taken back.
+    # What Python counts in the last pass is taken back.
     unchanged = sums.counts()
     found.add(batches[2])
     sums.add_counts({key: unchanged[key] - count for key, count in sums.counts().items()})

@@ -60,7 +60,7 @@ def replayer(**limits: Any) -> Replayer:
 
 
 def test_stages(tapes: list[Tapes]) -> None:
-    """The first run is eager, the second is rehearsed, the third is recorded; the total of all runs is right."""
+    """The first run is eager, the second is rehearsed, the third is recorded; all add the same."""
     one, add = replayer(), Sum()
     expected = torch.zeros(3)
     for step in range(1, 7):

@@ -38,7 +38,7 @@ def test_an_empty_batch_changes_no_curvature(at: int, reduction: str, fisher: An
     counted = optimizer._watch.first_datum
     averages = [a.weight for a in optimizer._curvature.averages.values()]
     train(model, optimizer, [EMPTY], loss)
-    assert torch.equal(weights(model), before)  # Without momentum and decay, a zero gradient has no effect.
+    assert torch.equal(weights(model), before)  # Without momentum and decay, a gradient of zero moves nothing.
     assert [a.weight for a in optimizer._curvature.averages.values()] == averages
     assert optimizer._watch.first_datum == counted
     values = train(model, optimizer, [(X, Y)] * 8, loss)

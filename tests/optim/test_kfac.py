@@ -201,7 +201,7 @@ def test_thawed_layers_get_curvature() -> None:
     train(model, optimizer, [(X, y)], loss)
     assert not torch.equal(model[0].weight, frozen)
     assert ("0.weight", (0, 6)) in optimizer._curvature.averages
-    model[0].bias.requires_grad_(False)  # now the block is a different one
+    model[0].bias.requires_grad_(False)  # the block is another one now
     train(model, optimizer, [(X, y)], loss)
     assert optimizer._curvature.averages["0.weight", (0, 6)].layout.bias is None
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("tapes")
 
 
 def wait_always(patch: pytest.MonkeyPatch) -> None:
-    """Let every step synchronize, as the first ones do."""
+    """Let every step wait for the device, as the first ones do."""
     patch.setattr(KFAC, "_is_steady", lambda *_: False)
 
 
@@ -237,7 +237,7 @@ def test_bad_factors(fisher: Any, eigen: bool) -> None:
     moved = weights(model)
     step(model, optimizer, "factors")
     assert not torch.equal(weights(model), moved)
-    assert averages[0].weight != before[0][2]  # The host does not know about it yet.
+    assert averages[0].weight != before[0][2]  # The host does not know yet.
     step(model, optimizer)
     assert optimizer._curvature.events.refused_statistics == 0
     assert optimizer.events == Events(refused_statistics=1)
@@ -247,7 +247,7 @@ def test_bad_factors(fisher: Any, eigen: bool) -> None:
         if average.eigen is not None and corrected is not None:
             torch.testing.assert_close(average.eigen.values, corrected.values)
         assert (average.weight, average.uses) == (weight, uses)
-    # Meanwhile, new inverses were computed from the same averages, with the same weight.
+    # New inverses were computed in between, from the same averages, with the same weight.
     for a, b in zip([a.inverse.to_dense() for a in averages if a.inverse is not None], inverses, strict=True):
         torch.testing.assert_close(a, b)
     for _ in range(3):
@@ -305,7 +305,7 @@ def test_runs_that_diverge() -> None:
 
 
 def test_long_runs_without_new_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags do not accumulate, and the latest ones are not awaited."""
+    """Flags do not pile up, and the latest ones are not waited for."""
     monkeypatch.setattr(apply, "_MOST", 8)
     monkeypatch.setattr(apply, "_LEFT", 3)
     model = mlp()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("tapes")
 
 
 def recorded_groups(optimizer: KFAC) -> list[bool]:
-    """Return the groups of blocks whose inverses are recorded."""
+    """Return which inverses are recorded."""
     inverses = optimizer._curvature.inverses
     kinds = {} if inverses._replayer is None else inverses._replayer._kinds
     return [first in kinds and bool(kinds[first].recorded) for first in inverses._groups]
@@ -28,7 +28,7 @@ def test_inverses_are_recorded() -> None:
     assert recorded_groups(optimizer) == [True, True, True]
     plain, other = trained("mlp", **options, replay=False)
     assert recorded_groups(other) == [False, False, False]
-    # Round-off in float64, amplified by inverses.
+    # Round-off in float64, which inverses enlarge.
     torch.testing.assert_close(weights, plain, rtol=1e-9, atol=1e-10)
     for key, average in optimizer._curvature.averages.items():
         expected = other._curvature.averages[key]

@@ -251,7 +251,7 @@ def test_losses_that_are_not_finite() -> None:
 
 
 def test_damping_has_limits() -> None:
-    """The limits hold for any number of changes."""
+    """However often it is multiplied."""
     curvature = Curvature(0.9, Inverses("factored", "relative", False), 10, 1)
     for _ in range(100):
         curvature.note_trouble("skipped_steps", "something is wrong")

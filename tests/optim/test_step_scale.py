@@ -307,7 +307,7 @@ def test_bad_batches_do_not_count() -> None:
 
 
 def test_a_quadratic_model_has_steps_of_its_own() -> None:
-    """For any `noise`, steps are those of the quadratic model."""
+    """Whatever `noise` is, steps are those that the model asks for."""
     assert KFAC(mlp(), LOSS, quadratic_model=True, noise=1e-6)._scale is None
 
 

@@ -1,4 +1,4 @@
-"""Factors from passes of the training loop: passes that count, and passes that are ignored."""
+"""Factors from passes of the training loop: which passes are used, and which are ignored."""
 
 from typing import Any
 
@@ -105,7 +105,7 @@ def test_predictions_that_take_another_way() -> None:
     model(X)
     LOSS(model.kept, y).backward()
     assert optimizer._watch.collect() is None
-    optimizer.targets(y)  # of a pass that has ended
+    optimizer.targets(y)  # of a pass that is gone
     train(model, optimizer, [(X, y)], LOSS)
     assert optimizer.steps == 1
 

@@ -68,5 +68,5 @@ def recordings(replayer: Replayer | None) -> int:
 
 
 def recorded_passes(optimizer: Any) -> int:
-    """Return the number of an optimizer's recorded passes for factors."""
+    """Return how many recordings of passes for factors an optimizer has."""
     return recordings(optimizer._watch._graphs._replayer)
