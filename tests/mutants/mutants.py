@@ -470,8 +470,8 @@ _MUTANTS = [
     ),
     capture(
         "factors/rows/measure.py",
-        "found: Tensor = (size > 0) & (distance",
-        "found: Tensor = (distance",
+        "found: Tensor = (size > 0) & (rest",
+        "found: Tensor = (rest",
         "condition dropped: rows without gradient count",
         ("tests/factors/test_padded_rows.py",),
     ),
