@@ -70,7 +70,7 @@ class _Seen:
         """Record sizes of gradients, after a vector and its multiple were sent back."""
         if len(self.arrived) == 2:
             self.dtype = self.arrived[0].dtype
-            self.sizes.append(gradient_sizes(*self.arrived).flatten(1))
+            self.sizes.append(gradient_sizes(*self.arrived).reshape(2, -1))
         elif self.sizes:  # no gradient arrived
             self.sizes.append(torch.zeros_like(self.sizes[0]))
         self.arrived.clear()
