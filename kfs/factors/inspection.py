@@ -245,8 +245,7 @@ def _uses(
 class _Sample(EmpiricalRisk):
     """A risk whose tensors need no values, because only shapes matter."""
 
-    def check_values(self) -> None:
-        """Accept tensors without values."""
+    needs_values = False
 
 
 class _OrdinaryAnswers(TorchFunctionMode):

@@ -22,7 +22,7 @@ from torch.nn import Module, Parameter
 from kfs.losses import Custom, Loss
 from kfs.operators.space import Columns
 from kfs.problem.data import Batch
-from kfs.problem.isolation import same_random_state
+from kfs.problem.isolation import restored
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.cuda_graphs import Guard, Replayer, RunKey, has_hooks, is_watched, surroundings
 from kfs.runtime.sync import DeferredChecks
@@ -112,7 +112,7 @@ class RecordedProducts:
                 for name, t in operator.products(batch, memory.columns, rows):
                     memory.totals[name].add_(t)
 
-            with risk.checking_later(memory.flags) as explain, same_random_state(risk.device):
+            with risk.checking_later(memory.flags) as explain, restored(None, risk.device):
                 for batch in risk.batches(task):
                     replayer.run_batch(batch, add, guard, key.kind, around=operator.running)
                 results = {name: t.clone() for name, t in memory.totals.items()}

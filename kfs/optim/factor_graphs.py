@@ -39,7 +39,7 @@ from kfs.factors.settings import Settings
 from kfs.factors.trace import Trace
 from kfs.losses import Loss
 from kfs.problem.data import MaskSource
-from kfs.problem.isolation import evaluating, is_same, other_random_state, random_state, restored
+from kfs.problem.isolation import evaluating, other_random_state, random_state, restored
 from kfs.problem.risk import prediction_in
 from kfs.runtime.cuda_graphs import (
     SHARE,
@@ -294,7 +294,8 @@ class FactorGraphs:
         versions = [b._version for b in one.model.buffers()]
         with restored(one.model, y.device, refuse=False):
             result = graph.replay(arguments, y, first_datum)
-            same_state = is_same(random, random_state(y.device)) and other_random == other_random_state()
+            same_state = all(map(torch.equal, random, random_state(y.device)))
+            same_state = same_state and other_random == other_random_state()
         if not same_state or versions != [b._version for b in one.model.buffers()]:
             return "the model depends on chance, or keeps something from one pass to the next"
         return "" if _are_equal(result.sums.blocks, watched) else "the model is not a function of its inputs"

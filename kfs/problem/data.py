@@ -8,7 +8,6 @@ The evaluation of a model and a loss on a batch lives in `kfs.problem.risk`.
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isclose
@@ -214,67 +213,49 @@ def fingerprint(x: Any, y: Tensor, *, complete: bool = False) -> Fingerprint:
     samples: dict[torch.device, list[Tensor]] = {}
     for t in found:
         if t.layout is torch.strided and not t.is_quantized and not t.is_meta:
-            samples.setdefault(t.device, []).append(_as_bytes(t if complete else _some_numbers(t)))
+            chosen = t if complete or t.numel() <= _SAMPLE else t[_places(t.shape, t.device)]
+            numbers = chosen.resolve_conj().resolve_neg().contiguous().reshape(-1)
+            samples.setdefault(t.device, []).append(numbers.view(torch.uint8))
     hashed = hashlib.blake2b(digest_size=16)
     for on_device in samples.values():
-        chosen = torch.cat(on_device)
         with sync.allow_sync():
-            hashed.update(chosen.cpu().numpy().tobytes())
-    return Fingerprint(tuple(f"{t.dtype} {list(t.shape)}" for t in found), hashed.hexdigest())
+            hashed.update(torch.cat(on_device).cpu().numpy().tobytes())
+    return Fingerprint(tuple([f"{t.dtype} {list(t.shape)}" for t in found]), hashed.hexdigest())
 
 
 def values_digest(tensors: Iterable[Tensor]) -> str:
     """Return a digest of parameter values, rounded to float32; an empty string if a tensor is special or on `meta`."""
-    found = list(tensors)
-    if any(type(t) not in {Tensor, Parameter} or t.is_meta for t in found):
-        return ""
-    return fingerprint([_some_numbers(t.detach()).float() for t in found], torch.empty(0)).digest
-
-
-def _some_numbers(t: Tensor) -> Tensor:
-    """Return all entries of a small tensor, or a sample of the entries of a large one."""
-    return t[_places(t.shape, t.device)] if t.numel() > _SAMPLE else t
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    """Return the entries of a tensor as bytes."""
-    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    samples = []
+    for t in tensors:
+        if type(t) not in {Tensor, Parameter} or t.is_meta:
+            return ""
+        chosen = t.detach() if t.numel() <= _SAMPLE else t.detach()[_places(t.shape, t.device)]
+        samples.append(chosen.float())
+    return fingerprint(samples, torch.empty(0)).digest
 
 
 def repeatably(data: Iterable[Any]) -> Iterator[Any]:
     """Iterate with reproducible random numbers for shuffling and augmentation; random state outside is unaffected."""
-    generators = [torch.default_generator, *_own_generators(data)]
+    # The random generators of PyTorch, of a loader and of its samplers.
+    batch_sampler = getattr(data, "batch_sampler", None)
+    owners = (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    own = [getattr(owner, "generator", None) for owner in owners]
+    generators = [torch.default_generator, *[one for one in own if isinstance(one, torch.Generator)]]
     iterator, position = None, 0
     while True:
-        with _seeded(generators, position):
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(position)
             iterator = iter(data) if iterator is None else iterator
-            try:
-                raw = next(iterator)
-            except StopIteration:
-                return
+            raw = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
         yield raw
         position += 1
-
-
-def _own_generators(loader: object) -> list[torch.Generator]:
-    """Return the random generators of a loader and its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
-
-
-@contextmanager
-def _seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
-    """Seed generators in this context, and restore their states afterwards."""
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def _signature(model: Module) -> inspect.Signature | None:
@@ -343,7 +324,8 @@ class MaskSource:
 
     def replaced(self, x: Any, mask: Tensor) -> Any:
         """Return the inputs with their mask replaced; `None` if the mask is not a tensor in the inputs."""
-        return None if callable(self.mask) else _replaced(x, self.name, mask)
+        found = None if callable(self.mask) else _named(x, self.name)
+        return None if found is None else mapped(x, lambda t: mask.to(t) if t is found else t)
 
 
 def _named(x: Any, name: str) -> Tensor | None:
@@ -357,70 +339,36 @@ def _named(x: Any, name: str) -> Tensor | None:
     return None
 
 
-def _replaced(x: Any, name: str, value: Tensor) -> Any:
-    """Return inputs in which the tensor with the given name is replaced; `None` if there is none."""
-    if isinstance(x, Mapping):
-        found = x.get(name)
-        return with_values(x, {**x, name: value.to(found)}) if isinstance(found, Tensor) else None
-    if type(x) in {tuple, list}:
-        for place, part in enumerate(x):
-            changed = _replaced(part, name, value) if isinstance(part, (Mapping, tuple, list)) else None
-            if changed is not None:
-                return type(x)((*x[:place], changed, *x[place + 1 :]))
-    return None
-
-
 def to_device(x: Any, device: torch.device) -> Any:
-    """Move all tensors in a batch's input to a device."""
+    """Move all tensors in a batch's input to a device.
+
+    Raises:
+        DataError: If a tensor is on the meta device and has no values.
+    """
     if isinstance(x, Mapping):
         return with_values(x, {key: to_device(value, device) for key, value in x.items()})
     if type(x) in {tuple, list}:
         return type(x)(to_device(value, device) for value in x)
     if isinstance(x, Tensor):
-        # A copy to a GPU may be asynchronous; see `copies_end`. A copy from a GPU must be complete before it is read.
+        if x.is_meta and device.type != "meta":
+            raise DataError(
+                "A batch is on the meta device, where tensors have shapes but no values.",
+                f"Pass data with values: the model is on {device}.",
+            )
+        # A copy to a GPU may be asynchronous; see `last_copy`. A copy from a GPU must be complete before it is read.
         return x.to(device, non_blocking=x.is_cpu and device.type == "cuda")
     if hasattr(x, "to"):  # packed sequences
         return x.to(device)
     return type(x)(*(to_device(value, device) for value in x)) if is_named_tuple(x) else x
 
 
-def batch_to_device(
-    x: Any, y: Tensor, first: int, device: torch.device, count: Callable[[Tensor], float | Tensor]
-) -> Batch:
-    """Move inputs and targets to a device and return them as a batch.
-
-    Args:
-        x: Inputs.
-        y: Targets.
-        first: Index of the first example.
-        device: Target device.
-        count: Returns the divisor of a mean over the targets.
-
-    Raises:
-        DataError: If the data are on the meta device and have no values.
-    """
-    try:
-        y = to_device(y, device)
-        return Batch(to_device(x, device), y, first, count(y))
-    except NotImplementedError as error:
-        if "meta" not in str(error):
-            raise
-        raise DataError(
-            "A batch is on the meta device, where tensors have shapes but no values.",
-            f"Pass data with values: the model is on {device}.",
-        ) from error
-
-
-def copies_end(x: Any, y: Tensor, device: torch.device) -> Callable[[], None]:
-    """Return a function that waits until the asynchronous copies of a batch to a device are complete.
-
-    Copies from pinned memory are asynchronous, and a loader may reuse the pinned memory for its next batch.
-    """
-    if device.type == "cuda" and any(t.is_pinned() for t in (*tensors_in(x), y)):  # pragma: no cover (tested on a GPU)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return event.synchronize
-    return lambda: None
+def last_copy(x: Any, y: Tensor, device: torch.device) -> torch.cuda.Event | None:  # pragma: no cover (tested on a GPU)
+    """Return an event after the asynchronous copies of a batch to a GPU; `None` if its memory is not pinned."""
+    if not any(t.is_pinned() for t in (*tensors_in(x), y)):
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class RepeatabilityCheck:

@@ -54,27 +54,6 @@ def check_module(model: Module) -> None:
 
 
 @contextmanager
-def unchanged(inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Raise an error if the model changes its input in this context.
-
-    Args:
-        inputs: All input tensors of the model.
-
-    Raises:
-        ModelError: If a tensor was changed in place.
-    """
-    tracked = [t for t in inputs if not t.is_inference()]  # inference tensors have no version counter
-    before = [t._version for t in tracked]
-    yield
-    if [t._version for t in tracked] != before:
-        raise ModelError(
-            "The model changed its input in place in the forward pass, which modifies the data.",
-            "Avoid in-place operations (x = x - 1 instead of x -= 1, inplace=False), or let the model clone its input "
-            "first.",
-        )
-
-
-@contextmanager
 def restored(model: object, device: torch.device, refuse: bool = True) -> Iterator[None]:
     """Restore random state and the model's buffers after this context, and raise an error if a buffer was changed.
 
@@ -86,12 +65,17 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
     Raises:
         ModelError: If a buffer was changed and `refuse` is true.
     """
+    numbers, python, numpy = random_state(device), random.getstate(), sys.modules.get("numpy")
+    array_state = None if numpy is None else numpy.random.get_state()
     named = model.named_buffers() if isinstance(model, Module) else ()
     buffers = {name: (b, b._version, b.clone()) for name, b in named}
     try:
-        with same_random_state(device):
-            yield
+        yield
     finally:
+        set_random_state(numbers, device)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array_state)
         changed = [name for name, (b, version, _) in buffers.items() if b._version != version]
         with torch.no_grad():
             for name in changed if refuse else buffers:
@@ -111,30 +95,16 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
         )
 
 
-@contextmanager
-def same_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random states of PyTorch (CPU and device), Python and NumPy after this context."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _other_generators():
-        yield
-
-
-@contextmanager
-def _other_generators() -> Iterator[None]:
-    """Restore the random state of Python, and of NumPy if it is imported."""
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    array_state = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(array_state)
-
-
 def random_state(device: torch.device) -> list[Tensor]:
-    """Return the random states of the CPU and of a GPU."""
+    """Return the random states of PyTorch: of the CPU and of a GPU."""
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_random_state(states: Sequence[Tensor], device: torch.device) -> None:
+    """Restore what `random_state` has returned."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":  # pragma: no cover (tested on a GPU)
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def other_random_state() -> tuple[Any, ...]:
@@ -142,11 +112,6 @@ def other_random_state() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     state = () if numpy is None else numpy.random.get_state()
     return random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
-
-
-def is_same(states: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
-    """Return whether two lists of random states are equal; false if `others` is `None`."""
-    return others is not None and all(map(torch.equal, states, others))
 
 
 @contextmanager
@@ -187,55 +152,34 @@ class ExtremeDraws(TorchFunctionMode):
         return result
 
 
-@contextmanager
-def exchanged(owner: Any, params: dict[str, Tensor]) -> Iterator[None]:
-    """Replace the attribute `params` of an object in this context."""
-    before = owner.params
-    try:
-        owner.params = params
-        yield
-    finally:
-        owner.params = before
-
-
-class UnusedDraws:
-    """Checks whether predictions depend on the random numbers that a model draws.
-
-    The check runs once, and again if the model draws different random numbers than before.
+def check_draws(
+    before: Sequence[Tensor], unused: Sequence[Tensor] | None, device: torch.device, predict: Callable[[], Tensor]
+) -> Sequence[Tensor]:
+    """Raise an error if the random numbers that a model has drawn affect its predictions.
 
     Args:
-        device: Device of the model. The random states of the CPU and of this device are compared.
+        before: Random state before the model ran. It is restored.
+        unused: Random state after draws that do not affect predictions, if there were any. Predictions are compared
+            only if the model has drawn other numbers since.
+        device: Device of the model.
+        predict: Evaluates the model once more.
+
+    Returns:
+        The random state after the draws.
+
+    Raises:
+        ModelError: If predictions differ between random states.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._known: list[Tensor] | None = None  # random state after draws that do not affect predictions
-
-    def check(self, before: list[Tensor], predict: Callable[[], Tensor]) -> None:
-        """Raise an error if the model has drawn random numbers that affect its predictions.
-
-        Args:
-            before: Random state before the model ran. It is restored.
-            predict: Evaluates the model once more.
-
-        Raises:
-            ModelError: If predictions differ between random states.
-        """
-        after = random_state(self._device)
-        if is_same(after, before):
-            return
-        torch.set_rng_state(before[0])
-        if self._device.type == "cuda":  # pragma: no cover (tested on a GPU)
-            torch.cuda.set_rng_state(before[1], self._device)
-        if is_same(after, self._known):
-            return
+    after = random_state(device)
+    set_random_state(before, device)
+    if unused is None or not all(map(torch.equal, after, unused)):
         predictions = []
         for seed in (0, 1):
-            with seeded(seed, self._device), ExtremeDraws(largest=seed == 1):
+            with seeded(seed, device), ExtremeDraws(largest=seed == 1):
                 predictions.append(predict())
         if not equal_up_to_round_off(*predictions):
             raise random_model()
-        self._known = after
+    return after
 
 
 @contextmanager
@@ -250,7 +194,7 @@ def no_randomness(device: torch.device) -> Iterator[None]:
     """
     before = random_state(device)
     yield
-    if not is_same(random_state(device), before):
+    if not all(map(torch.equal, random_state(device), before)):
         raise random_model()
 
 
@@ -287,14 +231,28 @@ _evaluations = threading.local()  # per thread: the number of predictions being 
 
 
 @contextmanager
-def evaluating() -> Iterator[None]:
-    """Make `is_evaluating` return true in this context."""
+def evaluating(inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Make `is_evaluating` return true in this context, and raise an error if the model changes its input.
+
+    Args:
+        inputs: All input tensors of the model.
+
+    Raises:
+        ModelError: If an input was changed in place.
+    """
+    tracked = [(t, t._version) for t in inputs if not t.is_inference()]  # inference tensors have no version counter
     before = getattr(_evaluations, "number", 0)
     _evaluations.number = before + 1
     try:
         yield
     finally:
         _evaluations.number = before
+    if any([t._version != version for t, version in tracked]):  # noqa: C419 (runs for every batch)
+        raise ModelError(
+            "The model changed its input in place in the forward pass, which modifies the data.",
+            "Avoid in-place operations (x = x - 1 instead of x -= 1, inplace=False), or let the model clone its input "
+            "first.",
+        )
 
 
 def is_evaluating() -> bool:

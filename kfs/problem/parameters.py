@@ -5,7 +5,6 @@ Their use lives in `kfs.problem.risk`.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,35 +15,10 @@ from kfs.errors import DtypeError, ModelError
 Params = dict[str, Tensor]
 
 
-class Places:
-    """Caches where the parameters are stored in a model, to check quickly whether they are still there."""
-
-    def __init__(self) -> None:
-        self._known: list[tuple[dict[str, Any], str, Any]] = []
-
-    def have(self, model: nn.Module, params: Params) -> bool:
-        """Return whether the model's parameters are these tensor objects. Pass the same model in every call."""
-        if not all([owner.get(name) is part for owner, name, part in self._known]):  # noqa: C419 (runs for every batch)
-            self._known = []
-        if not self._known:
-            own = dict(model.named_parameters())
-            if not all(p is own[name] for name, p in params.items()):
-                return False
-            self._known = _places(model, params)
-        return True
-
-
-def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return the dictionary, the key and the value of all given parameters and of their parent modules."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-    for full_name in params:
-        module, *path, leaf = model, *full_name.split(".")
-        for name in path:
-            child = module._modules[name]
-            found[id(module), name] = (module._modules, name, child)
-            module = cast("nn.Module", child)
-        found[id(module), leaf] = (module._parameters, leaf, module._parameters[leaf])
-    return list(found.values())
+def are_own(model: nn.Module, params: Params) -> bool:
+    """Return whether tensors, by name, are the parameter objects of a model."""
+    own = dict(model.named_parameters())
+    return all(p is own.get(name) for name, p in params.items())
 
 
 def refuse_scripted(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -128,23 +102,9 @@ def checked(params: Params) -> Params:
     return params
 
 
-def check_not_meta(device: torch.device) -> None:
-    """Raise an error if the parameters have no values.
-
-    Raises:
-        ModelError: If `device` is the meta device.
-    """
-    if device.type == "meta":
-        raise ModelError(
-            "The parameters are on the meta device, where tensors have shapes but no values.",
-            "Move the model to another device, or estimate the cost of KFAC with kfs.inspect(model, sample).",
-        )
-
-
 @contextmanager
-def switched_on(params: Iterable[Tensor]) -> Iterator[None]:
-    """Set `requires_grad` of all parameters in this context, and restore it afterwards."""
-    frozen = [p for p in params if not p.requires_grad]
+def switched_on(frozen: Sequence[Tensor]) -> Iterator[None]:
+    """Set `requires_grad` of frozen parameters in this context."""
     try:
         for p in frozen:
             p.requires_grad_()
@@ -162,13 +122,15 @@ def has_memory_of(one: Tensor, other: Tensor) -> bool:
     return where[0] == where[1]
 
 
-def with_gradients(params: Params) -> Params:
-    """Return the parameters, with each frozen one replaced by a leaf that shares its memory and requires gradients."""
-    return {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in params.items()}
-
-
 def leaves_of(params: Params, kept: Params) -> Params:
-    """Return `with_gradients(params)`, or its earlier result `kept` if that still shares memory with `params`."""
+    """Return the parameters, with each frozen one replaced by a leaf that shares its memory and requires gradients.
+
+    Args:
+        params: The parameters.
+        kept: An earlier result, which is returned if it still shares memory with all parameters.
+    """
     same = kept.keys() == params.keys() and all(has_memory_of(kept[name], p) for name, p in params.items())
     # Some leaves may be the parameters themselves, and the user may have frozen them since.
-    return kept if same and all(p.requires_grad for p in kept.values()) else with_gradients(params)
+    if same and all(p.requires_grad for p in kept.values()):
+        return kept
+    return {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in params.items()}

@@ -11,7 +11,7 @@ Losses live in `kfs.losses`, unpacking of data in `kfs.problem.data`, selection 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import isfinite
 from typing import Any, NoReturn
@@ -34,39 +34,29 @@ from kfs.problem.data import (
     RepeatabilityCheck,
     arguments,
     as_batches,
-    batch_to_device,
-    copies_end,
     default_unpack,
     fingerprint,
+    last_copy,
     repeatably,
+    to_device,
     unpacked,
 )
 from kfs.problem.data_shards import data_of_rank
 from kfs.problem.isolation import (
-    UnusedDraws,
+    check_draws,
     check_module,
     check_no_inference_mode,
     evaluating,
-    exchanged,
     random_state,
     restored,
-    unchanged,
 )
-from kfs.problem.parameters import (
-    Params,
-    Places,
-    check_not_meta,
-    function_params,
-    leaves_of,
-    module_params,
-    switched_on,
-)
+from kfs.problem.parameters import Params, are_own, function_params, leaves_of, module_params, switched_on
 from kfs.problem.torch_fixes import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
 from kfs.runtime.nested import tensors_in
 from kfs.runtime.precision import at_least_float32
-from kfs.runtime.sync import DeferredChecks, not_finite, refuse_not_finite
+from kfs.runtime.sync import DeferredChecks, not_finite
 
 _COPY = "Copy them from rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
 
@@ -126,6 +116,8 @@ class EmpiricalRisk(Described):
         torch.Size([2, 3])
     """
 
+    needs_values = True  # `kfs.inspect` needs only shapes
+
     def __init__(
         self,
         model: nn.Module | Callable[[Params, Any], Any],
@@ -170,10 +162,10 @@ class EmpiricalRisk(Described):
 
             # State of passes. `flags` records invalid data in passes that do not synchronize with an accelerator.
             self.flags: DeferredChecks | None = None
-            self._draws = UnusedDraws(self.device)
+            self._unused_draws: Sequence[Tensor] | None = None  # see `check_draws`
             self._without_graph = WithoutGraph()
             self._leaves: Params = {}  # replace parameters that are not the model's own tensors
-            self._places = Places()
+            self._has_own = False  # in `untouched`: whether `params` are the model's own tensors
             self.check_model()
 
     @property
@@ -327,16 +319,21 @@ class EmpiricalRisk(Described):
             outputs.
         """
         # Passes that are recorded as a CUDA graph were checked for random numbers before the recording.
-        recorded = batch.recorded is not None
-        before = [] if recorded else random_state(self.device)
-        with unchanged(tensors_in(batch.x)), within or nullcontext():
-            output = self._output(params, batch)
-        # Repeat the evaluation at `self.params`: autograd, `vmap` or a captured pass may track the given parameters.
-        if not recorded:
-            own = lambda: prediction_in(self._output(self.params, batch))  # noqa: E731
-            self._draws.check(before, lambda: self._without_graph(own))
+        before = None if batch.recorded is not None else random_state(self.device)
+        with evaluating(tensors_in(batch.x)), within or nullcontext():
+            output = self._call(params, batch)()
+        if before is not None and not all(map(torch.equal, before, random_state(self.device))):
+            # Repeat the call at `self.params`: autograd, `vmap` or a captured pass may track the given parameters.
+            again = partial(self._without_graph, lambda: prediction_in(self._call(self.params, batch)()))
+            with evaluating():
+                self._unused_draws = check_draws(before, self._unused_draws, self.device, again)
         f = output if isinstance(output, Tensor) else prediction_in(output)
-        check_batch_axis(f, batch.y)
+        if f.shape[:1] != batch.y.shape[:1]:
+            raise DataError(
+                f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "
+                "prediction for each target.",
+                "Put the batch axis first in both, or specify how to split a batch with unpack=.",
+            )
         if self.flags is None:
             self.loss.check_now(f, batch.y)
         else:
@@ -344,16 +341,28 @@ class EmpiricalRisk(Described):
             self.flags.note(self.loss.wrong(f, batch.y), batch.start)
         return f
 
+    def _call(self, params: Params, batch: Batch) -> Callable[[], Any]:
+        """Return a function without arguments that calls the model."""
+        if not isinstance(self.model, nn.Module):
+            return partial(self.model, params, batch.x)
+        args, kwargs = arguments(batch.x, self.model)
+        if params is self.params and self._has_own:
+            return partial(self.model, *args, **kwargs)
+        return partial(functional_call, self.model, params, args, kwargs)
+
     def evaluate(self, batch: Batch) -> Tensor:
         """Evaluate the model on a batch at `self.params`, without recording a graph."""
         return self._without_graph(lambda: self.predict(self.params, batch))
 
     def finite(self, f: Tensor, batch: Batch) -> None:
         """Raise an error, or set a flag, if predictions are NaN or positive infinity (negative infinity is a mask)."""
-        if self.flags is None:
-            refuse_not_finite(f, batch.first)
-        else:
+        if self.flags is not None:
             self.flags.note(not_finite(f), batch.start)
+        elif f.numel() and not f.amax().isfinite() and len(bad := not_finite(f).nonzero()):
+            raise DataError(
+                f"The prediction for example {batch.first + int(bad[0, 0])} is not finite.",
+                "Look for NaN or infinity in the data or the parameters.",
+            )
 
     @contextmanager
     def checking_later(self, own: DeferredChecks | None = None) -> Iterator[Callable[[], None]]:
@@ -392,42 +401,45 @@ class EmpiricalRisk(Described):
             "Pass data that give the same values every time, and a model that returns the same predictions.",
         )
 
-    def batches(self, task: str = "") -> Iterator[Batch]:
-        """Iterate over the non-empty batches on the parameters' device, showing progress if `task` is given.
+    def batches(self, task: str = "", start: int | None = None) -> Iterator[Batch]:
+        """Iterate over the non-empty batches on the parameters' device, and check that they are the same in every pass.
 
         A loader that shuffles yields the same order every time. An error is raised if counts or the first batch change.
         With several processes, the batches of this process are returned, with their indices among all data.
-        """
-        if self._same_data.start is None:  # the index of the first example depends on the counts of other processes
-            self.count()
-        return self._own_batches(task, self._same_data.start or 0)
 
-    def _own_batches(self, task: str, start: int) -> Iterator[Batch]:
-        """Iterate over the data of this process, given the index of its first example among all data."""
+        Args:
+            task: Name of the computation, to show its progress. By default, none is shown.
+            start: Index of the first example among all data, if other than the true one.
+        """
+        checks, device, several = self._same_data, self.device, self.ranks.are_several
+        if start is None:
+            if checks.start is None:  # it depends on the counts of other processes
+                self.count()
+            start = checks.start or 0
         data: Iterable[Any] = repeatably(self._data)
         if task:
             data = tracked(data, task, self.num_batches, self.progress, "batch")
-        first = 0
+        num_data = 0
         count: float | Tensor = 0  # an integer, so that counts of integers on a device stay exact
         seen: Fingerprint | None = None
-        several = self.ranks.are_several
         for raw in data:
             if several:
                 self.ranks.listen()
             x, y = unpacked(self._unpack, raw)
-            if len(y):
-                if seen is None:
-                    seen = fingerprint(x, y)  # before the move: data on a CPU need no synchronization
-                    self._same_data.check_first_batch(seen)
-                batch, copied = (
-                    batch_to_device(x, y, start + first, self.device, self.loss.count),
-                    copies_end(x, y, self.device),
-                )
-                yield batch
-                copied()
-                count = count + batch.counted
-            first += len(y)
-        self._same_data.check_count(first, count, self.loss.reduction == "mean", seen)
+            if len(y) == 0:
+                continue
+            if seen is None:
+                seen = fingerprint(x, y)  # before the move: data on a CPU need no synchronization
+                checks.check_first_batch(seen)
+            targets = to_device(y, device)
+            batch = Batch(to_device(x, device), targets, start + num_data, self.loss.count(targets))
+            copy = last_copy(x, y, device) if device.type == "cuda" else None
+            yield batch
+            if copy is not None:  # pragma: no cover (tested on a GPU)
+                copy.synchronize()  # a loader may use its pinned memory again
+            num_data += len(y)
+            count = count + batch.counted
+        checks.check_count(num_data, count, self.loss.reduction == "mean", seen)
 
     def count(self) -> tuple[int, float]:
         """Return the number of examples and the divisor of a mean over them, counted in a first pass if necessary.
@@ -438,20 +450,20 @@ class EmpiricalRisk(Described):
             return self._same_data.counted_by_all
         with self.ranks.agreed("counting"):
             if self._same_data.counted is None:
-                for batch in self._own_batches("counting", 0):
+                for batch in self.batches("counting", start=0):
                     if self._same_data.extrapolate(batch.first, len(batch.y), batch.counted):
                         break
         return self._same_data.count_all(self.loss.reduction == "mean")
 
     def check_model(self) -> None:
         """Raise an error if a prediction for one example would be random or depend on other examples."""
-        self.check_values()
+        if self.needs_values and self.device.type == "meta":
+            raise ModelError(
+                "The parameters are on the meta device, where tensors have shapes but no values.",
+                "Move the model to another device, or estimate the cost of KFAC with kfs.inspect(model, sample).",
+            )
         if isinstance(self.model, nn.Module):
             check_module(self.model)
-
-    def check_values(self) -> None:
-        """Raise an error if the parameters are on the meta device and have no values."""
-        check_not_meta(self.device)
 
     @contextmanager
     def untouched(self, first_order: bool = False) -> Iterator[None]:
@@ -467,55 +479,33 @@ class EmpiricalRisk(Described):
         """
         self.check_model()
         check_no_inference_mode()
-        self._draws = UnusedDraws(self.device)  # the model may have changed since the last check
-        # The faster attention kernels have no second and no forward-mode derivatives. A checkpoint reruns the module
-        # during the backward pass, with the same operations, but with the module's own parameters.
-        with (
-            self._with_whole_params(),
-            restored(self.model, self.device),
-            nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
-            nullcontext() if first_order else ExactDerivatives(),
-            nullcontext() if self._at_own_params(first_order) else no_hooks_on_saved_tensors(),
-            self._trainable() if first_order else nullcontext(),
-        ):
-            yield
-
-    @contextmanager
-    def _with_whole_params(self) -> Iterator[None]:
-        """Use whole parameters instead of sharded ones in the model and in `params`."""
-        given = self.params
+        model, given, had_own = self.model, self.params, self._has_own
+        is_sharded = self.whole.is_distributed(given)
+        self._unused_draws = None  # the model may have changed since the last check
         try:
-            with self.whole.in_place(given) as self.params:
+            with ExitStack() as stack:
+                if is_sharded:
+                    self.params = stack.enter_context(self.whole.in_place(given))
+                stack.enter_context(restored(model, self.device))
+                self._has_own = isinstance(model, nn.Module) and are_own(model, self.params)
+                frozen = [p for p in self.params.values() if not p.requires_grad]
+                # A checkpoint reruns a module during the backward pass, with the same operations, but with the module's
+                # own parameters.
+                if isinstance(model, nn.Module) and not (self._has_own and (first_order or not frozen)):
+                    stack.enter_context(no_hooks_on_saved_tensors())
+                if not first_order:
+                    # The faster attention kernels have no second and no forward-mode derivatives.
+                    stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                    stack.enter_context(ExactDerivatives())
+                elif not self._has_own:
+                    self.params = self._leaves = leaves_of(self.params, self._leaves)
+                elif frozen:
+                    stack.enter_context(switched_on(frozen))
                 yield
         finally:
-            if self.params is not given:  # drop all references to gathered tensors
-                self.params, self._leaves, self._places = given, {}, Places()
-
-    def _trainable(self) -> AbstractContextManager[None]:
-        """Return a context in which all parameters require gradients; their state is restored afterwards."""
-        # Set `requires_grad` of the model's own parameters, since a checkpoint reruns the model with them. Parameters
-        # that are not the model's own are replaced by leaves.
-        if isinstance(self.model, nn.Module) and self._at_own_params(frozen=True):
-            return switched_on(self.params.values())
-        self._leaves = leaves_of(self.params, self._leaves)
-        return exchanged(self, self._leaves)
-
-    def _output(self, params: Params, batch: Batch) -> Any:
-        """Return the raw output of the model."""
-        with evaluating():
-            if not isinstance(self.model, nn.Module):
-                return self.model(params, batch.x)
-            args, kwargs = arguments(batch.x, self.model)
-            if params is self.params and self._at_own_params(frozen=True):
-                return self.model(*args, **kwargs)
-            return functional_call(self.model, params, args, kwargs)
-
-    def _at_own_params(self, frozen: bool) -> bool:
-        """Return whether `params` are the model's own tensors. If `frozen` is false, all must require gradients."""
-        if not isinstance(self.model, nn.Module):
-            return True
-        has_them = self._places.have(self.model, self.params)
-        return has_them and (frozen or all(p.requires_grad for p in self.params.values()))
+            self.params, self._has_own = given, had_own
+            if is_sharded:  # drop all references to gathered tensors
+                self._leaves = {}
 
 
 def output_tensors(output: Any) -> list[Tensor]:
@@ -550,20 +540,6 @@ def prediction_in(output: Any) -> Tensor:
             "Return a tensor, an object or mapping with `logits`, or a tuple that starts with the prediction.",
         )
     return found[0]
-
-
-def check_batch_axis(f: Tensor, y: Tensor) -> None:
-    """Raise an error unless there is one prediction for each target.
-
-    Raises:
-        DataError: If the first axes of predictions and targets have different lengths.
-    """
-    if f.shape[:1] != y.shape[:1]:
-        raise DataError(
-            f"The model returned shape {list(f.shape)} for targets of shape {list(y.shape)}: not one prediction for "
-            "each target.",
-            "Put the batch axis first in both, or specify how to split a batch with unpack=.",
-        )
 
 
 def check_risk(risk: object) -> None:

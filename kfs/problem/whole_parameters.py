@@ -190,7 +190,7 @@ class WholeParameters:
         Args:
             params: Further tensors to gather.
         """
-        if self._held is not None or not self._is_distributed(params):
+        if self._held is not None or not self.is_distributed(params):
             yield
             return
         _reshard(self._model)
@@ -201,7 +201,7 @@ class WholeParameters:
         finally:
             self._held = None
 
-    def _is_distributed(self, params: Params) -> bool:
+    def is_distributed(self, params: Params) -> bool:
         """Return whether a module was passed to `fully_shard`, or a tensor is sharded, so that there is work to do."""
         if "torch.distributed.tensor" not in sys.modules:
             return False

@@ -240,8 +240,8 @@ _MUTANTS = [
     data("problem/risk.py", "return self.reduction_factor * total", "return total", "missing reduction factor"),
     data(
         "problem/risk.py",
-        "first += len(y)",
-        "first += 1",
+        "num_data += len(y)",
+        "num_data += 1",
         "wrong index of the first example of a batch",
         ("tests/problem/test_risk.py", "tests/problem/test_random_models.py"),
     ),
