@@ -88,32 +88,21 @@ class Line:
         self.done += steps
         self.note = note
         self.share = share
-        self.show()
-
-    def show(self) -> None:
-        """Write the outermost line if it is wanted and the update interval has passed."""
-        if self.outer is not None:
-            self.outer.show()
-            return
-        now = perf_counter() - self._start
-        if self.wanted is False or now - self._shown < _INTERVAL or (self.wanted is None and now < _PATIENCE):
+        # Write the outermost line if it is wanted and the update interval has passed.
+        top = self
+        while top.outer is not None:
+            top = top.outer
+        now = perf_counter() - top._start
+        if top.wanted is False or now - top._shown < _INTERVAL or (top.wanted is None and now < _PATIENCE):
             return
         stream = _screen()
         if stream is None:
             return
-        self._shown = now
-        text = self.text(now)[: get_terminal_size().columns - 1]
-        stream.write("\r" + text.ljust(self._width))
+        top._shown = now
+        text = top.text(now)[: get_terminal_size().columns - 1]
+        stream.write("\r" + text.ljust(top._width))
         stream.flush()
-        self._width = len(text)
-
-    def clear(self) -> None:
-        """Remove the line from the screen."""
-        stream = _screen()
-        if self._width and stream is not None:
-            stream.write("\r" + " " * self._width + "\r")
-            stream.flush()
-        self._width = 0
+        top._width = len(text)
 
     def inside(self, outer: "Line") -> None:
         """Show this line as a part of `outer`. If the outermost line has `wanted=None`, it takes this line's value."""
@@ -124,8 +113,23 @@ class Line:
             top = top.outer
         if top.wanted is None:
             top.wanted = self.wanted
-        if top.wanted is False:
+        if top.wanted is False and top._width:
             top.clear()
+
+    def end(self) -> None:
+        """Remove the line from its outer line and from the screen."""
+        if self.outer is not None and self.outer.inner is self:
+            self.outer.inner = None
+        if self._width:
+            self.clear()
+
+    def clear(self) -> None:
+        """Remove the text of the line from the screen."""
+        stream = _screen()
+        if stream is not None:
+            stream.write("\r" + " " * self._width + "\r")
+            stream.flush()
+        self._width = 0
 
     def text(self, seconds: float) -> str:
         """Return the text of the line, given the seconds since the start."""
@@ -189,7 +193,7 @@ def show_progress(task: str, total: int | None = None, wanted: Wanted = None, un
         yield line
     finally:
         _open.lines.remove(line)
-        _end(line)
+        line.end()
 
 
 def tracked(items: Iterable[Item], task: str, total: int | None, wanted: Wanted, unit: str) -> Iterator[Item]:
@@ -206,13 +210,7 @@ def tracked(items: Iterable[Item], task: str, total: int | None, wanted: Wanted,
             yield item
             line.advance()
     finally:
-        _end(line)
-
-
-def _end(line: Line) -> None:
-    if line.outer is not None and line.outer.inner is line:
-        line.outer.inner = None
-    line.clear()
+        line.end()
 
 
 def _clock(seconds: float) -> str:

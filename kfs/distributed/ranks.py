@@ -55,6 +55,7 @@ class Ranks:
         group: The process group; `None` for this process alone.
         rank: Index of this process in the group.
         size: Number of processes.
+        are_several: Whether a group was given, even a group with a single process.
 
     Raises:
         DistributedError: If this process does not belong to the group, or the mesh has several axes.
@@ -66,7 +67,8 @@ class Ranks:
     """
 
     def __init__(self, group: Group | None = None) -> None:
-        self.group = _process_group(group)
+        self.group = None if group is None else _process_group(group)
+        self.are_several = self.group is not None
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self._contexts = 0  # number of open contexts of `agreed`
@@ -84,11 +86,6 @@ class Ranks:
             "Use save(path) of operators or state_dict() of optimizers, in all processes. "
             "The result of K.gathered() can be pickled.",
         )
-
-    @property
-    def are_several(self) -> bool:
-        """Whether a group was given, even a group with a single process."""
-        return self.group is not None
 
     def gather(self, where: str, value: T) -> list[T]:
         """Gather the values of all ranks, in the order of ranks.
@@ -317,8 +314,8 @@ def _uninterrupted() -> Iterator[None]:
             handler(*waiting[0])
 
 
-def _process_group(group: Group | None) -> dist.ProcessGroup | None:
-    """Return the process group of a group or device mesh given by the user; `None` for a single process."""
+def _process_group(group: Group) -> dist.ProcessGroup:
+    """Return the process group of a group or device mesh given by the user."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise DistributedError(
@@ -327,7 +324,7 @@ def _process_group(group: Group | None) -> dist.ProcessGroup | None:
                 "replicas of sharded models, pass torch.distributed.group.WORLD.",
             )
         group = group.get_group()
-    if group is None or isinstance(group, dist.ProcessGroup):
+    if isinstance(group, dist.ProcessGroup):
         return group
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise DistributedError(

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
-from kfs.errors import DataError
-
 T = TypeVar("T")
 _constants: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 _MOST = 64  # maximum number of cached constants
@@ -209,26 +207,6 @@ class DeferredChecks:
         """Return the index of the first example that failed a check, or `None`. This synchronizes with the device."""
         (first,) = numbers([self._first])
         return None if first == _NONE else int(first)
-
-
-def refuse_not_finite(f: Tensor, first: int) -> None:
-    """Raise an error if a prediction is NaN or positive infinity. This synchronizes with the device.
-
-    Args:
-        f: Predictions, `[N, ...]`.
-        first: Index of the first example.
-
-    Raises:
-        DataError: If there is such a prediction. The message names the first one.
-    """
-    if f.numel() == 0 or f.amax().isfinite():
-        return
-    bad = not_finite(f).nonzero()
-    if len(bad):
-        raise DataError(
-            f"The prediction for example {first + int(bad[0, 0])} is not finite.",
-            "Look for NaN or infinity in the data or the parameters.",
-        )
 
 
 def not_finite(f: Tensor) -> Tensor:
