@@ -496,14 +496,17 @@ class Passes:
             with closing(Replayer("Passes over batches", log, risk.device, settings.replay, **limits)) as replayer:
                 guard = NO_GUARD
                 for place, batch in enumerate(batches):
-                    if replayer.is_enabled and place < _EAGER:  # the first pass may register hooks
-                        why = _why_not_replayed(risk, settings)
-                        guard = Guard(risk.model, why=why) if guard is NO_GUARD or why != guard.why else guard
                     if place == 0 and self._ignored is not None and not _all_count(risk, batch):
                         self._ignored = None
                     if pausing:
                         around.enter()
-                    replayer.run_batch(batch, run, guard, host=sums)
+                    if not replayer.is_enabled:
+                        run(batch)
+                    else:
+                        if place < _EAGER:  # the first pass may register hooks
+                            why = _why_not_replayed(risk, settings)
+                            guard = Guard(risk.model, why=why) if guard is NO_GUARD or why != guard.why else guard
+                        replayer.run_batch(batch, run, guard, host=sums)
                     # Step 4: the loss's reduction.
                     progress.batches += 1
                     progress.num_data += len(batch.y)

@@ -35,7 +35,7 @@ from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from kfs.errors import ModelError
-from kfs.runtime.nested import mapped, tensors_in
+from kfs.runtime.nested import is_named_tuple, mapped, tensors_in
 from kfs.runtime.precision import uses_tf32
 from kfs.runtime.sync import detect_syncs
 
@@ -115,26 +115,6 @@ def _tensors_of(parts: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-class Graph(Protocol):
-    """A recorded computation."""
-
-    def replay(self) -> None:
-        """Run the computation again."""
-
-    def reset(self) -> None:
-        """Free the memory of the graph."""
-
-
-class Recorder(Protocol):
-    """Interface of an object that records computations, such as `CudaRecorder`."""
-
-    def notices_waits(self, run: Callable[[], None]) -> str:
-        """Run a function, and return a description of its first synchronizing operation, or an empty string."""
-
-    def record(self, run: Callable[[], None]) -> Graph:
-        """Record the operations of a function without executing them."""
-
-
 def why_not(error: Exception, waits: str = "") -> str:
     """Return the reason why a computation cannot be recorded, with its synchronizing operation if there is one."""
     text = str(error).partition("\n")[0].rstrip(".")
@@ -179,12 +159,26 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
                 torch.cuda.empty_cache()
                 before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
+            caches_casts, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
+            torch.set_autocast_cache_enabled(False)  # casts cached during a capture have no values
+            gc.disable()  # the garbage collector could free memory of other streams during the capture
+            self._stream.wait_stream(torch.cuda.current_stream())
             try:
-                with _without_cached_casts(), _recording(graph, self._stream, self._pool):
-                    run()
-            except BaseException:
-                self._pool = torch.cuda.graph_pool_handle()  # a pool cannot be used again after a failure
-                raise
+                with torch.cuda.stream(self._stream):
+                    try:
+                        # Threads of a data loader may continue to use CUDA.
+                        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                        run()
+                        graph.capture_end()
+                    except BaseException:
+                        _abandon(graph)
+                        self._pool = torch.cuda.graph_pool_handle()  # a pool cannot be used again after a failure
+                        raise
+            finally:
+                torch.cuda.current_stream().wait_stream(self._stream)
+                torch.set_autocast_cache_enabled(caches_casts)
+                if collects:
+                    gc.enable()
             self._taken += max(torch.cuda.memory_reserved() - before, 0)
         if self._memory is not None and self._taken > self._memory:
             graph.reset()
@@ -194,7 +188,7 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
 
 def recorder_for(
     device: torch.device, memory: int | None = None, share: float | None = None
-) -> Callable[[], Recorder] | None:
+) -> Callable[[], CudaRecorder] | None:
     """Return a function that makes recorders for a device; `None` if the device is not a GPU.
 
     Args:
@@ -205,38 +199,13 @@ def recorder_for(
     if device.type != "cuda":
         return None
 
-    def make() -> Recorder:  # pragma: no cover (tested on a GPU)
-        return CudaRecorder(device, memory if share is None else int(share * _free_memory(device)))
+    def make() -> CudaRecorder:  # pragma: no cover (tested on a GPU)
+        if share is None:
+            return CudaRecorder(device, memory)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch
+        return CudaRecorder(device, int(share * (torch.cuda.mem_get_info(device)[0] + cached)))
 
     return make  # pragma: no cover
-
-
-def _free_memory(device: torch.device) -> int:  # pragma: no cover (tested on a GPU)
-    """Return how many bytes are free on a GPU, including PyTorch's cache."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-@contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:  # pragma: no cover
-    """Record all operations in this context; after an error, abandon the recording."""
-    collects = gc.isenabled()
-    gc.disable()  # the garbage collector could free memory of other streams during the capture
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            try:
-                # Threads of a data loader may continue to use CUDA.
-                graph.capture_begin(pool, capture_error_mode="thread_local")
-                yield
-                graph.capture_end()
-            except BaseException:
-                _abandon(graph)
-                raise
-    finally:
-        torch.cuda.current_stream().wait_stream(stream)
-        if collects:
-            gc.enable()
 
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:  # pragma: no cover (tested on a GPU)
@@ -254,17 +223,6 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:  # pragma: no cover (tested o
             small.capture_end()
         small.reset()
     graph.reset()
-
-
-@contextmanager
-def _without_cached_casts() -> Iterator[None]:  # pragma: no cover (tested on a GPU)
-    """Disable the cache of `autocast`: casts cached during a capture belong to the graph and have no values."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 # Attributes of all modules: parameters, buffers, children, modes and hooks. Other code checks them.
@@ -389,7 +347,7 @@ _WORTH = 4
 _MOST_CHANGES = 3
 _MOST_KEYS = 64  # Number of kinds, and of shapes of a kind, that are remembered.
 # Types that inputs may contain besides tensors. Their values are immutable, so they cannot change unnoticed.
-_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN_TYPES = {*_PLAIN, type(None), torch.dtype}
 
 
 class RunKey(NamedTuple):
@@ -441,7 +399,7 @@ Body = Callable[[Any, Sequence[float | Tensor]], None]
 class Recorded:
     """A recorded run."""
 
-    graph: Graph
+    graph: torch.cuda.CUDAGraph
     inputs: Any  # the static inputs of the graph
     numbers: Tensor  # the static numbers of the graph, `[numbers]`
     counts: dict[Any, float]  # increments of numbers on the host in each run
@@ -540,7 +498,7 @@ class Replayer:
         self._most = most
         self._kinds: dict[Hashable, _Kind] = {}
         self._reasons: set[str] = set()
-        self._recorder: Recorder | None = None
+        self._recorder: CudaRecorder | None = None
 
     def run(
         self,
@@ -599,10 +557,6 @@ class Replayer:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Run `body(batch)`, or replay a recording of it, as in `run`. The key is the kind and the batch's shape."""
-        if self._new_recorder is None:
-            with around():
-                body(batch)
-            return
 
         def run(inputs: Any, numbers: Sequence[float | Tensor]) -> None:
             first = numbers[0].long() if isinstance(numbers[0], Tensor) else None
@@ -774,7 +728,7 @@ class Replayer:
             self.refuse(key.kind, why)
         return False
 
-    def _make_recorder(self) -> Recorder:
+    def _make_recorder(self) -> CudaRecorder:
         """Return the recorder, whose graphs share their memory."""
         if self._recorder is None:
             assert self._new_recorder is not None  # noqa: S101 (otherwise all runs are eager)
@@ -799,10 +753,10 @@ def _copy(t: Tensor) -> Tensor:
 
 def shape_of(inputs: Any) -> Hashable:
     """Return the properties of inputs that a recording depends on; `None` if graphs do not support the inputs."""
-    tensors = tensors_in(inputs)
-    if not _is_plain(inputs) or not all(_can_be_copied(t, tensors[-1].device) for t in tensors):
+    tensors, structure = tensors_in(inputs), _structure(inputs)
+    if structure is None or not all(_can_be_copied(t, tensors[-1].device) for t in tensors):
         return None
-    return (*((t.shape, t.dtype, t.requires_grad) for t in tensors), tensors[-1].device, _structure(inputs))
+    return (*((t.shape, t.dtype, t.requires_grad) for t in tensors), tensors[-1].device, structure)
 
 
 def _can_be_copied(t: Tensor, device: torch.device) -> bool:
@@ -814,19 +768,16 @@ def _can_be_copied(t: Tensor, device: torch.device) -> bool:
     return t.layout is torch.strided and t.device == device and not special
 
 
-def _is_plain(x: Any) -> bool:
-    """Return whether inputs consist only of tensors and immutable values."""
-    if isinstance(x, Mapping):
-        return all(map(_is_plain, x.values()))
-    if type(x) in {tuple, list} or (isinstance(x, tuple) and hasattr(x, "_fields")):  # as in `kfs.problem.data.mapped`
-        return all(map(_is_plain, x))
-    return isinstance(x, Tensor) or type(x) in _PLAIN_TYPES
-
-
 def _structure(x: Any) -> Any:
-    """Return types and values of plain inputs except values of tensors. Types matter, since `1 == True`."""
+    """Return types and values of inputs except values of tensors; `None` if a value may change unnoticed."""
+    if isinstance(x, Tensor):
+        return Tensor
+    if type(x) in _PLAIN_TYPES:
+        return type(x), repr(x)  # types matter, since `1 == True`
     if isinstance(x, Mapping):
-        return type(x), tuple((key, _structure(value)) for key, value in x.items())
-    if isinstance(x, (tuple, list)):
-        return type(x), tuple(map(_structure, x))
-    return Tensor if isinstance(x, Tensor) else (type(x), repr(x))
+        parts = [(key, _structure(value)) for key, value in x.items()]
+        return None if any(part is None for _, part in parts) else (type(x), tuple(parts))
+    if type(x) in {tuple, list} or is_named_tuple(x):
+        found = tuple(map(_structure, x))
+        return None if None in found else (type(x), found)
+    return None

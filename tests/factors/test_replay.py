@@ -338,12 +338,15 @@ def test_no_waiting(monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any, 
     risk = make_risk(last=0)
     expected = (EKFAC if ekfac else KFAC)(risk, fisher, sharing)
     monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
-    mode = NoWaiting()
+    mode, seen = NoWaiting(), []
 
     def run_batch(_: Replayer, batch: Any, run: Callable[[Any], None], *__: Any, **___: Any) -> None:
         with mode if batch.first else nullcontext():  # plans of the first batch write to the host
             run(batch)
+        seen.append(batch.first)
 
+    monkeypatch.setattr(cuda_graphs, "recorder_for", lambda *_: StandIn)
     monkeypatch.setattr(Replayer, "run_batch", run_batch)
     found = (EKFAC if ekfac else KFAC)(risk, fisher, sharing)
     torch.testing.assert_close(found.trace(), expected.trace())
+    assert len(seen) > 1
