@@ -107,7 +107,6 @@ INTERNAL = frozenset({
     "check_model",
     "check_ranks",
     "check_same",
-    "check_values",
     "checking_later",
     "columns_at_once",
     "count",

@@ -245,7 +245,7 @@ def _uses(
 class _Sample(EmpiricalRisk):
     """A risk whose tensors need no values, because only shapes matter."""
 
-    needs_values = False
+    _needs_values = False
 
 
 class _OrdinaryAnswers(TorchFunctionMode):

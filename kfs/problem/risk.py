@@ -116,7 +116,7 @@ class EmpiricalRisk(Described):
         torch.Size([2, 3])
     """
 
-    needs_values = True  # `kfs.inspect` needs only shapes
+    _needs_values = True  # `kfs.inspect` needs only shapes
 
     def __init__(
         self,
@@ -457,7 +457,7 @@ class EmpiricalRisk(Described):
 
     def check_model(self) -> None:
         """Raise an error if a prediction for one example would be random or depend on other examples."""
-        if self.needs_values and self.device.type == "meta":
+        if self._needs_values and self.device.type == "meta":
             raise ModelError(
                 "The parameters are on the meta device, where tensors have shapes but no values.",
                 "Move the model to another device, or estimate the cost of KFAC with kfs.inspect(model, sample).",
