@@ -304,6 +304,8 @@ class MaskSource:
         Raises:
             DataError: If the requested mask is missing or has the wrong shape.
         """
+        if self.mask is None and isinstance(x, Tensor):
+            return None
         given = self.mask(x) if callable(self.mask) else _named(x, self.name)
         if self.mask is None:
             if given is None or given.ndim != 2 or len(given) != num_data or given.is_floating_point():
@@ -317,10 +319,6 @@ class MaskSource:
                 "True at real positions and 0 or False at padding.",
             )
         return given != 0
-
-    def name_in(self, x: Any, num_data: int) -> str:
-        """Return the name of the mask in a batch's inputs; empty if there is none."""
-        return "" if self.find(x, num_data) is None else self.name
 
     def replaced(self, x: Any, mask: Tensor) -> Any:
         """Return the inputs with their mask replaced; `None` if the mask is not a tensor in the inputs."""
@@ -432,7 +430,8 @@ class RepeatabilityCheck:
                 self.start = start
             start += num_data
         count = float(sum(count for _, count, _ in every))
-        _refuse_empty(start, count, mean)
+        if start == 0 or (mean and count == 0):
+            raise _empty(start)
         self.counted_by_all = start, count
         return self.counted_by_all
 
@@ -466,12 +465,11 @@ class RepeatabilityCheck:
         before = self._first_batch
         if before is None or seen == before:
             return
+        cause = "The first batch has different values than in the first pass over the data."
         if seen.tensors != before.tensors:
             cause = (
                 f"The first batch had the tensors {', '.join(before.tensors)}, and has {', '.join(seen.tensors)} now."
             )
-        else:
-            cause = "The first batch has different values than in the first pass over the data."
         raise DataError(
             cause,
             "Pass data that give the same batches in the same order every time: draw random numbers for them with "
@@ -492,8 +490,8 @@ class RepeatabilityCheck:
         """
         count = number(count)
         # With several processes, the shard of one rank may be empty; `count_all` checks the total.
-        if not self._ranks.are_several:
-            _refuse_empty(num_data, count, mean)
+        if not self._ranks.are_several and (num_data == 0 or (mean and count == 0)):
+            raise _empty(num_data)
 
         # The number of examples must match the declared number and the earlier passes.
         if self._declared not in {None, num_data}:
@@ -511,13 +509,13 @@ class RepeatabilityCheck:
 
         # The divisor of the mean must match, too. Weights are summed in floating point: the order of the data changes
         # the last digits.
-        if mean and self._declared and not isclose(count, self.counted[1], rel_tol=1e-6):
-            raise DataError(
-                f"A mean over all data divides by {count:g}, but by {self.counted[1]:g} when extrapolated from the "
-                "first batch: some targets are ignored, or weighted, or longer.",
-                "Leave num_data out, so that all targets are counted first.",
-            )
         if mean and not isclose(count, self.counted[1], rel_tol=1e-6):
+            if self._declared:
+                raise DataError(
+                    f"A mean over all data divides by {count:g}, but by {self.counted[1]:g} when extrapolated from the "
+                    "first batch: some targets are ignored, or weighted, or longer.",
+                    "Leave num_data out, so that all targets are counted first.",
+                )
             raise DataError(
                 f"The mean was over {self.counted[1]:g} targets at first, and is over {count:g} now: targets or "
                 "weights have changed.",
@@ -526,12 +524,11 @@ class RepeatabilityCheck:
         self._first_batch = first_batch
 
 
-def _refuse_empty(num_data: int, count: float, mean: bool) -> None:
-    """Raise an error if there are no data, or if all targets have weight zero in a mean."""
+def _empty(num_data: int) -> DataError:
+    """Return the error for data without examples, or whose targets have weight zero in a mean."""
     if num_data == 0:
-        raise DataError("The data set is empty.", "Pass at least one batch with at least one example.")
-    if mean and count == 0:
-        raise DataError(
-            "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
-            "Pass data with targets that count, or use reduction='sum'.",
-        )
+        return DataError("The data set is empty.", "Pass at least one batch with at least one example.")
+    return DataError(
+        "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
+        "Pass data with targets that count, or use reduction='sum'.",
+    )

@@ -15,12 +15,6 @@ from kfs.errors import DtypeError, ModelError
 Params = dict[str, Tensor]
 
 
-def are_own(model: nn.Module, params: Params) -> bool:
-    """Return whether tensors, by name, are the parameter objects of a model."""
-    own = dict(model.named_parameters())
-    return all(p is own.get(name) for name, p in params.items())
-
-
 def refuse_scripted(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raise an error if a module was compiled by `torch.jit`.
 

@@ -50,7 +50,7 @@ from kfs.problem.isolation import (
     random_state,
     restored,
 )
-from kfs.problem.parameters import Params, are_own, function_params, leaves_of, module_params, switched_on
+from kfs.problem.parameters import Params, function_params, leaves_of, module_params, switched_on
 from kfs.problem.torch_fixes import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
@@ -487,7 +487,8 @@ class EmpiricalRisk(Described):
                 if is_sharded:
                     self.params = stack.enter_context(self.whole.in_place(given))
                 stack.enter_context(restored(model, self.device))
-                self._has_own = isinstance(model, nn.Module) and are_own(model, self.params)
+                own = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+                self._has_own = all(p is own.get(name) for name, p in self.params.items())
                 frozen = [p for p in self.params.values() if not p.requires_grad]
                 # A checkpoint reruns a module during the backward pass, with the same operations, but with the module's
                 # own parameters.

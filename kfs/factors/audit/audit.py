@@ -380,6 +380,7 @@ class _Audit:
         mixes = any(pending.measured is not None and pending.measured.mixes for pending in opened)
         self.rows.forget()
         known = self._with_row_rules(known, asked, one.routes, mixes)
+        source = self.counts.source if self.counts is not None and known.has_mask else None
         report = Audit(
             self.num_data,
             predictions,
@@ -388,7 +389,7 @@ class _Audit:
             tolerance,
             missed=tuple(name for name in gradients if name in dict(unexplained)),
             unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None and name not in gradients),
-            mask=self.counts.source.name_in(self.x, self.num_data) if self.counts and known.has_mask else "",
+            mask=source.name if source is not None and source.find(self.x, self.num_data) is not None else "",
         )
         return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
 
