@@ -12,10 +12,9 @@ and with `vmap`. Agreement between processes lives in `kfs.distributed`.
 
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +122,7 @@ def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpac
     Raises:
         DistributedError: If the first batches differ.
     """
-    mesh = None if ranks.are_several else _mesh_of([place.owner[place.name] for place in _slots(model)])
+    mesh = None if ranks.are_several else _mesh_of([t for _, t, _ in _tensors(model)])
     if mesh is None:
         return
     first = None
@@ -205,12 +204,11 @@ class WholeParameters:
         """Return whether a module was passed to `fully_shard`, or a tensor is sharded, so that there is work to do."""
         if "torch.distributed.tensor" not in sys.modules:
             return False
-        tensors: list[Tensor | None] = [*params.values()]
-        for module in self._model.modules() if isinstance(self._model, nn.Module) else ():
-            if _is_fsdp(module):  # it may have whole parameters now, after a forward pass
-                return True
-            tensors += (*module._parameters.values(), *module._buffers.values())
-        return any(map(is_sharded, tensors))
+        modules = list(self._model.modules()) if isinstance(self._model, nn.Module) else []
+        if any(map(_is_fsdp, modules)):  # it may have whole parameters now, after a forward pass
+            return True
+        own = [t for module in modules for t in (*module._parameters.values(), *module._buffers.values())]
+        return any(map(is_sharded, [*params.values(), *own]))
 
     def of(self, t: Tensor) -> Tensor:
         """Return the whole tensor inside of `held`; outside, return the tensor unchanged."""
@@ -218,12 +216,11 @@ class WholeParameters:
 
     def _agree(self, params: Params) -> None:
         """Raise an error unless all processes are about to gather the same tensors, if there are any."""
-        places = list(_slots(self._model))
-        tensors = [(place.name, place.owner[place.name]) for place in places]
-        sharded = [(name, list(t.shape)) for name, t in [*tensors, *params.items()] if is_sharded(t)]
+        tensors = [*((name, t) for name, t, _ in _tensors(self._model)), *params.items()]
+        sharded = [(name, list(t.shape)) for name, t in tensors if is_sharded(t)]
         if not sharded:
             return
-        mesh = _mesh_of([t for _, t in [*tensors, *params.items()]])
+        mesh = _mesh_of([t for _, t in tensors])
         if self._ranks.are_several or mesh is None:
             found = self._ranks.gather("gathering parameters", sharded)
         else:
@@ -247,45 +244,32 @@ class WholeParameters:
             if not self._held:
                 yield params
                 return
-            replaced = self._held
-            with _replaced(self._model, replaced), _without_distribution(self._model):
+            with _undistributed(self._model, self._held):
                 own = dict(self._model.named_parameters()) if isinstance(self._model, nn.Module) else {}
-                found = {name: replaced.get(id(p), (p, p))[1] for name, p in params.items()}
+                found = {name: self.of(p) for name, p in params.items()}
                 yield checked({name: p.to(own[name].dtype) if name in own else p for name, p in found.items()})
-
-
-class _Slot(NamedTuple):
-    """Dictionary and key of a tensor, and the dtype in which the model computes with it."""
-
-    owner: dict[str, Any]
-    name: str
-    dtype: torch.dtype | None  # `None` for the dtype of the tensor
 
 
 def _gathered(model: Any, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return pairs of each sharded tensor and its whole tensor, by the id of the sharded tensor."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
-        for place in _slots(model):
-            t = place.owner[place.name]
+        for t, dtype in [*((t, dtype) for _, t, dtype in _tensors(model)), *((t, None) for t in others)]:
             if is_sharded(t) and id(t) not in found:
-                all_of_it = whole(t.detach() if place.dtype is None else t.detach().to(place.dtype))
+                all_of_it = whole(t.detach().to(dtype or t.dtype))
                 if isinstance(t, nn.Parameter):
                     all_of_it = nn.Parameter(all_of_it, requires_grad=t.requires_grad)
-                found[id(t)] = t, all_of_it
-        for t in others:
-            if is_sharded(t) and id(t) not in found:
-                found[id(t)] = t, whole(t.detach()).requires_grad_(t.requires_grad)
+                found[id(t)] = t, all_of_it.requires_grad_(t.requires_grad)
     return found
 
 
-def _slots(model: Any) -> Iterator[_Slot]:
-    """Yield the places of all parameters and buffers of a model."""
+def _tensors(model: Any) -> Iterator[tuple[str, Any, torch.dtype | None]]:
+    """Yield all parameters and buffers: name in its module, tensor, and the dtype to compute with if it is another."""
     if isinstance(model, nn.Module):
         for module, policy in _with_policies(model, None):
             dtype = None if policy is None else policy.param_dtype
-            yield from (_Slot(module._parameters, name, dtype) for name in module._parameters)
-            yield from (_Slot(module._buffers, name, None) for name in module._buffers)
+            yield from ((name, p, dtype) for name, p in module._parameters.items())
+            yield from ((name, b, None) for name, b in module._buffers.items())
 
 
 def _with_policies(module: nn.Module, policy: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -315,30 +299,17 @@ def _reshard(model: Any) -> None:
 
 
 @contextmanager
-def _replaced(model: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Replace tensors of the model in this context, including tied ones that appear in several places."""
-    before = [(place, place.owner[place.name]) for place in _slots(model)]
-    before = [(place, t) for place, t in before if id(t) in tensors]
-    try:
-        for place, t in before:
-            place.owner[place.name] = tensors[id(t)][1]
-        yield
-    finally:
-        for place, t in before:
-            place.owner[place.name] = t
-
-
-@contextmanager
-def _without_distribution(model: Any) -> Iterator[None]:
-    """Remove the hooks that distribute a model in this context; only their casts of inputs and outputs remain."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks")
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    before = [(getattr(m, kind), OrderedDict(getattr(m, kind))) for m in modules for kind in kinds]
+def _undistributed(model: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Replace tensors of a model in this context, and its hooks that distribute it; only their casts remain."""
+    modules: list[Any] = list(model.modules()) if isinstance(model, nn.Module) else []
+    kinds = ("_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
+    before = [(getattr(module, kind), getattr(module, kind).copy()) for module in modules for kind in kinds]
     try:
         for module in modules:
+            for owner in (module._parameters, module._buffers):  # tied tensors are in several places
+                owner.update({name: tensors[id(t)][1] for name, t in owner.items() if id(t) in tensors})
             casts = _casts(_policy_of(module))
-            for kind, cast_tensors in zip(kinds, casts, strict=True):
-                hooks = getattr(module, kind)
+            for hooks, cast_tensors in zip((module._forward_pre_hooks, module._forward_hooks), casts, strict=True):
                 for key, hook in list(hooks.items()):
                     if not _distributes(hook):
                         continue
@@ -348,9 +319,9 @@ def _without_distribution(model: Any) -> Iterator[None]:
                         hooks[key] = cast_tensors
         yield
     finally:
-        for hooks, kept in before:
-            hooks.clear()
-            hooks.update(kept)
+        for contents, kept in before:
+            contents.clear()
+            contents.update(kept)
 
 
 def _origin(hook: Any) -> str:
