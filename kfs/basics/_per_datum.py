@@ -22,7 +22,12 @@ from kfs.basics._checks import (
     check_tensor,
 )
 from kfs.errors import DataError, GraphError, ModelError
-from kfs.problem.isolation import check_no_inference_mode, no_randomness, restored
+from kfs.problem.isolation import (
+    check_no_inference_mode,
+    random_model,
+    random_state,
+    restored,
+)
 
 # A parameter of the model or its name. Two of them for the block with rows from the
 # first and columns from the second.
@@ -94,9 +99,12 @@ def check_data(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> N
             )
     # Compare predictions for the whole batch with predictions for single examples.
     device = pair[0].device
-    with restored(model, device), no_randomness(device):
+    with restored(model, device):
+        before = random_state(device)
         together = model(X)
         alone = [model(x_n.unsqueeze(0)) for x_n in X]
+        if not all(map(torch.equal, before, random_state(device))):
+            raise random_model()
     for n, (f, y_n) in enumerate(zip(alone, y, strict=True)):
         _check_prediction(n, f)
         check_datum(loss, f[0], y_n)

@@ -4,6 +4,7 @@ import hashlib
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
 
@@ -23,6 +24,7 @@ _SAME_DATA = (
 )
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Shard:
     """The data of this process as a part of all data. Returned by `shard`; pass it to `EmpiricalRisk`.
 
@@ -34,12 +36,11 @@ class Shard:
         num_data: Total number of examples.
     """
 
-    def __init__(self, batches: Iterable[Any], ranks: Ranks, start: int, stop: int, num_data: int) -> None:
-        self.batches = batches
-        self.ranks = ranks
-        self.start = start
-        self.stop = stop
-        self.num_data = num_data
+    batches: Iterable[Any]
+    ranks: Ranks
+    start: int
+    stop: int
+    num_data: int
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
@@ -219,19 +220,19 @@ def _nearest(edges: Sequence[int], bound: int) -> int:
     return len(edges) - 1 if bound == edges[-1] else place
 
 
+@dataclass(frozen=True)
 class _Some:
     """Consecutive batches of an iterable; each iteration starts a new pass over the iterable."""
 
-    def __init__(self, batches: Iterable[Any], start: int, stop: int) -> None:
-        self._batches = batches
-        self._start = start
-        self._stop = stop
+    batches: Iterable[Any]
+    start: int
+    stop: int
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self.stop - self.start
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._batches), self._start, self._stop)
+        return islice(iter(self.batches), self.start, self.stop)
 
 
 class _Indices(Dataset[Any]):

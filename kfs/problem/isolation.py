@@ -182,22 +182,6 @@ def check_draws(
     return after
 
 
-@contextmanager
-def no_randomness(device: torch.device) -> Iterator[None]:
-    """Raise an error if the model draws random numbers in this context.
-
-    Args:
-        device: Device of the model. The random states of the CPU and of this device are compared.
-
-    Raises:
-        ModelError: If random numbers were drawn.
-    """
-    before = random_state(device)
-    yield
-    if not all(map(torch.equal, random_state(device), before)):
-        raise random_model()
-
-
 def random_model() -> ModelError:
     """Return the error for a model that draws random numbers and uses them."""
     return ModelError(
@@ -227,7 +211,7 @@ def uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-_evaluations = threading.local()  # per thread: the number of predictions being computed
+_running = threading.local()  # per thread: whether a risk runs its model
 
 
 @contextmanager
@@ -241,12 +225,11 @@ def evaluating(inputs: Sequence[Tensor] = ()) -> Iterator[None]:
         ModelError: If an input was changed in place.
     """
     tracked = [(t, t._version) for t in inputs if not t.is_inference()]  # inference tensors have no version counter
-    before = getattr(_evaluations, "number", 0)
-    _evaluations.number = before + 1
+    before, _running.is_evaluation = is_evaluating(), True
     try:
         yield
     finally:
-        _evaluations.number = before
+        _running.is_evaluation = before
     if any([t._version != version for t, version in tracked]):  # noqa: C419 (runs for every batch)
         raise ModelError(
             "The model changed its input in place in the forward pass, which modifies the data.",
@@ -257,7 +240,7 @@ def evaluating(inputs: Sequence[Tensor] = ()) -> Iterator[None]:
 
 def is_evaluating() -> bool:
     """Return whether a risk is running its model in this thread, so that the pass is not a training step."""
-    return getattr(_evaluations, "number", 0) > 0
+    return getattr(_running, "is_evaluation", False)
 
 
 def check_no_inference_mode() -> None:

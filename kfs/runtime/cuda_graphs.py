@@ -537,7 +537,9 @@ class Replayer:
         if shape.recorded is None:
             shape.times += 1
             with around():
-                if not self._is_due(key):
+                is_worth = self._left is None or self._left + 1 >= _WORTH
+                is_next = shape.times > kind.patience and self.has_room(key.kind) and not kind.is_refused
+                if not (is_worth and is_next):
                     body(inputs, numbers)
                 elif shape.waits is None:
                     self._rehearse(key, body, inputs, numbers)
@@ -661,13 +663,6 @@ class Replayer:
         if guard.why:
             self._explain(guard.why)
         return bool(guard.why)
-
-    def _is_due(self, key: RunKey) -> bool:
-        """Return whether a run is rehearsed or recorded."""
-        kind = self._kinds[key.kind]
-        is_worth = self._left is None or self._left + 1 >= _WORTH
-        is_next = kind.shapes[key.shape].times > kind.patience and self.has_room(key.kind)
-        return is_worth and is_next and not kind.is_refused
 
     def _rehearse(self, key: RunKey, body: Body, inputs: Any, numbers: Sequence[float]) -> None:
         """Run eagerly with numbers on the device, and look for reasons not to record."""
