@@ -20,7 +20,7 @@ for whole batches, several vectors at a time:
 import logging
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -437,6 +437,9 @@ class Passes:
         ignored: If given, all targets are assumed to count if those of the first batch do, and examples with ignored
             targets are recorded there.
         padding: If given, records padding that no row rule explains. Which rows count is then measured in later passes.
+
+    Attributes:
+        check_values: Checks the values of the passes so far that were not checked yet.
     """
 
     def __init__(
@@ -458,9 +461,8 @@ class Passes:
         self._seen = seen
         self._ignored = ignored
         self._padding = padding
-        at_once = 1 if vectors is not None else columns_at_once(settings, risk.device)
-        self._at_once = at_once
-        self._surroundings = Surroundings(risk, at_once)
+        self._at_once = 1 if vectors is not None else columns_at_once(settings, risk.device)
+        self.check_values: Callable[[], None] = lambda: None
 
     def over(self, batches: Iterable[Batch], pausing: bool = False) -> Generator[Batch, None, None]:
         """Run the passes over batches, and yield each batch after its pass.
@@ -486,12 +488,13 @@ class Passes:
             progress.reached |= one.reached
 
         instances = has_instance_norms(risk.model)
-        with self._surroundings as around:  # all parameters require gradients in this context
+        with ExitStack() as around:
+            around.enter_context(self._surroundings())  # all parameters require gradients in this context
             trace = new_trace(risk.params, settings.joint_bias, block_map=sums.block_map)
             counts = Counts(risk.mask_source, risk.loss.class_axis)
             audits = Audits(risk.model, trace, settings.batch_axis, counts=counts)
             if pausing:
-                around.leave()
+                around.close()
             limits: dict[str, Any] = {"expected": risk.num_batches, "memory": settings.memory}
             with closing(Replayer("Passes over batches", log, risk.device, settings.replay, **limits)) as replayer:
                 guard = NO_GUARD
@@ -499,7 +502,7 @@ class Passes:
                     if place == 0 and self._ignored is not None and not _all_count(risk, batch):
                         self._ignored = None
                     if pausing:
-                        around.enter()
+                        around.enter_context(self._surroundings())
                     if not replayer.is_enabled:
                         run(batch)
                     else:
@@ -512,16 +515,26 @@ class Passes:
                     progress.num_data += len(batch.y)
                     progress.counted = progress.counted + batch.counted
                     if pausing:
-                        around.leave()
+                        around.close()
                     yield batch
-            around.leave()
         progress.read_counts()
         progress.audit = audits.close(distrust=_wrong(self._padding))
         # Step 5: return the factors. They are the sums, which `kfs.factors.block` scales.
 
-    def check_values(self) -> None:
-        """Check the values of the passes so far that were not checked yet."""
-        self._surroundings.check_values()
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Context in which passes run: modes of PyTorch, protection of the model, deferred checks of values."""
+        # `vmap` does not support the faster attention kernels.
+        kernel = sdpa_kernel(SDPBackend.MATH) if self._at_once > 1 else nullcontext()
+        with (
+            self._risk.untouched(first_order=True),
+            kernel,
+            torch.enable_grad(),
+            explained(),
+            self._risk.checking_later() as self.check_values,
+        ):
+            yield
+            self.check_values()
 
     def _vectors_of(self, f: Tensor, batch: Batch) -> Iterable[Tensor]:
         """Return the vectors that are sent back for a batch."""
@@ -537,54 +550,6 @@ class Passes:
             self._seen(f)
         audits.compare(f)
         return audits.follow_up(self._risk, batch, one.operations)
-
-
-class Surroundings:
-    """The contexts in which passes run: modes of PyTorch, protection of the model, deferred checks of values.
-
-    Args:
-        risk: Model, loss, data and parameters.
-        at_once: Number of columns that are sent back together.
-    """
-
-    def __init__(self, risk: EmpiricalRisk, at_once: int) -> None:
-        self._risk = risk
-        self._at_once = at_once
-        self._entered: ExitStack | None = None
-        self._check_values: Callable[[], None] = lambda: None
-
-    def __enter__(self) -> "Surroundings":
-        """Enter the contexts."""
-        self.enter()
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        """Leave the contexts, which may explain an error."""
-        stack, self._entered = self._entered, None
-        return None if stack is None else stack.__exit__(*error)
-
-    def enter(self) -> None:
-        """Enter the contexts, unless they are entered already."""
-        if self._entered is not None:
-            return
-        with ExitStack() as stack:
-            stack.enter_context(self._risk.untouched(first_order=True))
-            if self._at_once > 1:  # vmap does not support the faster attention kernels
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(explained())
-            self._check_values = stack.enter_context(self._risk.checking_later())
-            self._entered = stack.pop_all()
-
-    def leave(self) -> None:
-        """Check values, and leave the contexts, unless they were left already."""
-        if self._entered is not None:
-            self.check_values()
-            self.__exit__(None, None, None)
-
-    def check_values(self) -> None:
-        """Check the values that were not checked yet."""
-        self._check_values()
 
 
 def _why_not_replayed(risk: EmpiricalRisk, settings: Settings) -> str:
