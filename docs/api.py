@@ -106,7 +106,6 @@ INTERNAL = frozenset({
     "check_derivatives",
     "check_model",
     "check_ranks",
-    "check_same",
     "checking_later",
     "columns_at_once",
     "count",

@@ -374,6 +374,7 @@ class RepeatabilityCheck:
 
     Args:
         declared: Number of examples, if the user declares it.
+        is_mean: Whether the loss is a mean over the data.
         ranks: The processes that share the data.
         start: Index of this process's first example among all data; `None` if all processes have to count first.
 
@@ -386,14 +387,15 @@ class RepeatabilityCheck:
         DataError: If `declared` is not a positive integer.
     """
 
-    def __init__(self, declared: int | None = None, ranks: Ranks | None = None, start: int | None = 0) -> None:
+    def __init__(self, declared: int | None, is_mean: bool, ranks: Ranks, start: int | None) -> None:
         if declared is not None and (type(declared) is not int or declared < 1):
             raise DataError(f"num_data is {declared!r}.", "Pass a positive integer, or leave it out.")
         self._declared = declared
+        self._is_mean = is_mean
         self.counted: tuple[int, float] | None = None
         self.counted_by_all: tuple[int, float] | None = None
         self.start = start
-        self._ranks = Ranks() if ranks is None else ranks
+        self._ranks = ranks
         self._first_batch: Fingerprint | None = None
 
     @property
@@ -405,11 +407,8 @@ class RepeatabilityCheck:
             return None
         return self._declared if self.counted is None else self.counted[0]
 
-    def count_all(self, mean: bool) -> tuple[int, float]:
+    def count_all(self) -> tuple[int, float]:
         """Add up the counts of all processes, and set `start` to the index of this process's first example.
-
-        Args:
-            mean: Whether the loss is a mean over the data.
 
         Returns:
             Number of examples of all processes, and the divisor of a mean over them.
@@ -430,31 +429,21 @@ class RepeatabilityCheck:
                 self.start = start
             start += num_data
         count = float(sum(count for _, count, _ in every))
-        if start == 0 or (mean and count == 0):
-            raise _empty(start)
+        self._refuse_empty(start, count)
         self.counted_by_all = start, count
         return self.counted_by_all
 
-    def extrapolate(self, first: int, num_data: int, count: float | Tensor) -> bool:
-        """Extrapolate the divisor of the mean from the first batch, if the number of examples was declared.
+    def extrapolate(self, batch: Batch) -> bool:
+        """Extrapolate the divisor of a mean from the first batch, if the number of examples was declared.
 
-        Complete passes check the extrapolation later.
-
-        Args:
-            first: Index of the batch's first example.
-            num_data: Number of examples in the batch.
-            count: Divisor of a mean over the batch.
-
-        Returns:
-            Whether `counted` was set. If all targets of the batch have weight zero, they cannot be extrapolated.
+        Complete passes check it later. Returns whether `counted` was set: it is not if all targets have weight zero.
         """
-        if self._declared is None or first > 0:
+        if self._declared is None or batch.first > 0:
             return False
-        per_example = number(count) / num_data
-        if per_example == 0:
-            return False
-        self.counted = self._declared, self._declared * per_example
-        return True
+        per_example = number(batch.counted) / len(batch.y)
+        if per_example != 0:
+            self.counted = self._declared, self._declared * per_example
+        return per_example != 0
 
     def check_first_batch(self, seen: Fingerprint) -> None:
         """Raise an error if the first batch differs from the first batch of the last complete pass.
@@ -476,13 +465,12 @@ class RepeatabilityCheck:
             "PyTorch, not NumPy, or pass list(data). After changing data on purpose, make a new EmpiricalRisk.",
         )
 
-    def check_count(self, num_data: int, count: float | Tensor, mean: bool, first_batch: Fingerprint | None) -> None:
+    def check_count(self, num_data: int, count: float | Tensor, first_batch: Fingerprint | None) -> None:
         """Record the counts of a complete pass over the data; raise an error if data are empty or have changed.
 
         Args:
             num_data: Number of examples.
             count: Divisor of a mean over them.
-            mean: Whether the loss is a mean over the data.
             first_batch: Fingerprint of the first batch.
 
         Raises:
@@ -490,8 +478,8 @@ class RepeatabilityCheck:
         """
         count = number(count)
         # With several processes, the shard of one rank may be empty; `count_all` checks the total.
-        if not self._ranks.are_several and (num_data == 0 or (mean and count == 0)):
-            raise _empty(num_data)
+        if not self._ranks.are_several:
+            self._refuse_empty(num_data, count)
 
         # The number of examples must match the declared number and the earlier passes.
         if self._declared not in {None, num_data}:
@@ -509,7 +497,7 @@ class RepeatabilityCheck:
 
         # The divisor of the mean must match, too. Weights are summed in floating point: the order of the data changes
         # the last digits.
-        if mean and not isclose(count, self.counted[1], rel_tol=1e-6):
+        if self._is_mean and not isclose(count, self.counted[1], rel_tol=1e-6):
             if self._declared:
                 raise DataError(
                     f"A mean over all data divides by {count:g}, but by {self.counted[1]:g} when extrapolated from the "
@@ -523,12 +511,12 @@ class RepeatabilityCheck:
             )
         self._first_batch = first_batch
 
-
-def _empty(num_data: int) -> DataError:
-    """Return the error for data without examples, or whose targets have weight zero in a mean."""
-    if num_data == 0:
-        return DataError("The data set is empty.", "Pass at least one batch with at least one example.")
-    return DataError(
-        "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
-        "Pass data with targets that count, or use reduction='sum'.",
-    )
+    def _refuse_empty(self, num_data: int, count: float) -> None:
+        """Raise an error if there are no data, or if all targets have weight zero in a mean."""
+        if num_data == 0:
+            raise DataError("The data set is empty.", "Pass at least one batch with at least one example.")
+        if self._is_mean and count == 0:
+            raise DataError(
+                "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
+                "Pass data with targets that count, or use reduction='sum'.",
+            )

@@ -146,7 +146,7 @@ class EmpiricalRisk(Described):
             self._data = as_batches(own_data)
             self._unpack = default_unpack if unpack is None else unpack
             check_same_data(self.model, self.ranks, self._data, self._unpack)
-            self._same_data = RepeatabilityCheck(num_data, self.ranks, start)
+            self._same_data = RepeatabilityCheck(num_data, self.loss.reduction == "mean", self.ranks, start)
 
             # It holds no reference to this model, so that the model can be freed.
             self.with_model = partial(
@@ -256,19 +256,9 @@ class EmpiricalRisk(Described):
     def together(
         self, where: str, settings: Mapping[str, Any] | None = None, vectors: Params | None = None
     ) -> Iterator[None]:
-        """Context for a computation of all processes of the group: checks that models agree, and shares errors.
+        """Context for a computation of all processes of the group: checks that they agree, and shares their errors.
 
-        A single process does nothing. The arguments are those of `check_same`.
-        """
-        if not self.ranks.are_several:
-            yield
-            return
-        with self.ranks.agreed(where), self.whole.held(self.params):
-            self.check_same(where, settings, vectors)
-            yield
-
-    def check_same(self, where: str, settings: Mapping[str, Any] | None = None, vectors: Params | None = None) -> None:
-        """Raise an error if models, losses, settings or vectors differ between the processes of the group.
+        A single process does nothing.
 
         Args:
             where: Description of the computation, for messages.
@@ -276,12 +266,14 @@ class EmpiricalRisk(Described):
             vectors: Vectors to multiply with, by name.
 
         Raises:
-            DistributedError: If something differs. The message names it.
-            ModelError: If `check_model` raises it in this process.
+            DistributedError: If models, losses, settings or vectors differ between processes. The message names it.
         """
-        self.check_model()
+        if not self.ranks.are_several:
+            yield
+            return
         module = self.model if isinstance(self.model, nn.Module) else nn.Module()
-        with self.whole.held(self.params):
+        with self.ranks.agreed(where), self.whole.held(self.params):
+            self.check_model()
             params = {name: self.whole.of(p) for name, p in self.params.items()}
             others = {n: self.whole.of(p) for n, p in module.named_parameters() if n not in params}
             buffers = {name: self.whole.of(b) for name, b in module.named_buffers()}
@@ -301,6 +293,7 @@ class EmpiricalRisk(Described):
                 ),
             }
             check_same(self.ranks, where, facts)
+            yield
 
     def leaves(self) -> Params:
         """Return the values of the parameters as leaves of a new computation graph."""
@@ -439,7 +432,7 @@ class EmpiricalRisk(Described):
                 copy.synchronize()  # a loader may use its pinned memory again
             num_data += len(y)
             count = count + batch.counted
-        checks.check_count(num_data, count, self.loss.reduction == "mean", seen)
+        checks.check_count(num_data, count, seen)
 
     def count(self) -> tuple[int, float]:
         """Return the number of examples and the divisor of a mean over them, counted in a first pass if necessary.
@@ -451,9 +444,9 @@ class EmpiricalRisk(Described):
         with self.ranks.agreed("counting"):
             if self._same_data.counted is None:
                 for batch in self.batches("counting", start=0):
-                    if self._same_data.extrapolate(batch.first, len(batch.y), batch.counted):
+                    if self._same_data.extrapolate(batch):
                         break
-        return self._same_data.count_all(self.loss.reduction == "mean")
+        return self._same_data.count_all()
 
     def check_model(self) -> None:
         """Raise an error if a prediction for one example would be random or depend on other examples."""
