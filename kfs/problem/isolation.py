@@ -211,7 +211,13 @@ def uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-_running = threading.local()  # per thread: whether a risk runs its model
+class _Thread(threading.local):
+    """The state of a thread."""
+
+    is_evaluating = False  # whether a risk runs its model
+
+
+_thread = _Thread()
 
 
 @contextmanager
@@ -225,11 +231,11 @@ def evaluating(inputs: Sequence[Tensor] = ()) -> Iterator[None]:
         ModelError: If an input was changed in place.
     """
     tracked = [(t, t._version) for t in inputs if not t.is_inference()]  # inference tensors have no version counter
-    before, _running.is_evaluation = is_evaluating(), True
+    before, _thread.is_evaluating = _thread.is_evaluating, True
     try:
         yield
     finally:
-        _running.is_evaluation = before
+        _thread.is_evaluating = before
     if any([t._version != version for t, version in tracked]):  # noqa: C419 (runs for every batch)
         raise ModelError(
             "The model changed its input in place in the forward pass, which modifies the data.",
@@ -240,7 +246,7 @@ def evaluating(inputs: Sequence[Tensor] = ()) -> Iterator[None]:
 
 def is_evaluating() -> bool:
     """Return whether a risk is running its model in this thread, so that the pass is not a training step."""
-    return getattr(_running, "is_evaluation", False)
+    return _thread.is_evaluating
 
 
 def check_no_inference_mode() -> None:

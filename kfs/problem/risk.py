@@ -51,7 +51,7 @@ from kfs.problem.isolation import (
     restored,
 )
 from kfs.problem.parameters import Params, function_params, leaves_of, module_params, switched_on
-from kfs.problem.torch_fixes import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
+from kfs.problem.torch_fixes import ExactDerivatives, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
 from kfs.runtime.nested import tensors_in
@@ -163,7 +163,7 @@ class EmpiricalRisk(Described):
             # State of passes. `flags` records invalid data in passes that do not synchronize with an accelerator.
             self.flags: DeferredChecks | None = None
             self._unused_draws: Sequence[Tensor] | None = None  # see `check_draws`
-            self._without_graph = WithoutGraph()
+            self._differentiates = False  # whether the model computes derivatives itself, which needs a graph
             self._leaves: Params = {}  # replace parameters that are not the model's own tensors
             self._has_own = False  # in `untouched`: whether `params` are the model's own tensors
             self.check_model()
@@ -346,6 +346,19 @@ class EmpiricalRisk(Described):
     def evaluate(self, batch: Batch) -> Tensor:
         """Evaluate the model on a batch at `self.params`, without recording a graph."""
         return self._without_graph(lambda: self.predict(self.params, batch))
+
+    def _without_graph(self, run: Callable[[], Tensor]) -> Tensor:
+        """Return predictions that are detached from any graph. None is recorded, unless the model needs one."""
+        if not self._differentiates:
+            try:
+                with torch.no_grad():
+                    return run()
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                self._differentiates = True
+        with torch.enable_grad():
+            return run().detach()
 
     def finite(self, f: Tensor, batch: Batch) -> None:
         """Raise an error, or set a flag, if predictions are NaN or positive infinity (negative infinity is a mask)."""

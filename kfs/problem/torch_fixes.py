@@ -319,23 +319,3 @@ def refuse_reentrant_checkpoint() -> None:
             "The model uses reentrant activation checkpointing, which hides its parameters from torch.autograd.grad.",
             "Call checkpoint(..., use_reentrant=False), or switch it off.",
         )
-
-
-class WithoutGraph:
-    """Runs a model without recording a graph, unless the model computes derivatives itself and needs a graph."""
-
-    def __init__(self) -> None:
-        self._differentiates = False
-
-    def __call__(self, run: Callable[[], Tensor]) -> Tensor:
-        """Return predictions that are detached from any graph."""
-        if not self._differentiates:
-            try:
-                with torch.no_grad():
-                    return run()
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
-                self._differentiates = True
-        with torch.enable_grad():
-            return run().detach()

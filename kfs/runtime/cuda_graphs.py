@@ -688,7 +688,7 @@ class Replayer:
         why = ""
         try:
             # The graph reads copies of the inputs, which each replay overwrites.
-            static = mapped(inputs, _copy)
+            static = mapped(inputs, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
             values = torch.zeros(len(numbers), dtype=torch.float64, device=self.device)
 
             def run() -> None:
@@ -740,10 +740,6 @@ def _latest(
         unused = (name for name, one in known.items() if one is not value and may_go(one))
         known.pop(next(unused, None), None)
     return value
-
-
-def _copy(t: Tensor) -> Tensor:
-    return t.detach().clone().requires_grad_(t.requires_grad)
 
 
 def shape_of(inputs: Any) -> Hashable:

@@ -35,7 +35,8 @@ def with_values(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """
     if type(x) is dict:
         return values
-    for make in (_refilled, _constructed):
+    # Construct a new one if the type is immutable, or cannot be copied.
+    for make in (_refilled, lambda x, values: type(x)(values)):
         try:
             new = make(x, values)
             if type(new) is type(x) and set(new) == set(values) and all(new[key] is values[key] for key in values):
@@ -113,8 +114,3 @@ def _copied(x: Any, values: dict[Any, Any]) -> Any:
 
 def _are_items_of(part: dict[Any, Any], x: Mapping[Any, Any]) -> bool:
     return part.keys() == x.keys() and all(part[key] is x[key] for key in x)
-
-
-def _constructed(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Construct a mapping of the same type, for types that are immutable or cannot be copied."""
-    return type(x)(values)  # type: ignore[call-arg]
