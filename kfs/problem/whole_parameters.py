@@ -122,13 +122,12 @@ def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpac
     Raises:
         DistributedError: If the first batches differ.
     """
-    mesh = None if ranks.are_several else _mesh_of([t for _, t, _ in _tensors(model)])
+    if ranks.are_several or not isinstance(model, nn.Module):
+        return
+    mesh = _mesh_of([t for _, t, _ in _tensors(model)])
     if mesh is None:
         return
-    first = None
-    for batch in repeatably(data):
-        first = fingerprint(*unpacked(unpack, batch))
-        break
+    first = next((fingerprint(*unpacked(unpack, batch)) for batch in repeatably(data)), None)
     if any(other != first for other in _gathered_over(mesh, "first batches", first)):
         raise DistributedError(
             f"The model is sharded over {mesh.size()} processes, which have different data, but the risk has no group.",
@@ -178,7 +177,7 @@ class WholeParameters:
     """
 
     def __init__(self, model: Any, ranks: Ranks) -> None:
-        self._model = model
+        self._model = model if isinstance(model, nn.Module) else nn.Module()
         self._ranks = ranks
         self._held: dict[int, tuple[Tensor, Tensor]] | None = None  # sharded and whole tensor, by id of the sharded one
 
@@ -204,7 +203,7 @@ class WholeParameters:
         """Return whether a module was passed to `fully_shard`, or a tensor is sharded, so that there is work to do."""
         if "torch.distributed.tensor" not in sys.modules:
             return False
-        modules = list(self._model.modules()) if isinstance(self._model, nn.Module) else []
+        modules = list(self._model.modules())
         if any(map(_is_fsdp, modules)):  # it may have whole parameters now, after a forward pass
             return True
         own = [t for module in modules for t in (*module._parameters.values(), *module._buffers.values())]
@@ -245,12 +244,12 @@ class WholeParameters:
                 yield params
                 return
             with _undistributed(self._model, self._held):
-                own = dict(self._model.named_parameters()) if isinstance(self._model, nn.Module) else {}
+                own = dict(self._model.named_parameters())
                 found = {name: self.of(p) for name, p in params.items()}
                 yield checked({name: p.to(own[name].dtype) if name in own else p for name, p in found.items()})
 
 
-def _gathered(model: Any, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+def _gathered(model: nn.Module, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return pairs of each sharded tensor and its whole tensor, by the id of the sharded tensor."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
@@ -263,13 +262,12 @@ def _gathered(model: Any, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, T
     return found
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, Any, torch.dtype | None]]:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Any, torch.dtype | None]]:
     """Yield all parameters and buffers: name in its module, tensor, and the dtype to compute with if it is another."""
-    if isinstance(model, nn.Module):
-        for module, policy in _with_policies(model, None):
-            dtype = None if policy is None else policy.param_dtype
-            yield from ((name, p, dtype) for name, p in module._parameters.items())
-            yield from ((name, b, None) for name, b in module._buffers.items())
+    for module, policy in _with_policies(model, None):
+        dtype = None if policy is None else policy.param_dtype
+        yield from ((name, p, dtype) for name, p in module._parameters.items())
+        yield from ((name, b, None) for name, b in module._buffers.items())
 
 
 def _with_policies(module: nn.Module, policy: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -291,19 +289,19 @@ def _is_fsdp(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _reshard(model: Any) -> None:
+def _reshard(model: nn.Module) -> None:
     """Restore the sharded parameters of modules that still have whole ones after a forward pass."""
-    for module in model.modules() if isinstance(model, nn.Module) else ():
+    for module in model.modules():
         if _is_fsdp(module):
             cast("Any", module).reshard()
 
 
 @contextmanager
-def _undistributed(model: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+def _undistributed(model: nn.Module, tensors: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Replace tensors of a model in this context, and its hooks that distribute it; only their casts remain."""
-    modules: list[Any] = list(model.modules()) if isinstance(model, nn.Module) else []
+    modules: list[Any] = list(model.modules())
     kinds = ("_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
-    before = [(getattr(module, kind), getattr(module, kind).copy()) for module in modules for kind in kinds]
+    before = [(contents := getattr(module, kind), contents.copy()) for module in modules for kind in kinds]
     try:
         for module in modules:
             for owner in (module._parameters, module._buffers):  # tied tensors are in several places
@@ -339,9 +337,8 @@ def _distributes(hook: Any) -> bool:
     if not _origin(hook).startswith(_PYTORCH):
         return False
     if _origin(hook) == "torch.distributed.tensor._api.":  # hooks of `distribute_module`
-        called = [f for f in inspect.getclosurevars(hook).nonlocals.values() if callable(f)]
-        for function in called:
-            if not _origin(function).startswith(_PYTORCH):
+        for function in inspect.getclosurevars(hook).nonlocals.values():
+            if callable(function) and not _origin(function).startswith(_PYTORCH):
                 raise ModelError(
                     f"The model was distributed with the function {getattr(function, '__qualname__', function)!r}, and "
                     "its effect on activations is unknown.",
