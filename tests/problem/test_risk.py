@@ -138,6 +138,25 @@ class Counting(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("kind", ["own", "frozen", "values"])
+def test_a_context_that_fails_leaves_risk_and_parameters_as_they_were(kind: str) -> None:
+    """All parameters require gradients in the context: the model's own ones, or leaves in place of other values."""
+    model = linear()
+    model.requires_grad_(kind != "frozen")
+    values = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data(), params=values if kind == "values" else list(values))
+    given = risk.params
+    batch = next(iter(risk.batches()))
+    with pytest.raises(RuntimeError, match="something else"), risk.untouched(first_order=True):
+        assert all(p.requires_grad for p in risk.params.values())
+        assert (risk.params is given) == (kind != "values")
+        inside = risk.predict(risk.params, batch).detach()
+        raise RuntimeError("something else")
+    assert risk.params is given
+    assert [p.requires_grad for p in model.parameters()] == [kind != "frozen"] * 2
+    torch.testing.assert_close(inside, risk.predict(risk.params, batch).detach())
+
+
 def test_reassigned_buffers_are_put_back() -> None:
     model = nn.Sequential(nn.Linear(3, 2), Counting()).double()
     with pytest.raises(ModelError, match=r"changed its buffers \['1.calls'\]"):
