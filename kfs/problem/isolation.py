@@ -1,6 +1,9 @@
 """Restores the user's state, random generators and buffers of the model, after every call, also after an error.
 
 A model that changes its buffers or uses random numbers is not a function of its input, and raises an error.
+
+`restored` is entered once around a computation, `evaluating` around every call of the model. `check_draws` compares
+predictions if a call has drawn random numbers.
 """
 
 import random

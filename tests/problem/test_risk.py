@@ -1,5 +1,6 @@
 """EmpiricalRisk: PyTorch's own values for all forms of data, untouched user state, and clear refusals."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -147,11 +148,11 @@ def test_a_context_that_fails_leaves_risk_and_parameters_as_they_were(kind: str)
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data(), params=values if kind == "values" else list(values))
     given = risk.params
     batch = next(iter(risk.batches()))
-    with pytest.raises(RuntimeError, match="something else"), risk.untouched(first_order=True):
+    with suppress(ArithmeticError), risk.untouched(first_order=True):
         assert all(p.requires_grad for p in risk.params.values())
         assert (risk.params is given) == (kind != "values")
         inside = risk.predict(risk.params, batch).detach()
-        raise RuntimeError("something else")
+        raise ArithmeticError
     assert risk.params is given
     assert [p.requires_grad for p in model.parameters()] == [kind != "frozen"] * 2
     torch.testing.assert_close(inside, risk.predict(risk.params, batch).detach())
