@@ -415,7 +415,7 @@ class EmpiricalRisk(Described):
 
         Args:
             task: Name of the computation, to show its progress. By default, none is shown.
-            start: Index of the first example among all data, if other than the true one.
+            start: Index of the first example. By default, its index among all data, which may have to be counted first.
         """
         checks, device, several = self._same_data, self.device, self.ranks.are_several
         if start is None:
