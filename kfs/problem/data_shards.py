@@ -181,12 +181,19 @@ def _of_loader(loader: "DataLoader[Any]", ranks: Ranks) -> Shard:
     for indices, end in zip(order, ends, strict=True):
         first = end - len(indices)
         mine.append(indices[max(start - first, 0) : max(stop - first, 0)])
-    kept = (
-        *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-        *("generator", "prefetch_factor", "persistent_workers"),
+    own = DataLoader(
+        loader.dataset,
+        batch_sampler=[indices for indices in mine if indices],
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
     )
-    settings: dict[str, Any] = {name: getattr(loader, name) for name in kept}
-    own = DataLoader(loader.dataset, batch_sampler=[indices for indices in mine if indices], **settings)
     return Shard(own, ranks, start, stop, num_data)
 
 
