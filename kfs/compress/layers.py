@@ -22,7 +22,7 @@ from kfs.errors import DtypeError, ModelError, SolverError
 from kfs.factors import BlockDiagonal, Relative
 from kfs.factors.blocks import Dense, Factor, Kronecker, Stack, Structure
 from kfs.factors.layout import Layout
-from kfs.operators.match import check_parameters, warn_of_other_values
+from kfs.factors.match import check_parameters, warn_of_other_values
 from kfs.problem.whole_parameters import refuse_sharded
 
 Keep = float | Mapping[str, float]
@@ -165,8 +165,8 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
     # Check the arguments.
     _check_types(model, K, damping)
     params = dict(model.named_parameters())
-    check_parameters(K, {name: p.shape for name, p in params.items()})
-    warn_of_other_values(K, params, what="The curvature", owner="the model", stacklevel=4)
+    check_parameters(K, params)
+    warn_of_other_values(K, params, stacklevel=4)
     _check_modes(model)
     _check_shares(keep)
     modules = _compressible(model)

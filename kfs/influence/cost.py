@@ -20,7 +20,7 @@ from kfs.display.describe import (
 )
 from kfs.factors.per_example import BlockGradients, GradientBatch, per_datum
 from kfs.influence.scoring import Stream
-from kfs.influence.stored import Compression, check_storage, choose_form, numbers_stored
+from kfs.influence.stored import Storage, choose_form, numbers_stored
 from kfs.influence.ways import Sizes, Work, choose, truncated, work
 
 
@@ -50,7 +50,7 @@ class QueryError(Described):
         return Description(title, (f"relative error of scores, as measured: {number(self.measured)}",), (table,))
 
 
-def query_error(stream: Stream) -> QueryError:
+def query_error(stream: Stream, query_rank: int) -> QueryError:
     """Compare compressed and exact scores of all queries with the training data of the first batch."""
     request = stream.request
     num_queries, num_train = request.queries.num_data, request.train.num_data
@@ -66,7 +66,7 @@ def query_error(stream: Stream) -> QueryError:
         bounds.append(left_out.sqrt())
     shares = {name: (part / whole) ** 0.5 if whole else 0.0 for name, (part, whole) in squares.items()}
     measured = (wrong / norm) ** 0.5 if norm else 0.0
-    return QueryError(request.query_rank or 0, shares, torch.cat(bounds), measured)
+    return QueryError(query_rank, shares, torch.cat(bounds), measured)
 
 
 def _compared(
@@ -212,21 +212,15 @@ class Cost(DescribedByTables):
         return Description(title, facts, (phases, blocks))
 
 
-def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: torch.dtype) -> Cost:
+def cost_of(stream: Stream, storage: Storage) -> Cost:
     """Estimate the cost of scores and of an index.
 
     The model runs on one batch of queries and one batch of training data, to determine the number of rows per block.
 
     Args:
         stream: The queries and training data.
-        rank: Rank of an index.
-        compression: Compression of an index.
-        dtype: Dtype of an index.
-
-    Raises:
-        ModelError: If a setting of the index is invalid.
+        storage: How an index would store gradients.
     """
-    check_storage(rank, compression, dtype)
     request = stream.request
     queries, train = request.queries.num_data, request.train.num_data
     of_queries = next(per_datum(request.queries, request.of, blocks=stream.operator))
@@ -240,8 +234,8 @@ def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: t
         way = stream.ways[name]
         found = work(way.way, Sizes.of(block, queries, train, way.query_rank))
         works[name] = Work(found.queries, passes * found.train, found.products)
-        form = choose_form(stream.structures[name], of_train.blocks[name], rank, compression)
-        nbytes = train * numbers_stored(form, of_train.blocks[name], rank) * dtype.itemsize
+        form = choose_form(stream.structures[name], of_train.blocks[name], storage)
+        nbytes = train * numbers_stored(form, of_train.blocks[name], storage.rank) * storage.dtype.itemsize
         flops = _OPERATIONS * works[name].total
         blocks.append(BlockCost(name, block.layout.matrix_shape, block.shared, way.way, flops, form, nbytes))
     # Add the phases that are not split by block.

@@ -10,6 +10,7 @@ for every shard: the gradients of some consecutive batches. All files are in the
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, overload
 
@@ -23,20 +24,20 @@ from kfs.errors import ModelError, StorageError
 from kfs.factors.blocks import BlockDiagonal, Damping, Method, Structure
 from kfs.factors.checkpoint import details, digest, function_digest
 from kfs.factors.per_example import BlockGradients, GradientBatch, per_datum
-from kfs.influence.checks import check_choice, check_memory, check_risk
-from kfs.influence.scoring import Normalize, Request, Stream, Top, all_scores, best, check_request, structures_of
-from kfs.influence.stored import (
-    Compression,
-    Stored,
-    basis_of,
-    check_storage,
-    choose_form,
-    leading_coordinates,
-    restored,
+from kfs.influence.scoring import (
+    Normalize,
+    Request,
+    Stream,
+    Top,
+    all_scores,
+    best,
+    check_bytes,
+    check_choice,
+    structures_of,
 )
+from kfs.influence.stored import Storage, Stored, basis_of, choose_form, leading_coordinates, restored
 from kfs.influence.ways import Chosen, choose, self_products
-from kfs.losses.quantities import Quantity, gradient_of
-from kfs.operators.match import warn_of_other_values
+from kfs.losses.quantities import Quantity
 from kfs.problem.data import Batch, Fingerprint, fingerprint
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.nested import tensors_in
@@ -44,31 +45,6 @@ from kfs.runtime.nested import tensors_in
 # Entries of an identity with readable values, which error messages show. For all other entries, messages only say that
 # they differ.
 _READABLE = ("damping", "method", "of_train", "rank", "compression", "dtype", "number of examples", "precision")
-
-
-def identity(
-    K: BlockDiagonal, train: EmpiricalRisk, of_train: Quantity, settings: Mapping[str, object]
-) -> dict[str, Any]:
-    """Return the identity of an index: a description of the model, the curvature, the data and the settings.
-
-    Args:
-        K: The curvature.
-        train: The training data, with model and loss.
-        of_train: The quantity that is differentiated.
-        settings: Further settings that must be the same, by name.
-    """
-    name = getattr(train.model, "__qualname__", type(train.model).__name__)
-    return {
-        "model": repr(train.model) if isinstance(train.model, torch.nn.Module) else name,
-        "loss": details(train.loss),
-        "parameters": {name: list(p.shape) for name, p in train.params.items()},
-        "curvature": digest(t for stack in K.stacks for t in tensors_in(stack.state()["blocks"])),
-        "of_train": _named(of_train),
-        "number of examples": train.num_data,
-        "precision": f"{train.dtype} on {train.device.type}",
-        **{name: str(value) for name, value in settings.items()},
-        **weights(train),
-    }
 
 
 def weights(risk: EmpiricalRisk) -> dict[str, str]:
@@ -261,27 +237,53 @@ _SAMPLE = 16
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """The settings of an index.
+    """The settings of an index. An existing index of other settings is not used, except for `shard_bytes`.
 
     Attributes:
         K: The curvature.
-        structures: The inverse of each block, by name.
+        inverse: The damped inverse of the curvature.
+        damping: The damping of the inverse.
+        method: How the damping was added.
         train: The training data, with model and loss.
         of_train: The quantity that is differentiated.
-        rank: Number of coordinates or singular vectors to keep; `None` for all.
-        compression: Whether to keep coordinates (`"projected"`) or singular vectors (`"low rank"`).
-        dtype: Dtype of the stored numbers.
+        storage: How gradients are stored.
         shard_bytes: Write a shard whenever this many bytes have been computed.
     """
 
     K: BlockDiagonal
-    structures: Mapping[str, Structure]
+    inverse: BlockDiagonal
+    damping: Damping
+    method: Method
     train: EmpiricalRisk
     of_train: Quantity
-    rank: int | None
-    compression: Compression
-    dtype: torch.dtype
+    storage: Storage
     shard_bytes: int
+
+    @cached_property
+    def structures(self) -> dict[str, Structure]:
+        """The inverse of each block, by name."""
+        return structures_of(self.inverse, self.train)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity of an index: a description of the model, the curvature, the data and the settings."""
+        train, storage = self.train, self.storage
+        name = getattr(train.model, "__qualname__", type(train.model).__name__)
+        return {
+            "model": repr(train.model) if isinstance(train.model, torch.nn.Module) else name,
+            "loss": details(train.loss),
+            "parameters": {name: list(p.shape) for name, p in train.params.items()},
+            "curvature": digest(t for stack in self.K.stacks for t in tensors_in(stack.state()["blocks"])),
+            "of_train": _named(self.of_train),
+            "number of examples": train.num_data,
+            "precision": f"{train.dtype} on {train.device.type}",
+            "damping": str(self.damping),
+            "method": self.method,
+            "rank": str(storage.rank),
+            # Without a rank, nothing is compressed, and `compression` has no effect.
+            "compression": str(None if storage.rank is None else storage.compression),
+            "dtype": str(storage.dtype),
+            **weights(train),
+        }
 
 
 @dataclass
@@ -354,7 +356,7 @@ class Builder:
 
     def _of_batch(self, batch: GradientBatch, seen: list[str], place: int) -> dict[str, Any]:
         """Return the entry of a shard for one batch."""
-        blocks = {name: self.stored[name].state(block, self.plan.dtype) for name, block in batch.blocks.items()}
+        blocks = {name: self.stored[name].state(block, self.plan.storage.dtype) for name, block in batch.blocks.items()}
         own = [self_products(block, self.plan.structures[name]) for name, block in batch.blocks.items()]
         # Measure the error in the batches 0, 1, 2, 4, 8, ...
         compared = place & (place - 1) == 0
@@ -379,7 +381,7 @@ class Builder:
             full = full + way.of_queries(block).inner(way.of_train(block))
             # Store the gradients and restore them, as an index does.
             stored = self.stored[name]
-            state = stored.state(block, self.plan.dtype)
+            state = stored.state(block, self.plan.storage.dtype)
             again = restored(state, block.layout, num_data, block.dtype, block.device)
             kept = stored.way(block, num_data, num_data, None)
             found = found + kept.of_queries(block).inner(kept.of_train(again))
@@ -395,13 +397,13 @@ class Builder:
         plan = self.plan
         stored = {}
         for name, block in first.blocks.items():
-            form = choose_form(plan.structures[name], block, plan.rank, plan.compression)
+            form = choose_form(plan.structures[name], block, plan.storage)
             structure = plan.structures[name]
             coordinates = None
             if form == "projected":
                 structure = basis_of(structure)
-                coordinates = leading_coordinates(structure, plan.rank or 0)
-            stored[name] = Stored(form, structure, plan.rank or 0, coordinates)
+                coordinates = leading_coordinates(structure, plan.storage.rank or 0)
+            stored[name] = Stored(form, structure, plan.storage.rank or 0, coordinates)
         return stored
 
     def _state(self) -> dict[str, Any]:
@@ -419,7 +421,7 @@ class Builder:
             if form == "projected":
                 structure = basis_of(structure)
                 coordinates = coordinates.to(self.plan.train.device)
-            stored[name] = Stored(form, structure, self.plan.rank or 0, coordinates)
+            stored[name] = Stored(form, structure, self.plan.storage.rank or 0, coordinates)
         return stored
 
 
@@ -511,47 +513,24 @@ class Index(Described):
         path: The folder; `None` if the gradients are in memory.
     """
 
-    def __init__(
-        self,
-        K: BlockDiagonal,
-        inverse: BlockDiagonal,
-        train: EmpiricalRisk,
-        of_train: Quantity,
-        settings: dict[str, Any],
-        file: str | Path | None,
-        shard_bytes: int,
-    ) -> None:
+    def __init__(self, settings: IndexSettings, file: str | Path | None) -> None:
         """Compute the gradients that the folder does not have.
 
         Args:
-            K: The curvature.
-            inverse: The damped inverse of the curvature.
-            train: The training data.
-            of_train: The quantity that is differentiated.
-            settings: `rank`, `compression` and `dtype`; and `damping` and `method`, which must be the same if the
-                folder already has an index.
+            settings: The settings.
             file: The folder; `None` for memory.
-            shard_bytes: Write a shard whenever this many bytes have been computed.
         """
-        rank = settings["rank"]
-        compression: Compression = settings["compression"] or "low rank"
-        dtype = settings["dtype"]
-        check_memory(shard_bytes, "shard_bytes")
-        check_risk(K, train, "train")
-        gradient_of(of_train, train.loss)  # raises an error for unknown quantities
-        warn_of_other_values(K, train.params, what="The curvature", owner="the model", stacklevel=4)
-        self._K = K
-        self._inverse = inverse
-        self._of_train = of_train
-        self._dtype = dtype
+        check_bytes("shard_bytes", settings.shard_bytes)
+        train = settings.train
+        Request(train, train, settings.of_train, settings.of_train).check(settings.K)
+        self._settings = settings
         self.train = train
         self.path = None if file is None else Path(file)
         self._shards: Shards = InMemory() if file is None else Folder(file)
         # Keep digests of the weights, to detect later whether the model has changed.
-        belongs_to = identity(K, train, of_train, settings)
+        belongs_to = settings.identity()
         self._weights = {name: belongs_to[name] for name in weights(train)}
-        plan = IndexSettings(K, structures_of(inverse, train), train, of_train, rank, compression, dtype, shard_bytes)
-        builder = Builder(plan, self._shards)
+        builder = Builder(settings, self._shards)
         state = builder.run(belongs_to)
         self._stored = builder.stored
         self._count = int(state["shards"])
@@ -561,15 +540,16 @@ class Index(Described):
 
     def describe(self) -> Description:
         """Describe size, error and forms of the index."""
-        of = f" of {self._K.of}" if self._K.of else ""
-        dtype = str(self._dtype).removeprefix("torch.")
+        K = self._settings.K
+        of = f" of {K.of}" if K.of else ""
+        dtype = str(self._settings.storage.dtype).removeprefix("torch.")
         where = "in memory" if self.path is None else f"in {self.path}"
         # Show a bound for small errors: the digits of round-off differ between machines.
         error = number(self.error) if self.error >= _ROUND_OFF else f"below {_ROUND_OFF}"
         fact = (
             f"{readable_size(self.nbytes)} {where}, {counted(self._count, 'shard')}, relative error of scores {error}"
         )
-        layouts = _layouts(self._K)
+        layouts = _layouts(K)
         rows = [(name, times(layouts[name].matrix_shape), form) for name, form in self.forms.items()]
         table = Table("blocks", ("block", "groups x d_B x d_A", "stored as"), rows)
         title = f"Index of {self.train.num_data:,} gradients{of}: {counted(len(rows), 'block')}, {dtype}"
@@ -609,21 +589,17 @@ class Index(Described):
     ) -> Tensor | dict[str, Tensor]:
         """Compute the score of every pair of a query and a training example, as `Influence.scores` does.
 
-        Args:
-            queries: Data to explain, with the same model and parameters.
-            of: As in `Influence.scores`.
-            by: As in `Influence.scores`, without `"token"`, because the index does not store which rows belong to which
-                token.
-            normalize: As in `Influence.scores`.
-            memory: As in `Influence.scores`. All files are read once for each pass over the training data.
-            query_rank: As in `Influence.scores`, for blocks that are stored as rows.
+        The arguments are the ones of `Influence.scores`. There are no scores by `"token"`, because the index does not
+        store which rows belong to which token. All files are read once for each pass over the training data, and
+        `query_rank` is for blocks that are stored as rows.
 
         Raises:
             ModelError: If models or parameters differ.
             StorageError: If parameters have changed since the index was made, or a file is damaged.
         """
         _check_by(by)
-        return all_scores(self._stream(queries, of, normalize, memory, query_rank), by)
+        request = Request(queries, self.train, of, self._settings.of_train, by, normalize, memory, query_rank)
+        return all_scores(self._stream(request))
 
     def top(
         self,
@@ -635,17 +611,9 @@ class Index(Described):
         memory: int = 2**32,
         query_rank: int | None = None,
     ) -> Top:
-        """Find the most helpful and the most harmful training data of each query, as `Influence.top` does.
-
-        Args:
-            queries: As in `scores`.
-            k: Number of helpful and of harmful examples per query.
-            of: As in `scores`.
-            normalize: As in `scores`.
-            memory: As in `scores`.
-            query_rank: As in `scores`.
-        """
-        return best(self._stream(queries, of, normalize, memory, query_rank), k)
+        """Find the most helpful and the most harmful training data of each query, as `Influence.top` does."""
+        request = Request(queries, self.train, of, self._settings.of_train, None, normalize, memory, query_rank, k)
+        return best(self._stream(request), k)
 
     def self_scores(self) -> Tensor:
         """Return the score of every training example with itself, `[train]`, computed without compression."""
@@ -654,14 +622,11 @@ class Index(Described):
         with files.require_valid(self.path or "The index"):
             return torch.cat([batch["own"] for shard in shards for batch in shard["batches"]]).to(self.train.device)
 
-    def _stream(
-        self, queries: EmpiricalRisk, of: Quantity, normalize: Normalize | None, memory: int, query_rank: int | None
-    ) -> "_IndexStream":
-        """Check the arguments, and return a stream over queries and stored gradients."""
-        request = Request(queries, self.train, of, self._of_train, normalize, memory, query_rank)
+    def _stream(self, request: Request) -> "_IndexStream":
+        """Check the request, and return a stream over queries and stored gradients."""
         self._check_weights()
-        check_request(self._K, request)
-        return _IndexStream(self._K, self._inverse, request, self._shards, self._count, self._stored)
+        request.check(self._settings.K)
+        return _IndexStream(self._settings, request, self._shards, self._count, self._stored)
 
     def _check_weights(self) -> None:
         """Raise `StorageError` if the weights of the model have changed since the index was created."""
@@ -677,19 +642,13 @@ class _IndexStream(Stream):
     """A stream over queries, and over the stored gradients of training data."""
 
     def __init__(
-        self,
-        K: BlockDiagonal,
-        inverse: BlockDiagonal,
-        request: Request,
-        shards: Shards,
-        count: int,
-        stored: dict[str, Stored],
+        self, settings: IndexSettings, request: Request, shards: Shards, count: int, stored: dict[str, Stored]
     ) -> None:
-        super().__init__(K, inverse, request)
+        super().__init__(settings.K, settings.inverse, request)
         self._shards = shards
         self._count = count
         self._stored = stored
-        self._layouts = _layouts(K)
+        self._layouts = _layouts(settings.K)
         self._own: dict[int, Tensor] = {}
 
     def train(self) -> Iterator[GradientBatch]:
@@ -714,20 +673,6 @@ class _IndexStream(Stream):
         """Choose how queries are multiplied with the stored form of a block."""
         queries, train = self.request.queries.num_data, self.request.train.num_data
         return self._stored[name].way(block, queries, train, self.request.query_rank)
-
-
-def settings_of(
-    damping: Damping, method: Method, rank: int | None, compression: Compression, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return the settings that must be the same if a folder already has an index.
-
-    Raises:
-        ModelError: If a setting is invalid.
-    """
-    check_storage(rank, compression, dtype)
-    # Without a rank, nothing is compressed, and `compression` has no effect.
-    kind = compression if rank is not None else None
-    return {"damping": damping, "method": method, "rank": rank, "compression": kind, "dtype": dtype}
 
 
 def _check_by(by: object) -> None:

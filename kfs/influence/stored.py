@@ -24,25 +24,35 @@ from kfs.factors.blocks import Kronecker, Structure
 from kfs.factors.layout import Layout
 from kfs.factors.per_example import Basis, BlockGradients
 from kfs.files import UnfitError
-from kfs.influence.checks import check_choice, check_count
+from kfs.influence.scoring import check_choice, check_count
 from kfs.influence.ways import Chosen, choose, rotated, truncated
 
 Form = Literal["rows", "matrices", "rotated", "low rank", "projected"]
 Compression = Literal["low rank", "projected"]
-_COMPRESSIONS = ("low rank", "projected")
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def check_storage(rank: int | None, compression: Compression, dtype: torch.dtype) -> None:
-    """Check the settings of an index.
+@dataclass(frozen=True)
+class Storage:
+    """The arguments of `Influence.index` that determine how gradients are stored. They are checked here.
+
+    Attributes:
+        rank: Number of coordinates or singular vectors to keep; `None` for all.
+        compression: Whether to keep coordinates (`"projected"`) or singular vectors (`"low rank"`).
+        dtype: Dtype of the stored numbers.
 
     Raises:
-        ModelError: If rank, compression or dtype is invalid.
+        ModelError: If one of them is invalid.
     """
-    check_count("rank", rank)
-    check_choice("compression", compression, _COMPRESSIONS)
-    if dtype not in _DTYPES:
-        raise ModelError(f"dtype is {dtype!r}.", "Use torch.float32, torch.bfloat16 or torch.float64.")
+
+    rank: int | None = None
+    compression: Compression = "low rank"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        check_choice("compression", self.compression, ("low rank", "projected"))
+        if self.dtype not in {torch.float64, torch.float32, torch.bfloat16}:
+            raise ModelError(f"dtype is {self.dtype!r}.", "Use torch.float32, torch.bfloat16 or torch.float64.")
 
 
 def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> int:
@@ -59,23 +69,22 @@ def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> i
     return (rank or 0) if form == "projected" else gradients.numbers
 
 
-def choose_form(structure: Structure, gradients: BlockGradients, rank: int | None, compression: Compression) -> Form:
+def choose_form(structure: Structure, gradients: BlockGradients, storage: Storage) -> Form:
     """Return the form of a block that takes the fewest bytes.
 
     Args:
         structure: The inverse of the block.
         gradients: Gradients of some examples.
-        rank: Number of coordinates or singular vectors to keep; `None` for all.
-        compression: Whether to keep coordinates (`"projected"`) or singular vectors (`"low rank"`).
+        storage: Which compression is allowed.
 
     Raises:
         ModelError: If the form is `"projected"`, but the inverse has no basis.
     """
     forms: list[Form] = ["rows"] if gradients.whole is None else []
     forms.append("rotated" if isinstance(structure, Basis) else "matrices")
-    if rank is not None:
-        forms.append(compression)
-    best = min(forms, key=lambda form: numbers_stored(form, gradients, rank))
+    if storage.rank is not None:
+        forms.append(storage.compression)
+    best = min(forms, key=lambda form: numbers_stored(form, gradients, storage.rank))
     if best == "projected" and not isinstance(structure, (Basis, Kronecker)):
         raise ModelError(
             f"The inverse of block {gradients.layout.name!r} is a {type(structure).__name__} matrix, which has no "

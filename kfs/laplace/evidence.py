@@ -31,8 +31,7 @@ from kfs.laplace.likelihood import (
     Likelihood,
     Number,
     Prior,
-    check_curvature,
-    check_risk,
+    check_arguments,
     is_regression,
     likelihood_of,
     priors_by_name,
@@ -155,8 +154,7 @@ def log_marginal_likelihood(
         True
     """
     with _shared_with_ranks(risk):
-        check_curvature(K)
-        check_risk(K, risk)
+        check_arguments(K, risk)
         likelihood = likelihood_of(K, risk, noise, temperature)
         priors = priors_by_name(prior_precision, K)
         return evidence(decomposed(K, likelihood.scale), risk, priors, likelihood)
@@ -230,8 +228,7 @@ def tune_prior(
     """
     # Ranks communicate here only for blocks with owner ranks, so errors need not reach the ranks of the risk.
     with K.ranks.agreed("kfs.laplace.tune_prior") if isinstance(K, BlockDiagonal) else nullcontext():
-        check_curvature(K)
-        check_risk(K, risk)
+        check_arguments(K, risk)
         likelihood = likelihood_of(K, risk, noise, temperature)
         return best_priors(spectra(decomposed(K, likelihood.scale), risk.params), per_block)
 
@@ -308,8 +305,7 @@ def tune_prior_and_noise(
             converge.
     """
     with _shared_with_ranks(risk):
-        check_curvature(K)
-        check_risk(K, risk)
+        check_arguments(K, risk)
         if not is_regression(risk):
             raise ModelError(f"{risk.loss.name} has no noise parameter.", "Use kfs.laplace.tune_prior.")
     criteria = risk.value() / risk.reduction_factor

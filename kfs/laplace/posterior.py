@@ -27,13 +27,14 @@ from kfs.display.describe import Described, Description, counted, kind, number
 from kfs.display.suggestions import suggest
 from kfs.errors import ModelError
 from kfs.factors.blocks import BlockDiagonal
+from kfs.factors.match import check_curvature, check_parameters, warn_of_other_values
 from kfs.laplace.evidence import decomposed, evidence
 from kfs.laplace.likelihood import (
+    NAME,
     Likelihood,
     Number,
     Prior,
-    check_curvature,
-    check_risk,
+    check_arguments,
     is_regression,
     likelihood_of,
     priors_by_name,
@@ -42,7 +43,6 @@ from kfs.laplace.variance import NO_LOSS, output_covariance, output_mean, risk_o
 from kfs.losses.binary import BinaryCrossEntropy
 from kfs.losses.cross_entropy import CrossEntropy, TokenCrossEntropy
 from kfs.losses.interface import Loss
-from kfs.operators.match import check_parameters, warn_of_other_values
 from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.whole_parameters import whole
 
@@ -312,7 +312,7 @@ class Posterior(Described):
 
     def _warn_of_training(self) -> None:
         """Warn if parameters have changed since the curvature was computed: the model runs with the current ones."""
-        warn_of_other_values(self.K, self.risk.params, what="The curvature", owner="the model", stacklevel=4)
+        warn_of_other_values(self.K, self.risk.params, stacklevel=4)
 
 
 def posterior(
@@ -353,8 +353,7 @@ def posterior(
         Posterior of Linear with CrossEntropyLoss (mean): 8 parameters, 1 block, float32 on cpu
           curvature: KFAC; prior precision: 1
     """
-    check_curvature(K)
-    check_risk(K, risk)
+    check_arguments(K, risk)
     likelihood = likelihood_of(K, risk, noise, temperature)
     return Posterior(K, risk, _numbers(priors_by_name(prior_precision, K)), likelihood)
 
@@ -387,14 +386,14 @@ def functional_variance(
         ModelError: As in `posterior`.
         DataError: If there are no inputs.
     """
-    check_curvature(K)
-    is_risk = isinstance(risk_or_model, EmpiricalRisk)
-    if is_risk:
-        check_risk(K, risk_or_model)
-    likelihood = likelihood_of(K, risk_or_model if is_risk else None, noise, temperature)  # type: ignore[arg-type]
-    priors = _numbers(priors_by_name(prior_precision, K))
-    risk = risk_or_model if isinstance(risk_or_model, EmpiricalRisk) else _risk_of(K, risk_or_model)
-    covariance = decomposed(K, likelihood.scale).inverse(priors)
+    if isinstance(risk_or_model, EmpiricalRisk):
+        check_arguments(K, risk_or_model)
+        risk = with_loss = risk_or_model
+    else:
+        check_curvature(K, NAME)
+        risk, with_loss = _risk_of(K, risk_or_model), None
+    likelihood = likelihood_of(K, with_loss, noise, temperature)
+    covariance = decomposed(K, likelihood.scale).inverse(_numbers(priors_by_name(prior_precision, K)))
     return output_covariance(K, covariance, risk_of_inputs(risk, X, _checked("batch_size", batch_size)))
 
 
@@ -409,8 +408,8 @@ def _risk_of(K: BlockDiagonal, model: object) -> EmpiricalRisk:
             f"A {type(model).__name__} does not have parameters.", "Pass the risk of the curvature, or its module."
         )
     params = dict(model.named_parameters())
-    check_parameters(K, {name: p.shape for name, p in params.items()})
-    warn_of_other_values(K, params, what="The curvature", owner="the model", stacklevel=4)
+    check_parameters(K, params)
+    warn_of_other_values(K, params, stacklevel=4)
     return EmpiricalRisk(model, NO_LOSS, [], list(K.domain.shapes))
 
 

@@ -19,6 +19,7 @@ from kfs.display.suggestions import few
 from kfs.errors import DtypeError, KfsError, KfsWarning, ModelError, ShapeError
 from kfs.factors import Relative
 from kfs.factors.blocks import METHODS, BlockDiagonal, Damping, Method
+from kfs.factors.match import check_parameters, computed_at, digest_for, warn_of_other_values
 from kfs.merging.entries import all_equal, average, check_buffers, merged_buffer, not_saved, recomputed
 from kfs.merging.systems import (
     Damped,
@@ -32,7 +33,6 @@ from kfs.merging.systems import (
     systems,
 )
 from kfs.operators import LinearOperator
-from kfs.operators.match import check_parameters, computed_at, digest_for, warn_of_other_values
 from kfs.operators.space import Space
 from kfs.problem.isolation import check_module
 from kfs.problem.whole_parameters import refuse_sharded
@@ -166,8 +166,7 @@ def check_curvatures(curvatures: object, models: Sequence[nn.Module], what: str)
         )
     for place, (C, model) in enumerate(zip(found, models, strict=True)):
         _check_operator(C, f"{what}[{place}]")
-        shapes = {name: p.shape for name, p in model.named_parameters()}
-        check_parameters(C, shapes, what=f"{what}[{place}]", owner=f"models[{place}]")
+        check_parameters(C, dict(model.named_parameters()), what=f"{what}[{place}]", owner=f"models[{place}]")
     for place, C in enumerate(found[1:], start=1):
         _check_same_space(found[0], C, f"{what}[0]", f"{what}[{place}]")
     for place, C in enumerate(found):
