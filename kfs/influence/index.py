@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -35,10 +35,10 @@ from kfs.influence.scoring import (
     check_choice,
     structures_of,
 )
-from kfs.influence.stored import Storage, Stored, basis_of, choose_form, leading_coordinates, restored
+from kfs.influence.stored import Form, Storage, Stored, basis_of, choose_form, leading_coordinates, restored
 from kfs.influence.ways import Chosen, choose, self_products
 from kfs.losses.quantities import Quantity
-from kfs.problem.data import Batch, Fingerprint, fingerprint
+from kfs.problem.data import Batch, fingerprint
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.nested import tensors_in
 
@@ -67,40 +67,12 @@ def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
     return found
 
 
-def batch_identity(batch: Batch) -> list[str]:
-    """Return the identity of a batch: shapes, and a digest of all numbers.
-
-    The digest costs little compared to the forward and backward pass of the batch.
-    """
-    found: Fingerprint = fingerprint(batch.x, batch.y, complete=True)
-    return [*found.tensors, found.digest]
-
-
 def _named(quantity: Quantity) -> str:
     """Return the name of a quantity. The name of a function has a digest of its code and of the values that it uses."""
     if isinstance(quantity, str):
         return quantity
     name = getattr(quantity, "__qualname__", type(quantity).__name__)
     return f"{name} ({function_digest(quantity)})"
-
-
-class Shards(Protocol):
-    """Interface of the storage of an index and its shards."""
-
-    def open(self, belongs_to: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-        """Return the stored state and the number of shards; `None` if nothing is stored."""
-
-    def save(self, state: dict[str, Any]) -> None:
-        """Write the state of the index."""
-
-    def write(self, place: int, state: dict[str, Any]) -> None:
-        """Write a shard."""
-
-    def read(self, place: int) -> Any:
-        """Read a shard."""
-
-    def size(self) -> int:
-        """Return the number of bytes of the stored shards."""
 
 
 class InMemory:
@@ -297,7 +269,7 @@ class Builder:
     """
 
     plan: IndexSettings
-    shards: Shards
+    shards: InMemory | Folder
     stored: dict[str, Stored] = field(default_factory=dict)
 
     def run(self, belongs_to: dict[str, Any]) -> dict[str, Any]:
@@ -317,14 +289,15 @@ class Builder:
         if found is not None:
             state, number = found
             with files.require_valid("The index"):
-                self.stored = self._restored(state)
+                self.stored = self._with_forms(state["forms"], state["coordinates"])
             # Read every shard once, to detect damage now rather than in a later query.
             known = _CompletedBatches([self.shards.read(place) for place in range(number)])
             if state["complete"]:
                 known.check_all(self.plan.train)
                 return state
         self._fill(known)
-        error = _error(known.errors)
+        wrong, norm = (sum(numbers) for numbers in zip(*known.errors, strict=True))
+        error = (wrong / norm) ** 0.5 if norm else 0.0
         state = self._state() | {"complete": True, "shards": known.shards, "error": error}
         self.shards.save(state)
         return state
@@ -336,7 +309,11 @@ class Builder:
         for batch in per_datum(plan.train, plan.of_train, blocks=plan.K, skip=known.has):
             if not self.stored:
                 # Write the forms before the first shard, so that an interrupted index can be continued.
-                self.stored = self._chosen(batch)
+                forms = {
+                    name: choose_form(plan.structures[name], block, plan.storage)
+                    for name, block in batch.blocks.items()
+                }
+                self.stored = self._with_forms(forms)
                 self.shards.save(self._state() | {"complete": False})
             pending.append(self._of_batch(batch, known.last_seen, known.place))
             if sum(one["bytes"] for one in pending) >= plan.shard_bytes:
@@ -392,18 +369,20 @@ class Builder:
             full, found = full[others], found[others]  # type: ignore[index]
         return [float((found - full).square().sum()), float(full.square().sum())]
 
-    def _chosen(self, first: GradientBatch) -> dict[str, Stored]:
-        """Choose the form of every block from the gradients of the first batch."""
-        plan = self.plan
+    def _with_forms(
+        self, forms: Mapping[str, Form], coordinates: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Stored]:
+        """Return how blocks are stored, given their forms. Coordinates are chosen if they are not given."""
+        rank = self.plan.storage.rank or 0
         stored = {}
-        for name, block in first.blocks.items():
-            form = choose_form(plan.structures[name], block, plan.storage)
-            structure = plan.structures[name]
-            coordinates = None
+        for name, form in forms.items():
+            structure = self.plan.structures[name]
+            kept = None
             if form == "projected":
                 structure = basis_of(structure)
-                coordinates = leading_coordinates(structure, plan.storage.rank or 0)
-            stored[name] = Stored(form, structure, plan.storage.rank or 0, coordinates)
+                kept = leading_coordinates(structure, rank) if coordinates is None else coordinates[name]
+                kept = kept.to(self.plan.train.device)
+            stored[name] = Stored(form, structure, rank, kept)
         return stored
 
     def _state(self) -> dict[str, Any]:
@@ -411,18 +390,6 @@ class Builder:
         forms = {name: one.form for name, one in self.stored.items()}
         kept = {name: one.coordinates for name, one in self.stored.items() if one.coordinates is not None}
         return {"forms": forms, "coordinates": kept}
-
-    def _restored(self, state: Any) -> dict[str, Stored]:
-        """Return how blocks are stored; the inverse of `_state`."""
-        stored = {}
-        for name, form in state["forms"].items():
-            structure = self.plan.structures[name]
-            coordinates = state["coordinates"].get(name)
-            if form == "projected":
-                structure = basis_of(structure)
-                coordinates = coordinates.to(self.plan.train.device)
-            stored[name] = Stored(form, structure, self.plan.storage.rank or 0, coordinates)
-        return stored
 
 
 class _CompletedBatches:
@@ -453,7 +420,9 @@ class _CompletedBatches:
             StorageError: If a shard has another batch with this index.
         """
         self.place = place
-        self.last_seen = batch_identity(batch)
+        # The digest of all numbers costs little compared to the forward and backward pass of the batch.
+        found = fingerprint(batch.x, batch.y, complete=True)
+        self.last_seen = [*found.tensors, found.digest]
         known = place < len(self._identities)
         if known and self._identities[place] != self.last_seen:
             raise _other_data(f"batch {place} is another one")
@@ -481,21 +450,6 @@ def _other_data(what: str) -> StorageError:
         f"The data differ from the data that the index was made from: {what}.",
         "Pass the same data in the same batches and order, delete the folder, or choose another one.",
     )
-
-
-def _error(parts: list[list[float]]) -> float:
-    """Return the relative error of scores from squared norms of errors and scores."""
-    wrong, norm = (sum(numbers) for numbers in zip(*parts, strict=True))
-    return (wrong / norm) ** 0.5 if norm else 0.0
-
-
-def blocks_of(batch: Any, layouts: Mapping[str, Any], like: EmpiricalRisk) -> dict[str, BlockGradients]:
-    """Return the gradients of one batch of a shard, by block."""
-    num_data = int(batch["stop"]) - int(batch["start"])
-    return {
-        name: restored(state, layouts[name], num_data, like.sum_dtype, like.device)
-        for name, state in batch["blocks"].items()
-    }
 
 
 _ROUND_OFF = 1e-5  # smaller errors are shown as "below"
@@ -526,12 +480,11 @@ class Index(Described):
         self._settings = settings
         self.train = train
         self.path = None if file is None else Path(file)
-        self._shards: Shards = InMemory() if file is None else Folder(file)
-        # Keep digests of the weights, to detect later whether the model has changed.
-        belongs_to = settings.identity()
-        self._weights = {name: belongs_to[name] for name in weights(train)}
+        self._shards: InMemory | Folder = InMemory() if file is None else Folder(file)
+        # It has digests of the weights, to detect later whether the model has changed.
+        self._belongs_to = settings.identity()
         builder = Builder(settings, self._shards)
-        state = builder.run(belongs_to)
+        state = builder.run(self._belongs_to)
         self._stored = builder.stored
         self._count = int(state["shards"])
         self.error = float(state["error"])
@@ -630,7 +583,7 @@ class Index(Described):
 
     def _check_weights(self) -> None:
         """Raise `StorageError` if the weights of the model have changed since the index was created."""
-        differ = differences(self._weights, weights(self.train))
+        differ = differences(self._belongs_to, weights(self.train))
         if differ:
             raise StorageError(
                 f"The index was made with other weights: {', '.join(differ)} differ.",
@@ -642,7 +595,12 @@ class _IndexStream(Stream):
     """A stream over queries, and over the stored gradients of training data."""
 
     def __init__(
-        self, settings: IndexSettings, request: Request, shards: Shards, count: int, stored: dict[str, Stored]
+        self,
+        settings: IndexSettings,
+        request: Request,
+        shards: InMemory | Folder,
+        count: int,
+        stored: dict[str, Stored],
     ) -> None:
         super().__init__(settings.K, settings.inverse, request)
         self._shards = shards
@@ -660,9 +618,13 @@ class _IndexStream(Stream):
             found = []
             with files.require_valid("The index"):
                 for batch in shard["batches"]:
-                    blocks = ByName(blocks_of(batch, self._layouts, train), "block")
-                    found.append(GradientBatch(int(batch["start"]), int(batch["stop"]), blocks, shapes))
-                    self._own[found[-1].start] = batch["own"].to(train.device)
+                    start, stop = int(batch["start"]), int(batch["stop"])
+                    blocks = {
+                        name: restored(state, self._layouts[name], stop - start, train.sum_dtype, train.device)
+                        for name, state in batch["blocks"].items()
+                    }
+                    found.append(GradientBatch(start, stop, ByName(blocks, "block"), shapes))
+                    self._own[start] = batch["own"].to(train.device)
             yield from found
 
     def own_of_train(self, batch: GradientBatch) -> Tensor:

@@ -5,7 +5,7 @@ A `Request` has the arguments and checks them, a `Stream` computes scores batch 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -201,7 +201,10 @@ class Stream:
         """Yield prepared queries, as many at a time as memory allows, and show progress."""
         request = self.request
         total = request.queries.num_data
-        with show_progress("influence", total, _wanted(request), "query") as line:
+        # `False` wins over `True`, and `True` over `None`.
+        wishes = {request.queries.progress, request.train.progress}
+        wanted = False if False in wishes else (True in wishes or None)
+        with show_progress("influence", total, wanted, "query") as line:
             pending: list[Queries] = []
             for batch in per_datum(request.queries, request.of, blocks=self.operator):
                 most = self.most(batch)
@@ -221,29 +224,18 @@ class Stream:
         """Yield the gradients of training data."""
         return per_datum(self.request.train, self.request.of_train, blocks=self.operator)
 
-    def pairs(
-        self,
-        queries: Queries,
-        batch: GradientBatch,
-        product: Callable[[BlockGradients, BlockGradients, BlockGradients], Tensor] | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield block names with the scores of all pairs, `[queries, batch]`, or another product of the gradients.
-
-        Args:
-            queries: Gradients of queries.
-            batch: Gradients of training data.
-            product: Function of gradients of queries, gradients of training data, and the captured gradients of
-                training data. If not given, scores are inner products.
-        """
-        normalize = self.request.normalize
-        scale = None if normalize is None else self._scale(queries, batch)
+    def pairs(self, queries: Queries, batch: GradientBatch) -> Iterator[tuple[str, Tensor]]:
+        """Yield block names with the scores of all pairs, `[queries, batch]`, or `[queries, batch, positions]`."""
+        request = self.request
+        scale = None if request.normalize is None else self._scale(queries, batch)
+        positions = positions_of(batch) if request.by == "token" else None
         for name, gradients in queries.gradients.items():
             block = batch.blocks[name]
             way = self.ways[name]
-            if product is None:
+            if positions is None:
                 scores = gradients.inner(way.of_train(block))
             else:
-                scores = product(gradients, way.of_train(block.by_place(), keep_rows=True), block)
+                scores = by_token(gradients, way.of_train(block.by_place(), keep_rows=True), block, positions)
             if scale is not None:
                 scores = scores * scale.reshape(*scale.shape, *[1] * (scores.ndim - 2))
             yield name, scores
@@ -269,11 +261,7 @@ class Stream:
         return scale if queries.own is None else scale * _inverse_root(queries.own).unsqueeze(1)
 
     def most(self, batch: GradientBatch) -> int:
-        """Return the number of queries that fit into memory, and choose how gradients are multiplied if necessary.
-
-        Args:
-            batch: Gradients of some queries.
-        """
+        """Return the number of queries that fit into memory, and choose how gradients are multiplied if necessary."""
         if not self.ways:
             self.ways = {name: self.way(name, block) for name, block in batch.blocks.items()}
         each = sum(self.ways[name].bytes_of(block) for name, block in batch.blocks.items())
@@ -289,11 +277,7 @@ class Stream:
 
 def structures_of(inverse: BlockDiagonal, risk: EmpiricalRisk) -> dict[str, Structure]:
     """Return the inverse of each block by name, on the device of the gradients."""
-    return {
-        layout.name: stack.structure[part].to(risk.device, risk.sum_dtype)
-        for stack in inverse.stacks
-        for layout, part in stack.slices()
-    }
+    return {name: structure.to(risk.device, risk.sum_dtype) for name, structure in inverse.structures.items()}
 
 
 def _joined(parts: list[Queries]) -> Queries:
@@ -306,14 +290,6 @@ def _joined(parts: list[Queries]) -> Queries:
 def _inverse_root(own: Tensor) -> Tensor:
     """Return the inverse square root of numbers, and zero for numbers that are not positive."""
     return torch.where(own > 0, own.clamp(min=torch.finfo(own.dtype).tiny).rsqrt(), 0.0)
-
-
-def _wanted(request: Request) -> bool | None:
-    """Combine the progress settings of both risks: `False` wins over `True`, and `True` over `None`."""
-    wishes = {request.queries.progress, request.train.progress}
-    if False in wishes:
-        return False
-    return True if True in wishes else None
 
 
 def check_finite(scores: Tensor, queries: Queries, batch: GradientBatch) -> None:
@@ -451,7 +427,7 @@ def by_token(queries: BlockGradients, train: BlockGradients, captured: BlockGrad
     Args:
         queries: Gradients of queries, multiplied by the inverse.
         train: Gradients of training data, by place.
-        captured: Gradients of training data, as captured.
+        captured: The same gradients, as captured.
         positions: Number of positions per example.
 
     Raises:
@@ -497,7 +473,7 @@ def _columns(stream: Stream, chunk: Queries) -> dict[str, list[Tensor]]:
     columns: dict[str, list[Tensor]] = {}
     for batch in stream.train():
         found: dict[str, Tensor] = {}
-        for name, scores in _pairs(stream, chunk, batch):
+        for name, scores in stream.pairs(chunk, batch):
             key = _key(stream.request.by, batch.blocks[name])
             found[key] = scores if key not in found else found[key].add_(scores)
         for key, scores in found.items():
@@ -545,14 +521,6 @@ def best(stream: Stream, k: int) -> Top:
         found.append((helpful.ranked(sign), harmful.ranked(-sign)))
     both = [Ranked(*map(torch.cat, zip(*parts, strict=True))) for parts in zip(*found, strict=True)]
     return Top(*both)
-
-
-def _pairs(stream: Stream, chunk: Queries, batch: GradientBatch) -> Iterator[tuple[str, Tensor]]:
-    """Yield block names with scores, or with scores by token."""
-    if stream.request.by != "token":
-        return stream.pairs(chunk, batch)
-    positions = positions_of(batch)
-    return stream.pairs(chunk, batch, lambda queries, train, use: by_token(queries, train, use, positions))
 
 
 def _key(by: By | None, block: BlockGradients) -> str:
