@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import KfsWarning, ModelError, SolverError
-from kfs.factors.blocks import BlockDiagonal, Stack, Structure
+from kfs.factors.blocks import BlockDiagonal, Stack
 from kfs.laplace.likelihood import (
     Likelihood,
     Number,
@@ -67,12 +67,8 @@ def decomposed(K: BlockDiagonal, scale: float) -> BlockDiagonal:
 
     Factors of KFAC cache their decompositions, so that a second call takes no time.
     """
-    stacks = [Stack(stack.layouts, stack.apply(_decomposed).scaled(scale)) for stack in K.stacks]
+    stacks = [Stack(stack.layouts, stack.apply(lambda block: block.eigenbasis()).scaled(scale)) for stack in K.stacks]
     return BlockDiagonal(K.domain, stacks).called(f"curvature of the log-likelihood, {type(K).__name__}", K.of)
-
-
-def _decomposed(structure: Structure) -> Structure:
-    return structure.eigenbasis()
 
 
 def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str, BlockSpectrum]:
@@ -89,7 +85,8 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
     found: dict[str, BlockSpectrum] = {}
     for stack in curvature.stacks:
         values = stack.apply(lambda structure: structure.eigenvalues())
-        noise = _round_off(values)
+        # A generous bound on the errors of eigenvalues; errors of sums grow with the number of terms.
+        noise = values.abs().amax(1).double() * torch.finfo(values.dtype).eps ** 0.5
         for layout, part in stack.slices():
             mine = values[part].double()
             if bool((mine < -noise[part].unsqueeze(1)).any()):
@@ -100,13 +97,6 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
             squared_norm = float(layout.matrix(columns).square().sum())
             found[layout.name] = BlockSpectrum(mine.clamp(min=0).flatten(), squared_norm)
     return found
-
-
-def _round_off(values: Tensor) -> Tensor:
-    """Return a generous bound on the errors of eigenvalues, `[stack]`; errors of sums grow with the number of terms."""
-    largest = values.abs().amax(1).double()
-    bound: Tensor = largest * torch.finfo(values.dtype).eps ** 0.5
-    return bound
 
 
 _MOST_ROUNDS = 1_000
@@ -317,7 +307,10 @@ def tune_prior_and_noise(
     # Start with the variance of the residuals, as if no parameter were effective.
     log_variance = log(2 * criteria / num_targets)
     for _ in range(_MOST_ROUNDS):
-        scaled = {name: _divided(block, exp(log_variance)) for name, block in unit.items()}
+        scaled = {
+            name: BlockSpectrum(block.eigenvalues / exp(log_variance), block.squared_norm)
+            for name, block in unit.items()
+        }
         priors = best_priors(scaled, per_block)
         before = log_variance
         log_variance = _best_log_variance(unit, priors, criteria, num_targets)
@@ -332,12 +325,7 @@ def tune_prior_and_noise(
 
 
 def _warn_of_overestimate(noise: float, residual: float) -> None:
-    """Warn if the noise is much larger than the residuals, because of the effective number of parameters.
-
-    Args:
-        noise: The noise with the largest marginal likelihood.
-        residual: Root mean square of the residuals.
-    """
+    """Warn if the noise is much larger than the root mean square of residuals: too many effective parameters."""
     # The best noise has residual^2 = noise^2 (1 - gamma / n).
     share = 1 - (residual / noise) ** 2
     if share > _MOST_EFFECTIVE:
@@ -350,10 +338,6 @@ def _warn_of_overestimate(noise: float, residual: float) -> None:
             KfsWarning,
             stacklevel=3,
         )
-
-
-def _divided(block: BlockSpectrum, variance: float) -> BlockSpectrum:
-    return BlockSpectrum(block.eigenvalues / variance, block.squared_norm)
 
 
 def _best_log_variance(

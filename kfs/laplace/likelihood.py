@@ -69,25 +69,20 @@ def likelihood_of(
         DtypeError: If noise or temperature is not a positive number.
     """
     _check_positive(temperature, "The temperature")
-    factors = K.factors if isinstance(K, EKFAC) else K
-    loss = factors.loss if isinstance(factors, KFAC) else None
-    if loss is not None and risk is not None:
-        loss.check_same(LossScale.of(risk))
-    if loss is None and risk is None:
+    if isinstance(K, KFAC | EKFAC):
+        loss = (K.factors if isinstance(K, EKFAC) else K).loss
+        if risk is not None:
+            loss.check_same(LossScale.of(risk))
+        name, R = loss.name, loss.reduction_factor(K.count)
+    elif risk is not None:
+        name, R = risk.loss.name, risk.reduction_factor
+    else:
         raise ModelError(
             f"A {type(K).__name__} does not know the loss that it is the curvature of.",
             "Pass kfs.EmpiricalRisk(model, loss, data) with these data in place of the model.",
         )
-    name = loss.name if loss is not None else _known(risk).loss.name
     _check_noise(noise, name)
-    if loss is not None and isinstance(K, KFAC | EKFAC):
-        return Likelihood(loss.reduction_factor(K.count), noise, temperature)
-    return Likelihood(_known(risk).reduction_factor, noise, temperature)
-
-
-def _known(risk: EmpiricalRisk | None) -> EmpiricalRisk:
-    assert risk is not None  # noqa: S101 (checked in `likelihood_of`)
-    return risk
+    return Likelihood(R, noise, temperature)
 
 
 def _check_noise(noise: float | None, loss: str) -> None:

@@ -52,26 +52,6 @@ LINKS = ("probit", "mc", "bridge")
 _NUMBERS = 2**24
 
 
-def check_link(loss: Loss, link: str) -> None:
-    """Check that a link exists, and that it applies to the loss.
-
-    Raises:
-        ModelError: If the link is unknown, the loss has no classes, or the link has no effect for the loss.
-    """
-    if link not in LINKS:
-        raise ModelError(f"There is no link {link!r}.", suggest([link], LINKS))
-    if not isinstance(loss, BinaryCrossEntropy | CrossEntropy | TokenCrossEntropy):
-        raise ModelError(
-            f"{loss.name} has no classes, so there are no probabilities to predict.",
-            "Use functional_variance, the covariance of the model's outputs.",
-        )
-    if link == "bridge" and isinstance(loss, BinaryCrossEntropy):
-        raise ModelError(
-            f"{loss.name} has two classes for each logit. For two classes, the Laplace bridge changes nothing.",
-            "Use link='probit' or link='mc'.",
-        )
-
-
 def probabilities(loss: Loss, f: Tensor, covariance: Tensor, link: str, num_samples: int, seed: int) -> Tensor:
     """Average the probabilities of classes over a normal distribution of logits, approximately.
 
@@ -293,17 +273,29 @@ class Posterior(Described):
         return mean, covariance
 
     def _check_prediction(self, link: str | None, noise: bool) -> None:
-        """Raise `ModelError` for options that do not apply to the loss."""
-        name = self.risk.loss.name
-        if not is_regression(self.risk):
-            check_link(self.risk.loss, link or "probit")
-            if noise:
-                raise ModelError(f"{name} has no noise that could be added.", "Leave noise= out; it is for MSELoss.")
-        elif link is not None:
+        """Raise `ModelError` for a link that does not exist, and for options that do not apply to the loss."""
+        loss = self.risk.loss
+        if is_regression(self.risk):
+            if link is not None:
+                raise ModelError(
+                    f"{loss.name} is the loss of a regression, but link={link!r} is for probabilities of classes.",
+                    "Leave link= out: mean and covariance are returned.",
+                )
+            return
+        if link not in {None, *LINKS}:
+            raise ModelError(f"There is no link {link!r}.", suggest([link], LINKS))
+        if not isinstance(loss, BinaryCrossEntropy | CrossEntropy | TokenCrossEntropy):
             raise ModelError(
-                f"{name} is the loss of a regression, but link={link!r} is for probabilities of classes.",
-                "Leave link= out: mean and covariance are returned.",
+                f"{loss.name} has no classes, so there are no probabilities to predict.",
+                "Use functional_variance, the covariance of the model's outputs.",
             )
+        if link == "bridge" and isinstance(loss, BinaryCrossEntropy):
+            raise ModelError(
+                f"{loss.name} has two classes for each logit. For two classes, the Laplace bridge changes nothing.",
+                "Use link='probit' or link='mc'.",
+            )
+        if noise:
+            raise ModelError(f"{loss.name} has no noise that could be added.", "Leave noise= out; it is for MSELoss.")
 
     def log_marginal_likelihood(self) -> Tensor:
         """Return the log marginal likelihood; see `kfs.laplace.log_marginal_likelihood`."""
