@@ -95,9 +95,7 @@ def _normalizations(model: nn.Module) -> dict[str, _BatchNorm]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
-def recomputed(
-    model: nn.Module, state: Mapping[str, Any], data: object, progress: bool | None
-) -> tuple[dict[str, Tensor], list[str]]:
+def recomputed(model: nn.Module, state: Mapping[str, Any], data: object, progress: bool | None) -> dict[str, Tensor]:
     """Recompute BatchNorm statistics for the merged parameters, in a copy of the model.
 
     Each is the plain mean over batches, as in `torch.optim.swa_utils.update_bn`. All other modules stay in evaluation
@@ -110,7 +108,7 @@ def recomputed(
         progress: Whether to show progress.
 
     Returns:
-        The new statistics by name, and their names.
+        The new statistics, by name.
 
     Raises:
         DataError: If there are no data, or a statistic is not finite.
@@ -143,7 +141,7 @@ def recomputed(
                 f"The statistic {name!r} is not finite for the merged model.",
                 "Look for NaN or infinity in the data, and pass batches of more than one example.",
             )
-    return new, list(new)
+    return new
 
 
 def _inputs(data: object) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Merging several models into one state dict using their curvature, with checks of models and curvatures."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import combinations
@@ -18,7 +18,7 @@ from kfs.display.progress import show_progress
 from kfs.display.suggestions import few
 from kfs.errors import DtypeError, KfsError, KfsWarning, ModelError, ShapeError
 from kfs.factors import Relative
-from kfs.factors.blocks import METHODS, BlockDiagonal, Damping, Method
+from kfs.factors.blocks import BlockDiagonal, Damping, Method
 from kfs.factors.match import check_parameters, computed_at, digest_for, warn_of_other_values
 from kfs.merging.entries import all_equal, average, check_buffers, merged_buffer, not_saved, recomputed
 from kfs.merging.systems import (
@@ -28,6 +28,7 @@ from kfs.merging.systems import (
     MergedBlock,
     MergeReport,
     Options,
+    Source,
     approximation,
     solve_system,
     systems,
@@ -243,20 +244,6 @@ def check_weights(weights: object, count: int) -> list[float]:
     return [float(weight) for weight in found]
 
 
-def check_settings(method: object, tolerance: object, max_iterations: object) -> None:
-    """Check the settings of the solver.
-
-    Raises:
-        ModelError: If a setting is invalid.
-    """
-    if method not in METHODS:
-        raise ModelError(f"method is {method!r}.", f"Choose from {', '.join(map(repr, METHODS))}.")
-    if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 < tolerance < 1):
-        raise ModelError(f"tolerance is {tolerance!r}.", "Use a number between 0 and 1, or leave it out.")
-    if type(max_iterations) is not int or max_iterations < 1:
-        raise ModelError(f"max_iterations is {max_iterations!r}.", "Use a positive integer.")
-
-
 def check_preconditioner(found: Sequence[LinearOperator], curvatures: Sequence[LinearOperator]) -> list[BlockDiagonal]:
     """Return the preconditioners, after checking that they have blocks and act on the curvatures' parameters.
 
@@ -397,29 +384,21 @@ def merge(
     given = check_models(models)
     operators = check_curvatures(curvatures, given, "curvatures")
     numbers = check_weights(weights, len(given))
-    check_settings(method, tolerance, max_iterations)
+    options = Options(damping, method, tolerance, max_iterations, progress)
     check_buffers(buffers, data, given)
     near: Sequence[BlockDiagonal | None] = [None] * len(given)
     if preconditioner is not None:
         near = check_preconditioner(check_curvatures(preconditioner, given, "preconditioner"), operators)
 
     # Omit models with a weight of zero, so that sums have fewer terms.
-    used = [i for i, weight in enumerate(numbers) if weight > 0]
-    options = Options(tolerance, max_iterations, progress)
-    found, blocks = _merged_parameters(
-        {i: given[i] for i in used},
-        {i: operators[i] for i in used},
-        {i: near[i] for i in used},
-        {i: numbers[i] for i in used},
-        (damping, method),
-        options,
-    )
+    sources = {i: Source(given[i], operators[i], near[i], weight) for i, weight in enumerate(numbers) if weight > 0}
+    found, blocks = _merged_parameters(sources, options)
     # Complete the state dict with entries that are not determined by curvature.
     state, averaged, done = _state_dict(given, numbers, found)
     if data is not None:
-        statistics, names = recomputed(given[0], state, data, progress)
+        statistics = recomputed(given[0], state, data, progress)
         state.update(statistics)
-        done |= dict.fromkeys(names, "recomputed")
+        done |= dict.fromkeys(statistics, "recomputed")
     # Warn about entries that the merge cannot determine.
     if averaged:
         warn(
@@ -439,22 +418,16 @@ def merge(
     return (state, made) if report else state
 
 
-def _merged_parameters(
-    models: dict[int, nn.Module],
-    operators: dict[int, LinearOperator],
-    near: dict[int, BlockDiagonal | None],
-    weights: dict[int, float],
-    damping: tuple[Damping, Method],
-    options: Options,
-) -> tuple[dict[str, Tensor], list[MergedBlock]]:
-    """Return the solutions of all systems. Arguments are dictionaries by index of the model."""
+def _merged_parameters(sources: Mapping[int, Source], options: Options) -> tuple[dict[str, Tensor], list[MergedBlock]]:
+    """Return the solutions of all systems, given the models by index."""
     with show_progress("merging", None, options.progress, "block") as line:
-        curvatures = _damped(operators, weights, damping, options)
-        close = [approximation(C, near[i], curvatures[i], weights[i]) for i, C in operators.items()]
-        domain = next(iter(operators.values())).domain
+        curvatures = _damped(sources, options)
+        close = [approximation(source, curvatures[i]) for i, source in sources.items()]
+        domain = next(iter(sources.values())).curvature.domain
         space = Space(domain.shapes, next(iter(curvatures.values())).dtype, domain.device)
-        values = {i: _values(model, space) for i, model in models.items()}
-        share = {i: weight / sum(weights.values()) for i, weight in weights.items()}
+        values = {i: _values(source.model, space) for i, source in sources.items()}
+        total = sum(source.weight for source in sources.values())
+        share = {i: source.weight / total for i, source in sources.items()}
         mean = {name: reduce(add, [share[i] * values[i][name] for i in values]) for name in space.shapes}
         found: dict[str, Tensor] = {}
         blocks = []
@@ -468,26 +441,23 @@ def _merged_parameters(
     return found, blocks
 
 
-def _damped(
-    operators: dict[int, LinearOperator],
-    weights: dict[int, float],
-    damping: tuple[Damping, Method],
-    options: Options,
-) -> dict[int, Damped]:
+def _damped(sources: Mapping[int, Source], options: Options) -> dict[int, Damped]:
     """Return damped and weighted curvatures: block by block, if all of them have blocks."""
-    have_blocks = all(isinstance(C, BlockDiagonal) for C in operators.values())
+    have_blocks = all(isinstance(source.curvature, BlockDiagonal) for source in sources.values())
     result: dict[int, Damped] = {}
-    for i, C in operators.items():
+    for i, source in sources.items():
+        C = source.curvature
         with naming(f"curvatures[{i}]"):
             if have_blocks and isinstance(C, BlockDiagonal):
-                result[i] = DampedBlocks(C, *damping, weights[i])
-            elif damping[1] != "exact":
+                result[i] = DampedBlocks(C, options.damping, options.method, source.weight)
+            elif options.method != "exact":
                 raise ModelError(
-                    f"method is {damping[1]!r}, but not all curvatures have blocks, so there are no factors to damp.",
+                    f"method is {options.method!r}, but not all curvatures have blocks, so there are no factors to "
+                    "damp.",
                     "Use method='exact', the default.",
                 )
             else:
-                result[i] = DampedOperator(C, damping[0], weights[i], options.progress)
+                result[i] = DampedOperator(C, options.damping, source.weight, options.progress)
     return result
 
 
