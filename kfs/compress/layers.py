@@ -162,14 +162,11 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
         ModelError: If the model or the curvature does not fit; see the messages.
         SolverError: If a layer's curvature is zero, and damping is relative to it.
     """
-    # Check the arguments.
-    _check_types(model, K, damping)
+    _check_arguments(model, K, keep, damping)
     params = dict(model.named_parameters())
     check_parameters(K, params)
     warn_of_other_values(K, params, stacklevel=4)
-    _check_modes(model)
-    _check_shares(keep)
-    modules = _compressible(model)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
     if not modules:
         raise ModelError(
             "The model has no linear layer or convolution (torch.nn.Linear, Conv1d, Conv2d, Conv3d), so there is "
@@ -186,7 +183,7 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
         )
     chosen = {name: module for name, module in modules.items() if name in names}
     _check_not_tied(model, chosen)
-    blocks = {layout.weight: (layout, structure) for layout, structure in _blocks(K)}
+    blocks = {layout.weight: (layout, stack.structure[part]) for stack in K.stacks for layout, part in stack.slices()}
     layers = []
     for name, module in chosen.items():
         weight = f"{name}.weight" if name else "weight"
@@ -243,26 +240,14 @@ def _without_round_off(matrices: Tensor, eps: float) -> Tensor:
     return result
 
 
-def _blocks(K: BlockDiagonal) -> list[tuple[Layout, Structure]]:
-    """Return all blocks with their layouts."""
-    return [(layout, stack.structure[part]) for stack in K.stacks for layout, part in stack.slices()]
-
-
-def _compressible(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all linear layers and convolutions, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
-
-
-def _check_types(model: object, K: object, damping: object) -> None:
+def _check_arguments(model: object, K: object, keep: object, damping: object) -> None:
+    """Check types, the modes of modules, and shares."""
     if not isinstance(model, nn.Module):
         raise DtypeError(f"The model is a {type(model).__name__}.", "Pass a torch.nn.Module.")
     if not isinstance(K, BlockDiagonal):
         raise DtypeError(f"The curvature is a {type(K).__name__}, which has no blocks.", "Pass a kfs.KFAC or EKFAC.")
     if not isinstance(damping, Relative) and (not isinstance(damping, (int, float)) or not 0 <= damping < inf):
         raise DtypeError(f"The damping is {damping!r}.", "Use a finite number >= 0, or kfs.Relative of one.")
-
-
-def _check_modes(model: nn.Module) -> None:
     refuse_sharded(model)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
@@ -270,6 +255,14 @@ def _check_modes(model: nn.Module) -> None:
                 f"Module {name!r} ({type(module).__name__}) is in training mode: the curvature belongs to another "
                 "function, and the statistics of the module would change.",
                 "Call model.eval() first.",
+            )
+    if keep == {}:
+        raise ModelError("keep is empty, so there is nothing to compress.", "Name at least one layer.")
+    shares = {f"keep[{name!r}]": share for name, share in keep.items()} if isinstance(keep, Mapping) else {"keep": keep}
+    for what, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ModelError(
+                f"{what} is {share!r}.", "Use a number above 0 and at most 1, such as 0.2; or one per layer."
             )
 
 
@@ -286,21 +279,6 @@ def _check_not_tied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
                     f"Parameter {leaf!r} of layer {name!r} is tied: it is {few(names)}.",
                     "Leave the layer out: name the layers to compress with keep={...}.",
                 )
-
-
-def _check_shares(keep: object) -> None:
-    if not isinstance(keep, Mapping):
-        _check_share(keep, "keep")
-        return
-    if not keep:
-        raise ModelError("keep is empty, so there is nothing to compress.", "Name at least one layer.")
-    for name, share in keep.items():
-        _check_share(share, f"keep[{name!r}]")
-
-
-def _check_share(share: object, what: str) -> None:
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ModelError(f"{what} is {share!r}.", "Use a number above 0 and at most 1, such as 0.2; or one per layer.")
 
 
 def write_weights(model: nn.Module, layer: Layer, matrix: Tensor) -> None:
