@@ -121,14 +121,10 @@ def columns_in(module: Any) -> int:
 
 
 def _followed(node: fx.Node, once: Mapping[str, nn.Module]) -> Link | None:
-    """Follow the output of a layer to the layer that reads it.
+    """Return the pair of layers in which one reads the output of the other one, which `node` calls.
 
-    Args:
-        node: The call of the layer.
-        once: Modules that are called once, with weights that no other code reads.
-
-    Returns:
-        The pair of layers; `None` if there is no reader, or an operation in between mixes channels.
+    The result is `None` if there is no reader, or an operation in between mixes channels. `once` has the modules that
+    are called once, with weights that no other code reads.
     """
     source = str(node.target)
     num_channels = channels_out(once[source])
@@ -195,11 +191,7 @@ def prune_channels(
 ) -> tuple[nn.Module, list[LayerRow]]:
     """Return a copy of the model without the cheapest channels, with smaller layers on both sides.
 
-    Args:
-        model: The model.
-        layers: The layers whose input channels may be removed.
-        keep: Share of the entries in these layers to keep; or shares of each layer's input channels.
-        update: Whether the remaining columns adapt.
+    If `keep` is a mapping, it has shares of each layer's input channels.
 
     Raises:
         ModelError: If it is unknown which layer computes the channels that another one reads, or if removing all

@@ -71,11 +71,7 @@ class Layer:
 
     @cached_property
     def damped_inverse(self) -> Structure:
-        """The inverse of the damped curvature.
-
-        Raises:
-            SolverError: If curvature is singular and not damped.
-        """
+        """The inverse of the damped curvature; an error if curvature is singular and not damped."""
         delta = self.matrix.new_full((len(self.structure),), self.damping)
         # Without damping, the inverse of a Kronecker product needs no eigenbasis.
         known = self.eigenbasis if self.damping > 0 and isinstance(self.structure, Kronecker) else self.structure
@@ -117,15 +113,7 @@ class Layer:
         return isinstance(model.get_submodule(self.name.rpartition(".")[0]), nn.MultiheadAttention)
 
     def check_replaceable(self, model: nn.Module, what: str) -> None:
-        """Check that the module can be replaced by other modules without side effects.
-
-        Args:
-            model: The whole model.
-            what: Name of the replacement, for the message.
-
-        Raises:
-            ModelError: If the module has groups of channels or hooks, or is not called as a plain layer.
-        """
+        """Check that other modules, which the message calls `what`, can replace the module without side effects."""
         module = self.module
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         cause = ""
@@ -146,16 +134,9 @@ class Layer:
 
 
 def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | Relative) -> list[Layer]:
-    """Return the layers to compress.
+    """Check the arguments of a compression, and return the layers to compress, in the model's order.
 
-    Args:
-        model: A model in evaluation mode.
-        K: Its curvature.
-        keep: One share for all linear layers and convolutions together, or shares of some of them, by name.
-        damping: Damping of the curvature: a number or a multiple of each block's mean eigenvalue.
-
-    Returns:
-        The layers, in the model's order. Layers with zero curvature are omitted unless `keep` names them.
+    Layers with zero curvature are omitted unless `keep` names them.
 
     Raises:
         DtypeError: If an argument has a wrong type.
@@ -311,13 +292,10 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def in_a_row(layer: Layer, factors: Sequence[Tensor], fixed: Sequence[bool]) -> nn.Sequential:
-    """Return plain layers that multiply with several matrices, one after the other.
+    """Return plain layers that take the place of one, and multiply with several matrices from input to output.
 
-    Args:
-        layer: The layer that they replace. If it is a convolution, the first one has its kernel, and all others have
-            kernels of one pixel.
-        factors: Matrices from input to output. The first one has as many columns as the layer's matrix.
-        fixed: Whether each factor is frozen.
+    In place of a convolution, the first one has its kernel, and all others have kernels of one pixel. Layers are frozen
+    where `fixed` is true.
     """
     old: Any = layer.module
     modules = []

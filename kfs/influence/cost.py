@@ -186,14 +186,7 @@ class Cost(DescribedByTables):
 
 
 def cost_of(stream: Stream, storage: Storage) -> Cost:
-    """Estimate the cost of scores and of an index.
-
-    The model runs on one batch of queries and one batch of training data, to determine the number of rows per block.
-
-    Args:
-        stream: The queries and training data.
-        storage: How an index would store gradients.
-    """
+    """Estimate the cost of scores, and of an index with this storage, from the first batch of queries and of data."""
     request = stream.request
     queries, train = request.queries.num_data, request.train.num_data
     of_queries = next(per_datum(request.queries, request.of, blocks=stream.operator))

@@ -124,11 +124,7 @@ class Folder:
             ) from error
 
     def open(self, belongs_to: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-        """Return the state in the folder and the number of shards; `None` if the folder has no index.
-
-        Raises:
-            StorageError: If the index was made for something else, or is damaged.
-        """
+        """Return the state and the number of shards; raise `StorageError` if they are of something else, or damaged."""
         self._belongs_to = json.loads(json.dumps(belongs_to))  # the types that a file has
         if not self._main.exists():
             return None
@@ -149,14 +145,7 @@ class Folder:
         files.write(self._main, {"kind": "index", "belongs_to": self._belongs_to}, state)
 
     def _count(self, most: int | None) -> int:
-        """Return the number of consecutive shards in the folder.
-
-        Args:
-            most: Number of shards of a complete index; `None` if the index is not complete.
-
-        Raises:
-            StorageError: If a shard of a complete index is missing.
-        """
+        """Return the number of consecutive shards; raise `StorageError` if a complete index has fewer than `most`."""
         number = 0
         while number != most and self._file(number).exists():
             number += 1
@@ -174,11 +163,7 @@ class Folder:
         self._checked[file] = _version(file)
 
     def read(self, place: int) -> Any:
-        """Map a shard into memory. The digest of a file is checked once.
-
-        Raises:
-            StorageError: If the shard is missing or damaged.
-        """
+        """Map a shard into memory; raise `StorageError` if it is missing or damaged. A digest is checked once."""
         file = self._file(place)
         known = file.exists() and self._checked.get(file) == _version(file)
         _, state = files.read(file, check_digest=not known)
@@ -273,16 +258,10 @@ class Builder:
     stored: dict[str, Stored] = field(default_factory=dict)
 
     def run(self, belongs_to: dict[str, Any]) -> dict[str, Any]:
-        """Compute the gradients of all batches that no shard has.
-
-        Args:
-            belongs_to: The identity of the index.
-
-        Returns:
-            The state of the complete index.
+        """Compute the gradients of all batches that no shard has, and return the state of the complete index.
 
         Raises:
-            StorageError: If the storage has an index of something else, or a damaged one.
+            StorageError: If the storage has an index with another identity, or a damaged one.
         """
         found = self.shards.open(belongs_to)
         known = _CompletedBatches([])
@@ -414,11 +393,7 @@ class _CompletedBatches:
         self.last_seen: list[str] = []
 
     def has(self, place: int, batch: Batch) -> bool:
-        """Return whether a shard has the batch with this index.
-
-        Raises:
-            StorageError: If a shard has another batch with this index.
-        """
+        """Return whether a shard has the batch with this index; raise `StorageError` if it has another one."""
         self.place = place
         # The digest of all numbers costs little compared to the forward and backward pass of the batch.
         found = fingerprint(batch.x, batch.y, complete=True)
@@ -429,11 +404,7 @@ class _CompletedBatches:
         return known
 
     def check_all(self, train: EmpiricalRisk) -> None:
-        """Compare all batches of the training data with a complete index, without running the model.
-
-        Raises:
-            StorageError: If a batch differs, or the number of batches differs.
-        """
+        """Raise `StorageError` unless all batches are those of a complete index. The model does not run."""
         for place, batch in enumerate(train.batches("comparing data with the index")):
             if not self.has(place, batch):
                 raise _other_data("there are more batches now")
@@ -468,12 +439,7 @@ class Index(Described):
     """
 
     def __init__(self, settings: IndexSettings, file: str | Path | None) -> None:
-        """Compute the gradients that the folder does not have.
-
-        Args:
-            settings: The settings.
-            file: The folder; `None` for memory.
-        """
+        """Compute the gradients that the folder does not have; without a folder, keep all of them in memory."""
         check_bytes("shard_bytes", settings.shard_bytes)
         train = settings.train
         Request(train, train, settings.of_train, settings.of_train).check(settings.K)
@@ -638,11 +604,7 @@ class _IndexStream(Stream):
 
 
 def _check_by(by: object) -> None:
-    """Check that an index has the requested partition of scores.
-
-    Raises:
-        ModelError: If `by` is `"token"`, or not an option.
-    """
+    """Raise `ModelError` if `by` is `"token"`, or not an option."""
     if by == "token":
         raise ModelError(
             "An index has no scores by token: gradients are stored as sums over tokens if that takes fewer bytes.",

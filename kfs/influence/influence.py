@@ -358,12 +358,9 @@ def _chosen_damping(damping: Damping | None, weight_decay: float | None) -> Damp
 
 
 def _inverse_of(K: BlockDiagonal, damping: Damping, method: Method) -> BlockDiagonal:
-    """Return the damped inverse, without the fallback for singular blocks.
+    """Return the damped inverse; raise `SolverError` if a block is singular.
 
-    The fallback adds a small number to singular blocks, which would dominate all scores.
-
-    Raises:
-        SolverError: If a block is singular.
+    `K.inverse` adds a small number to singular blocks, which would dominate all scores.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", KfsWarning)

@@ -116,15 +116,7 @@ def check_count(what: str, number: object, *, optional: bool = True) -> None:
 
 
 def check_alone(risk: EmpiricalRisk, what: str) -> None:
-    """Check that the data are not split over several processes.
-
-    Args:
-        risk: The risk with the data.
-        what: Name of the computation that needs all data in one process, as the start of a sentence.
-
-    Raises:
-        DistributedError: If the data are split.
-    """
+    """Raise `DistributedError` if the data of a risk are split over processes. `what` is the computation."""
     if risk.ranks.are_several:
         raise DistributedError(
             f"{what} cannot be computed from data that are split over {risk.ranks.size} processes.",
@@ -293,11 +285,7 @@ def _inverse_root(own: Tensor) -> Tensor:
 
 
 def check_finite(scores: Tensor, queries: Queries, batch: GradientBatch) -> None:
-    """Check that all scores are finite.
-
-    Raises:
-        DataError: If a score is not finite. The message names the pair.
-    """
+    """Raise `DataError` if a score is not finite; the message names the pair."""
     if bool(scores.isfinite().all()):
         return
     query, datum = (~scores.isfinite()).nonzero()[0, :2].tolist()
@@ -405,11 +393,7 @@ def _shown(values: Tensor, indices: Tensor) -> str:
 
 
 def positions_of(batch: GradientBatch) -> int:
-    """Return the number of positions per example: the most common number of rows per use of a parameter.
-
-    Raises:
-        DataError: If examples have only one position.
-    """
+    """Return the number of positions per example: the most common number of rows per use of a parameter."""
     uses = [use for block in batch.blocks.values() for use in block.uses if isinstance(use, Captured)]
     counts = Counter(use.places or use.shared for use in uses)
     most = max(counts, key=lambda count: (counts[count], count), default=1)
@@ -424,14 +408,8 @@ def positions_of(batch: GradientBatch) -> int:
 def by_token(queries: BlockGradients, train: BlockGradients, captured: BlockGradients, positions: int) -> Tensor:
     """Return the share of every position in inner products of gradients, `[n, m, positions]`.
 
-    Args:
-        queries: Gradients of queries, multiplied by the inverse.
-        train: Gradients of training data, by place.
-        captured: The same gradients, as captured.
-        positions: Number of positions per example.
-
-    Raises:
-        DataError: If the rows of the block do not belong to positions.
+    Gradients of queries were multiplied by the inverse. The rows of `captured` show how those of `train` belong to
+    positions. If they do not, this raises `DataError`.
     """
     total = torch.zeros(queries.num_data, train.num_data, positions, dtype=queries.dtype, device=queries.device)
     if captured.whole is not None:

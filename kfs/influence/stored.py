@@ -70,12 +70,7 @@ def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> i
 
 
 def choose_form(structure: Structure, gradients: BlockGradients, storage: Storage) -> Form:
-    """Return the form of a block that takes the fewest bytes.
-
-    Args:
-        structure: The inverse of the block.
-        gradients: Gradients of some examples.
-        storage: Which compression is allowed.
+    """Return the form of a block that takes the fewest bytes, given its inverse and gradients of some examples.
 
     Raises:
         ModelError: If the form is `"projected"`, but the inverse has no basis.
@@ -168,11 +163,7 @@ class Stored:
 
 
 def restored(state: Any, layout: Layout, num_data: int, dtype: torch.dtype, device: torch.device) -> BlockGradients:
-    """Return gradients from a stored state; the inverse of `Stored.state`.
-
-    Raises:
-        UnfitError: If a tensor has an unexpected shape or index.
-    """
+    """Return gradients from a stored state, the inverse of `Stored.state`; raise `UnfitError` for other shapes."""
     if "whole" in state:
         whole = state["whole"].to(device, dtype)
         _check(whole.ndim == 4 and len(whole) == num_data)
@@ -193,12 +184,7 @@ def basis_of(structure: Structure) -> Structure:
 
 
 def leading_coordinates(structure: Structure, rank: int) -> Tensor:
-    """Return the indices of the coordinates for which the inverse is smallest, in ascending order of indices.
-
-    Args:
-        structure: The inverse of the block, in its basis.
-        rank: Number of coordinates.
-    """
+    """Return the `rank` coordinates at which the inverse, in its basis, is smallest, in ascending order."""
     assert isinstance(structure, Basis)  # noqa: S101 (coordinates need a basis)
     values = structure.values.flatten()
     return values.topk(min(rank, len(values)), largest=False).indices.sort().values

@@ -114,11 +114,7 @@ class FactorsByBatch(ByBatch):
         return passes.over(self._risk.batches("factors"), pausing=True)
 
     def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
-        """Return the blocks of one batch, by name. The next call overwrites their sums.
-
-        Raises:
-            ModelError: If a parameter is not covered.
-        """
+        """Return the blocks of one batch by name, after a check of coverage. The next call overwrites their sums."""
         if self._pass is not None:
             reset(self._sums)
         self._next(x, y)
@@ -262,14 +258,7 @@ def _kron_factors(
     """Return the factors of a parameter in the format of laplace-torch's `Kron`: for rows, and for all other axes.
 
     `Kron` adds the factors of all batches. Therefore the first factor is a sum over examples, and the second factor is
-    divided by the number of examples in all batches.
-
-    Args:
-        name: Name of the parameter.
-        blocks: Blocks of the batch, by name.
-        num_data: Number of examples in the batch.
-        factor: Factor that laplace-torch multiplies the loss by.
-        num_all_data: Number of examples in all batches.
+    divided by the number of examples in all batches. laplace-torch multiplies the loss by `factor`.
 
     Raises:
         ModelError: If the curvature of the parameter is not a single Kronecker product of this kind.
@@ -308,11 +297,7 @@ def _dense(total: Tensor) -> Tensor:
 
 
 def make_backend() -> type:
-    """Create the class for the argument `backend=` of laplace-torch.
-
-    Raises:
-        ModelError: If laplace-torch is not installed.
-    """
+    """Create the class for the argument `backend=` of laplace-torch, which must be installed."""
     try:
         interface = import_module("laplace.curvature").GGNInterface
     except ModuleNotFoundError as error:

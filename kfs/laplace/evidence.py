@@ -72,11 +72,7 @@ def decomposed(K: BlockDiagonal, scale: float) -> BlockDiagonal:
 
 
 def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str, BlockSpectrum]:
-    """Return the spectrum of each block, by name.
-
-    Args:
-        curvature: The curvature of the log-likelihood.
-        params: The parameters, by name.
+    """Return the spectrum of each block of the log-likelihood's curvature, by name.
 
     Raises:
         SolverError: If a block has a negative eigenvalue that is too large to be round-off.
@@ -158,14 +154,7 @@ def _shared_with_ranks(risk: object) -> AbstractContextManager[None]:
 def evidence(
     curvature: BlockDiagonal, risk: EmpiricalRisk, priors: Mapping[str, Number], likelihood: Likelihood
 ) -> Tensor:
-    """Return the log marginal likelihood; see `log_marginal_likelihood`.
-
-    Args:
-        curvature: The curvature of the log-likelihood.
-        risk: Model, loss and data.
-        priors: The prior precision of each block, by name.
-        likelihood: Noise and temperature of the log-likelihood.
-    """
+    """Return the log marginal likelihood, given the curvature of the log-likelihood; see `log_marginal_likelihood`."""
     found = spectra(curvature, risk.params)
     terms = [
         block.log_determinant_ratio(priors[name])

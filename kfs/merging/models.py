@@ -42,13 +42,7 @@ _ONE_PROGRAM = "Build all models by the same code."
 
 
 def check_models(models: object) -> list[nn.Module]:
-    """Check that models is a list of different modules of the same architecture, in evaluation mode.
-
-    Raises:
-        ModelError: If architectures, names, modes or values do not fit.
-        ShapeError: If shapes differ.
-        DtypeError: If dtypes differ, or models are not modules.
-    """
+    """Check that models is a list of different modules of the same architecture, in evaluation mode."""
     if isinstance(models, nn.Module) or not isinstance(models, Iterable):
         raise DtypeError(f"models is a {type(models).__name__}.", "Pass a list of modules.")
     found = list(models)
@@ -146,17 +140,7 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 
 def check_curvatures(curvatures: object, models: Sequence[nn.Module], what: str) -> list[LinearOperator]:
-    """Check that curvatures is a list with one symmetric operator per model, on the parameters of this model.
-
-    Args:
-        curvatures: The user's argument.
-        models: Models that were checked.
-        what: Name of the argument.
-
-    Raises:
-        ModelError: If number or parameters do not fit, or a curvature belongs to another model.
-        DtypeError: If curvatures are not operators, or their dtypes or devices differ.
-    """
+    """Check that the argument `what` is a list with one symmetric operator per model, on the model's parameters."""
     if isinstance(curvatures, LinearOperator) or not isinstance(curvatures, Iterable):
         raise DtypeError(f"{what} is a {type(curvatures).__name__}.", "Pass a list with one operator for each model.")
     found = list(curvatures)
@@ -217,12 +201,7 @@ def _check_order(C: LinearOperator, models: Sequence[nn.Module], place: int, wha
 
 
 def check_weights(weights: object, count: int) -> list[float]:
-    """Return one weight for each model, after checking that they are not negative, and not all zero.
-
-    Raises:
-        ModelError: If number, sign or sum do not fit.
-        DtypeError: If weights are not finite numbers.
-    """
+    """Return one weight for each model, after checking that they are not negative, and not all zero."""
     if weights is None:
         return [1.0] * count
     if isinstance(weights, Tensor):
@@ -245,11 +224,7 @@ def check_weights(weights: object, count: int) -> list[float]:
 
 
 def check_preconditioner(found: Sequence[LinearOperator], curvatures: Sequence[LinearOperator]) -> list[BlockDiagonal]:
-    """Return the preconditioners, after checking that they have blocks and act on the curvatures' parameters.
-
-    Raises:
-        ModelError: If a preconditioner has no blocks, or other parameters.
-    """
+    """Return the preconditioners, after checking that they have blocks and act on the curvatures' parameters."""
     blocks = [P for P in found if isinstance(P, BlockDiagonal)]
     if len(blocks) < len(found):
         raise ModelError("The preconditioner has operators without blocks.", "Pass a kfs.KFAC for each model.")
@@ -470,11 +445,7 @@ def _values(model: nn.Module, space: Space) -> dict[str, Tensor]:
 def _state_dict(
     models: Sequence[nn.Module], weights: Sequence[float], found: dict[str, Tensor]
 ) -> tuple[State, list[str], dict[str, str]]:
-    """Build the merged state dict.
-
-    Returns:
-        The state dict, the parameters that were averaged, and how buffers were merged.
-    """
+    """Return the merged state dict, the parameters that were averaged, and how buffers were merged."""
     states = [model.state_dict() for model in models]
     first_names = tied(models[0])
     state = models[0].state_dict()  # keeps PyTorch's metadata about versions

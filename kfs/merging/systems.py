@@ -262,12 +262,7 @@ Damped = DampedBlocks | DampedOperator
 
 
 def approximation(source: Source, of: Damped) -> DampedBlocks | None:
-    """Return blocks that approximate a damped curvature, for a preconditioner; `None` if there are none.
-
-    Args:
-        source: The model with the curvature.
-        of: The damped curvature.
-    """
+    """Return blocks that approximate a model's damped curvature, for a preconditioner; `None` if there are none."""
     C, near = source.curvature, source.near
     if near is None:
         near = C.factors if isinstance(C, EKFAC) else C if isinstance(C, BlockDiagonal) else None
@@ -316,7 +311,7 @@ def solve_system(
     average: Tensors,
     options: Options,
 ) -> tuple[Tensors, MergedBlock]:
-    """Return the merged parameters of one system.
+    """Return the merged parameters of one system, and a report of their computation.
 
     Args:
         name: The block's name.
@@ -326,9 +321,6 @@ def solve_system(
         models: Parameters of the models, by index.
         average: The average of all models' parameters, the start of the iteration.
         options: Settings of the solver.
-
-    Returns:
-        The parameters, and a report of their computation.
 
     Raises:
         SolverError: If the iteration has not converged, or if a closed form fails because curvature is singular.
