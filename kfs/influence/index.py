@@ -216,11 +216,6 @@ class IndexSettings:
     storage: Storage
     shard_bytes: int
 
-    @cached_property
-    def structures(self) -> dict[str, Structure]:
-        """The inverse of each block, by name."""
-        return structures_of(self.inverse, self.train)
-
     def identity(self) -> dict[str, Any]:
         """Return the identity of an index: a description of the model, the curvature, the data and the settings."""
         train, storage = self.train, self.storage
@@ -248,14 +243,19 @@ class Builder:
     """Computes the gradients of an index, and writes them to shards.
 
     Attributes:
-        plan: The settings of the index.
+        settings: The settings of the index.
         shards: The storage for gradients.
         stored: How each block is stored; empty before the first batch.
     """
 
-    plan: IndexSettings
+    settings: IndexSettings
     shards: InMemory | Folder
     stored: dict[str, Stored] = field(default_factory=dict)
+
+    @cached_property
+    def structures(self) -> dict[str, Structure]:
+        """The inverse of each block, by name."""
+        return structures_of(self.settings.inverse, self.settings.train)
 
     def run(self, belongs_to: dict[str, Any]) -> dict[str, Any]:
         """Compute the gradients of all batches that no shard has, and return the state of the complete index.
@@ -272,7 +272,7 @@ class Builder:
             # Read every shard once, to detect damage now rather than in a later query.
             known = _CompletedBatches([self.shards.read(place) for place in range(number)])
             if state["complete"]:
-                known.check_all(self.plan.train)
+                known.check_all(self.settings.train)
                 return state
         self._fill(known)
         wrong, norm = (sum(numbers) for numbers in zip(*known.errors, strict=True))
@@ -283,19 +283,19 @@ class Builder:
 
     def _fill(self, known: "_CompletedBatches") -> None:
         """Compute the gradients of all batches that no shard has, and write a shard whenever it is large enough."""
-        plan = self.plan
+        settings = self.settings
         pending: list[dict[str, Any]] = []
-        for batch in per_datum(plan.train, plan.of_train, blocks=plan.K, skip=known.has):
+        for batch in per_datum(settings.train, settings.of_train, blocks=settings.K, skip=known.has):
             if not self.stored:
                 # Write the forms before the first shard, so that an interrupted index can be continued.
                 forms = {
-                    name: choose_form(plan.structures[name], block, plan.storage)
+                    name: choose_form(self.structures[name], block, settings.storage)
                     for name, block in batch.blocks.items()
                 }
                 self.stored = self._with_forms(forms)
                 self.shards.save(self._state() | {"complete": False})
             pending.append(self._of_batch(batch, known.last_seen, known.place))
-            if sum(one["bytes"] for one in pending) >= plan.shard_bytes:
+            if sum(one["bytes"] for one in pending) >= settings.shard_bytes:
                 self._write(pending, known)
                 pending = []
         if pending:
@@ -312,8 +312,10 @@ class Builder:
 
     def _of_batch(self, batch: GradientBatch, seen: list[str], place: int) -> dict[str, Any]:
         """Return the entry of a shard for one batch."""
-        blocks = {name: self.stored[name].state(block, self.plan.storage.dtype) for name, block in batch.blocks.items()}
-        own = [self_products(block, self.plan.structures[name]) for name, block in batch.blocks.items()]
+        blocks = {
+            name: self.stored[name].state(block, self.settings.storage.dtype) for name, block in batch.blocks.items()
+        }
+        own = [self_products(block, self.structures[name]) for name, block in batch.blocks.items()]
         # Measure the error in the batches 0, 1, 2, 4, 8, ...
         compared = place & (place - 1) == 0
         return {
@@ -333,11 +335,11 @@ class Builder:
         full: Tensor | float = 0.0
         found: Tensor | float = 0.0
         for name, block in some.blocks.items():
-            way = choose(self.plan.structures[name], block, num_data, num_data)
+            way = choose(self.structures[name], block, num_data, num_data)
             full = full + way.of_queries(block).inner(way.of_train(block))
             # Store the gradients and restore them, as an index does.
             stored = self.stored[name]
-            state = stored.state(block, self.plan.storage.dtype)
+            state = stored.state(block, self.settings.storage.dtype)
             again = restored(state, block.layout, num_data, block.dtype, block.device)
             kept = stored.way(block, num_data, num_data, None)
             found = found + kept.of_queries(block).inner(kept.of_train(again))
@@ -352,15 +354,15 @@ class Builder:
         self, forms: Mapping[str, Form], coordinates: Mapping[str, Tensor] | None = None
     ) -> dict[str, Stored]:
         """Return how blocks are stored, given their forms. Coordinates are chosen if they are not given."""
-        rank = self.plan.storage.rank or 0
+        rank = self.settings.storage.rank or 0
         stored = {}
         for name, form in forms.items():
-            structure = self.plan.structures[name]
+            structure = self.structures[name]
             kept = None
             if form == "projected":
                 structure = basis_of(structure)
                 kept = leading_coordinates(structure, rank) if coordinates is None else coordinates[name]
-                kept = kept.to(self.plan.train.device)
+                kept = kept.to(self.settings.train.device)
             stored[name] = Stored(form, structure, rank, kept)
         return stored
 
@@ -532,7 +534,7 @@ class Index(Described):
     ) -> Top:
         """Find the most helpful and the most harmful training data of each query, as `Influence.top` does."""
         request = Request(queries, self.train, of, self._settings.of_train, None, normalize, memory, query_rank, k)
-        return best(self._stream(request), k)
+        return best(self._stream(request))
 
     def self_scores(self) -> Tensor:
         """Return the score of every training example with itself, `[train]`, computed without compression."""

@@ -205,7 +205,7 @@ class Influence(Described):
         """
         request = Request(queries, train, of, of_train, None, normalize, memory, query_rank, k)
         with _agreed(train, "top"):
-            return best(self._stream(request), k)
+            return best(self._stream(request))
 
     def query_error(
         self,

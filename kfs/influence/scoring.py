@@ -7,7 +7,7 @@ A `Request` has the arguments and checks them, a `Stream` computes scores batch 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -63,10 +63,10 @@ class Request:
 
         Raises:
             ModelError: If models or parameters differ, or an option is invalid.
-            DataError: If there are no data, or fewer than `k` training data.
+            DataError: If there are no data.
         """
-        check_choice("by", self.by, ("block", "layer", "token"))
-        check_choice("normalize", self.normalize, ("cosine", "self"))
+        check_choice("by", self.by, get_args(By))
+        check_choice("normalize", self.normalize, get_args(Normalize))
         check_bytes("memory", self.memory)
         check_count("query_rank", self.query_rank)
         _check_data(K, self.train, self.of_train, "train")
@@ -74,9 +74,6 @@ class Request:
         check_same_values(K, self.queries, self.train)
         # The warning points to the caller of the method of `Influence` or `Index`.
         warn_of_other_values(K, self.train.params, stacklevel=5)
-        num_data = self.train.num_data
-        if self.k is not None and (type(self.k) is not int or not 1 <= self.k <= num_data):
-            raise DataError(f"k is {self.k!r}, and there are {num_data:,} training examples.", f"Use 1 to {num_data}.")
 
 
 def _check_data(K: BlockDiagonal, risk: EmpiricalRisk, of: Quantity, what: str) -> None:
@@ -480,9 +477,16 @@ def _of_all_ranks(train: EmpiricalRisk, columns: dict[str, list[Tensor]]) -> dic
     return result
 
 
-def best(stream: Stream, k: int) -> Top:
-    """Find the training data with the largest and the smallest scores, without storing all scores."""
+def best(stream: Stream) -> Top:
+    """Find the training data with the largest and the smallest scores, without storing all scores.
+
+    Raises:
+        DataError: If there are fewer than `k` training data.
+    """
     request = stream.request
+    k, num_data = request.k, request.train.num_data
+    if type(k) is not int or not 1 <= k <= num_data:
+        raise DataError(f"k is {k!r}, and there are {num_data:,} training examples.", f"Use 1 to {num_data}.")
     sign = sign_of(request.of) * sign_of(request.of_train)
     found: list[tuple[Ranked, Ranked]] = []
     check_alone(request.queries, "Scores of queries")

@@ -13,7 +13,7 @@ Each block has the form that takes the fewest bytes. Exact forms win ties.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Storage:
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
-        check_choice("compression", self.compression, ("low rank", "projected"))
+        check_choice("compression", self.compression, get_args(Compression))
         if self.dtype not in {torch.float64, torch.float32, torch.bfloat16}:
             raise ModelError(f"dtype is {self.dtype!r}.", "Use torch.float32, torch.bfloat16 or torch.float64.")
 
