@@ -18,7 +18,7 @@ distribution of logits given that they sum up to zero. For two classes, it is th
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import log, pi
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.whole_parameters import whole
 
 Link = Literal["probit", "mc", "bridge"]
-LINKS = ("probit", "mc", "bridge")
 # Approximate number of sampled logits that are stored at once.
 _NUMBERS = 2**24
 
@@ -282,8 +281,8 @@ class Posterior(Described):
                     "Leave link= out: mean and covariance are returned.",
                 )
             return
-        if link not in {None, *LINKS}:
-            raise ModelError(f"There is no link {link!r}.", suggest([link], LINKS))
+        if link not in {None, *get_args(Link)}:
+            raise ModelError(f"There is no link {link!r}.", suggest([link], get_args(Link)))
         if not isinstance(loss, BinaryCrossEntropy | CrossEntropy | TokenCrossEntropy):
             raise ModelError(
                 f"{loss.name} has no classes, so there are no probabilities to predict.",

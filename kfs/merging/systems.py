@@ -29,7 +29,6 @@ from kfs.factors.blocks import (
     KroneckerSum,
     Method,
     Stack,
-    Structure,
     absolute_damping,
     damped,
     damping_by_name,
@@ -403,14 +402,9 @@ def _preconditioner(near: Sequence[DampedBlocks | None], space: Space) -> Linear
     total = reduce(add, known)
     if not isinstance(total, BlockDiagonal):
         return _Diagonal(space, 1 / sum((K.diagonal() for K in known), torch.zeros(())))
-    inverse = total.inverse()
-    return BlockDiagonal(space, [Stack(stack.layouts, _one_product(stack)) for stack in inverse.stacks])
-
-
-def _one_product(stack: Stack) -> Structure:
-    """Return inverses, or their approximations if they need an iteration."""
-    structure = stack.structure
-    return structure.near if isinstance(structure, IterativeInverse) else structure
+    # Inverses that need an iteration are replaced by their approximations.
+    found = [(stack.layouts, stack.structure) for stack in total.inverse().stacks]
+    return BlockDiagonal(space, [Stack(to, s.near if isinstance(s, IterativeInverse) else s) for to, s in found])
 
 
 class _Diagonal(LinearOperator):
