@@ -533,7 +533,10 @@ class Index(Described):
         query_rank: int | None = None,
     ) -> Top:
         """Find the most helpful and the most harmful training data of each query, as `Influence.top` does."""
-        request = Request(queries, self.train, of, self._settings.of_train, None, normalize, memory, query_rank, k)
+        of_train = self._settings.of_train
+        request = Request(
+            queries, self.train, of, of_train, normalize=normalize, memory=memory, query_rank=query_rank, k=k
+        )
         return best(self._stream(request))
 
     def self_scores(self) -> Tensor:

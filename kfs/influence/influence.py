@@ -203,7 +203,7 @@ class Influence(Described):
         Raises:
             DataError: If there are fewer than `k` training data.
         """
-        request = Request(queries, train, of, of_train, None, normalize, memory, query_rank, k)
+        request = Request(queries, train, of, of_train, normalize=normalize, memory=memory, query_rank=query_rank, k=k)
         with _agreed(train, "top"):
             return best(self._stream(request))
 
@@ -271,8 +271,9 @@ class Influence(Described):
             weight  1 x 3 x 5              1  rows      7.76 k  rows       560 B
         """
         check_alone(train, "The cost")
-        stream = self._stream(Request(queries, train, of, of_train, memory=memory, query_rank=query_rank))
-        return cost_of(stream, Storage(rank, compression, dtype))
+        storage = Storage(rank, compression, dtype)
+        request = Request(queries, train, of, of_train, memory=memory, query_rank=query_rank)
+        return cost_of(self._stream(request), storage)
 
     def index(
         self,
