@@ -121,14 +121,10 @@ def columns_in(module: Any) -> int:
 
 
 def _followed(node: fx.Node, once: Mapping[str, nn.Module]) -> Link | None:
-    """Follow the output of a layer to the layer that reads it.
+    """Return the pair of layers in which one reads the output of the other one, which `node` calls.
 
-    Args:
-        node: The call of the layer.
-        once: Modules that are called once, with weights that no other code reads.
-
-    Returns:
-        The pair of layers; `None` if there is no reader, or an operation in between mixes channels.
+    The result is `None` if there is no reader, or an operation in between mixes channels. `once` has the modules that
+    are called once, with weights that no other code reads.
     """
     source = str(node.target)
     num_channels = channels_out(once[source])
@@ -195,11 +191,7 @@ def prune_channels(
 ) -> tuple[nn.Module, list[LayerRow]]:
     """Return a copy of the model without the cheapest channels, with smaller layers on both sides.
 
-    Args:
-        model: The model.
-        layers: The layers whose input channels may be removed.
-        keep: Share of the entries in these layers to keep; or shares of each layer's input channels.
-        update: Whether the remaining columns adapt.
+    If `keep` is a mapping, it has shares of each layer's input channels.
 
     Raises:
         ModelError: If it is unknown which layer computes the channels that another one reads, or if removing all
@@ -308,21 +300,20 @@ def _removed(
         module = _layer_with(result.get_submodule(name), inputs.get(name), outputs.get(name))
         result = replace_module(result, name, module)
     # Report the new size of each layer.
-    rows = []
+    report = []
     for layer in layers:
-        shape = list(layer.matrix.shape)
-        lost_rows, lost_columns = (_lost(masks.get(layer.name)) for masks in (outputs, inputs))
-        per_channel = layer.layout.column_size // len(inputs[layer.name]) if lost_columns else 0
-        kept_numbers = shape[0] * (shape[1] - lost_rows) * (shape[2] - lost_columns * per_channel)
-        form = "smaller" if lost_rows or lost_columns else "unchanged"
-        left_shape = f"{shape[1] - lost_rows} x {shape[2] - lost_columns * per_channel} of {shape[1]} x {shape[2]}"
-        row = LayerRow(layer.name, layer.size, kept_numbers, 0, left_shape, form, increases.get(layer.name, 0.0))
-        rows.append(row)
-    return result, rows
-
-
-def _lost(left: Tensor | None) -> int:
-    return 0 if left is None else int((~left).sum())
+        groups, d_B, d_A = layer.matrix.shape
+        rows, columns = d_B, d_A
+        if layer.name in outputs:
+            rows = int(outputs[layer.name].sum())
+        if layer.name in inputs:
+            left = inputs[layer.name]
+            columns -= int((~left).sum()) * (layer.layout.column_size // len(left))
+        form = "unchanged" if (rows, columns) == (d_B, d_A) else "smaller"
+        shape = f"{rows} x {columns} of {d_B} x {d_A}"
+        increase = increases.get(layer.name, 0.0)
+        report.append(LayerRow(layer.name, layer.size, groups * rows * columns, 0, shape, form, increase))
+    return result, report
 
 
 def _kept_columns(reader: Layer, left: Tensor) -> Tensor:

@@ -33,11 +33,7 @@ def allowed(share: float, total: int) -> int:
 
 
 def some_of(layers: Sequence[Layer], share: float) -> int:
-    """Return how many entries of the given layers may be kept together.
-
-    Raises:
-        ModelError: If the share is less than one entry.
-    """
+    """Return how many entries of the given layers may be kept together; at least one, or this raises `ModelError`."""
     total = sum(layer.size for layer in layers)
     number = allowed(share, total)
     if number == 0:
@@ -69,16 +65,10 @@ def groups(layers: Sequence[Layer], keep: Keep) -> list[tuple[list[Layer], float
 
 
 def shortest(size: Callable[[int], int], most: int, budget: int, what: str) -> int:
-    """Return how many candidates must be removed to make a size fit a budget.
-
-    Args:
-        size: Function from the number of removed candidates to the size, not increasing.
-        most: Number of candidates.
-        budget: The largest size allowed.
-        what: Plural noun for the candidates, for the message.
+    """Return how many of the `most` candidates must be removed to make a size, which falls, fit a budget.
 
     Raises:
-        ModelError: If removing all candidates does not suffice.
+        ModelError: If removing all candidates does not suffice. The message calls them `what`.
 
     Example:
         >>> shortest(lambda removed: 10 - 2 * removed, 4, 5, "rows")
@@ -162,17 +152,9 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 
 
 def best(attempt: Callable[[Relative], nn.Module], loss: TrainingLoss) -> tuple[Relative, dict[Relative, float]]:
-    """Compress with several dampings, and return the damping with the lowest training loss.
+    """Compress with several dampings; return the one with the lowest training loss, and all losses.
 
-    Args:
-        attempt: Function from a damping to the compressed model.
-        loss: The training loss.
-
-    Returns:
-        The best damping, and all losses; infinity if the compression raised a `SolverError`.
-
-    Raises:
-        SolverError: If no damping gives a finite loss, and compression with the last one raises it.
+    The loss is infinite if the compression raised a `SolverError`. If no loss is finite, this raises the last one.
     """
     losses: dict[Relative, float] = {}
     for damping in DAMPINGS:

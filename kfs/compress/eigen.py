@@ -65,11 +65,7 @@ class Form:
 
 
 def rotated(layer: Layer) -> Rotated:
-    """Return a layer in its eigenbasis.
-
-    Raises:
-        ModelError: If the eigenvectors of its block are not Kronecker products.
-    """
+    """Return a layer in its eigenbasis; raise `ModelError` if its eigenvectors are not Kronecker products."""
     basis = layer.eigenbasis
     if not isinstance(basis, Eigenbasis):
         raise ModelError(

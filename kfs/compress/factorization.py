@@ -144,12 +144,7 @@ def low_rank(
 
 
 def decomposed(layer: Layer) -> Decomposition:
-    """Return the singular value decomposition of a layer's matrix in the metric of its curvature.
-
-    Raises:
-        ModelError: If its block is not a Kronecker product.
-        SolverError: If a factor is singular and not damped.
-    """
+    """Return the singular value decomposition of a layer's matrix in the metric of its Kronecker product."""
     if not isinstance(layer.structure, Kronecker):
         raise ModelError(
             f"The block of layer {layer.name!r} is not a Kronecker product, so it cannot be the metric of low_rank.",
@@ -176,12 +171,7 @@ def _inverse(structure: Kronecker, damping: float) -> Kronecker:
 def chosen(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
     """Choose one option for each layer, such that the total size is within a budget, at a small total cost.
 
-    Args:
-        options: Sizes and costs for each layer, with falling sizes and rising costs.
-        budget: The largest sum of sizes.
-
-    Returns:
-        Index of the chosen option of each layer.
+    Each layer has options with falling sizes and rising costs. The result has the indices of the chosen ones.
 
     Raises:
         ModelError: If the smallest options are too large.

@@ -22,7 +22,7 @@ from kfs.errors import DtypeError, ModelError, SolverError
 from kfs.factors import BlockDiagonal, Relative
 from kfs.factors.blocks import Dense, Factor, Kronecker, Stack, Structure
 from kfs.factors.layout import Layout
-from kfs.operators.match import check_parameters, warn_of_other_values
+from kfs.factors.match import check_parameters, warn_of_other_values
 from kfs.problem.whole_parameters import refuse_sharded
 
 Keep = float | Mapping[str, float]
@@ -71,11 +71,7 @@ class Layer:
 
     @cached_property
     def damped_inverse(self) -> Structure:
-        """The inverse of the damped curvature.
-
-        Raises:
-            SolverError: If curvature is singular and not damped.
-        """
+        """The inverse of the damped curvature; an error if curvature is singular and not damped."""
         delta = self.matrix.new_full((len(self.structure),), self.damping)
         # Without damping, the inverse of a Kronecker product needs no eigenbasis.
         known = self.eigenbasis if self.damping > 0 and isinstance(self.structure, Kronecker) else self.structure
@@ -117,15 +113,7 @@ class Layer:
         return isinstance(model.get_submodule(self.name.rpartition(".")[0]), nn.MultiheadAttention)
 
     def check_replaceable(self, model: nn.Module, what: str) -> None:
-        """Check that the module can be replaced by other modules without side effects.
-
-        Args:
-            model: The whole model.
-            what: Name of the replacement, for the message.
-
-        Raises:
-            ModelError: If the module has groups of channels or hooks, or is not called as a plain layer.
-        """
+        """Check that other modules, which the message calls `what`, can replace the module without side effects."""
         module = self.module
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         cause = ""
@@ -146,30 +134,20 @@ class Layer:
 
 
 def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | Relative) -> list[Layer]:
-    """Return the layers to compress.
+    """Check the arguments of a compression, and return the layers to compress, in the model's order.
 
-    Args:
-        model: A model in evaluation mode.
-        K: Its curvature.
-        keep: One share for all linear layers and convolutions together, or shares of some of them, by name.
-        damping: Damping of the curvature: a number or a multiple of each block's mean eigenvalue.
-
-    Returns:
-        The layers, in the model's order. Layers with zero curvature are omitted unless `keep` names them.
+    Layers with zero curvature are omitted unless `keep` names them.
 
     Raises:
         DtypeError: If an argument has a wrong type.
         ModelError: If the model or the curvature does not fit; see the messages.
         SolverError: If a layer's curvature is zero, and damping is relative to it.
     """
-    # Check the arguments.
-    _check_types(model, K, damping)
+    _check_arguments(model, K, keep, damping)
     params = dict(model.named_parameters())
-    check_parameters(K, {name: p.shape for name, p in params.items()})
-    warn_of_other_values(K, params, what="The curvature", owner="the model", stacklevel=4)
-    _check_modes(model)
-    _check_shares(keep)
-    modules = _compressible(model)
+    check_parameters(K, params)
+    warn_of_other_values(K, params, stacklevel=4)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
     if not modules:
         raise ModelError(
             "The model has no linear layer or convolution (torch.nn.Linear, Conv1d, Conv2d, Conv3d), so there is "
@@ -186,7 +164,7 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
         )
     chosen = {name: module for name, module in modules.items() if name in names}
     _check_not_tied(model, chosen)
-    blocks = {layout.weight: (layout, structure) for layout, structure in _blocks(K)}
+    blocks = {layout.weight: (layout, stack.structure[part]) for stack in K.stacks for layout, part in stack.slices()}
     layers = []
     for name, module in chosen.items():
         weight = f"{name}.weight" if name else "weight"
@@ -243,26 +221,14 @@ def _without_round_off(matrices: Tensor, eps: float) -> Tensor:
     return result
 
 
-def _blocks(K: BlockDiagonal) -> list[tuple[Layout, Structure]]:
-    """Return all blocks with their layouts."""
-    return [(layout, stack.structure[part]) for stack in K.stacks for layout, part in stack.slices()]
-
-
-def _compressible(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all linear layers and convolutions, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
-
-
-def _check_types(model: object, K: object, damping: object) -> None:
+def _check_arguments(model: object, K: object, keep: object, damping: object) -> None:
+    """Check types, the modes of modules, and shares."""
     if not isinstance(model, nn.Module):
         raise DtypeError(f"The model is a {type(model).__name__}.", "Pass a torch.nn.Module.")
     if not isinstance(K, BlockDiagonal):
         raise DtypeError(f"The curvature is a {type(K).__name__}, which has no blocks.", "Pass a kfs.KFAC or EKFAC.")
     if not isinstance(damping, Relative) and (not isinstance(damping, (int, float)) or not 0 <= damping < inf):
         raise DtypeError(f"The damping is {damping!r}.", "Use a finite number >= 0, or kfs.Relative of one.")
-
-
-def _check_modes(model: nn.Module) -> None:
     refuse_sharded(model)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
@@ -270,6 +236,14 @@ def _check_modes(model: nn.Module) -> None:
                 f"Module {name!r} ({type(module).__name__}) is in training mode: the curvature belongs to another "
                 "function, and the statistics of the module would change.",
                 "Call model.eval() first.",
+            )
+    if keep == {}:
+        raise ModelError("keep is empty, so there is nothing to compress.", "Name at least one layer.")
+    shares = {f"keep[{name!r}]": share for name, share in keep.items()} if isinstance(keep, Mapping) else {"keep": keep}
+    for what, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ModelError(
+                f"{what} is {share!r}.", "Use a number above 0 and at most 1, such as 0.2; or one per layer."
             )
 
 
@@ -286,21 +260,6 @@ def _check_not_tied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
                     f"Parameter {leaf!r} of layer {name!r} is tied: it is {few(names)}.",
                     "Leave the layer out: name the layers to compress with keep={...}.",
                 )
-
-
-def _check_shares(keep: object) -> None:
-    if not isinstance(keep, Mapping):
-        _check_share(keep, "keep")
-        return
-    if not keep:
-        raise ModelError("keep is empty, so there is nothing to compress.", "Name at least one layer.")
-    for name, share in keep.items():
-        _check_share(share, f"keep[{name!r}]")
-
-
-def _check_share(share: object, what: str) -> None:
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ModelError(f"{what} is {share!r}.", "Use a number above 0 and at most 1, such as 0.2; or one per layer.")
 
 
 def write_weights(model: nn.Module, layer: Layer, matrix: Tensor) -> None:
@@ -333,13 +292,10 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def in_a_row(layer: Layer, factors: Sequence[Tensor], fixed: Sequence[bool]) -> nn.Sequential:
-    """Return plain layers that multiply with several matrices, one after the other.
+    """Return plain layers that take the place of one, and multiply with several matrices from input to output.
 
-    Args:
-        layer: The layer that they replace. If it is a convolution, the first one has its kernel, and all others have
-            kernels of one pixel.
-        factors: Matrices from input to output. The first one has as many columns as the layer's matrix.
-        fixed: Whether each factor is frozen.
+    In place of a convolution, the first one has its kernel, and all others have kernels of one pixel. Layers are frozen
+    where `fixed` is true.
     """
     old: Any = layer.module
     modules = []

@@ -6,7 +6,7 @@ Formulas are in `surgery` (weights), `channels` (channels) and `eigen` (eigenbas
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from warnings import warn
 
 import torch
@@ -26,7 +26,6 @@ from kfs.problem.data_shards import data_of_rank
 from kfs.problem.risk import EmpiricalRisk
 
 Basis = Literal["parameters", "eigen"]
-_BASES = ("parameters", "eigen")
 
 
 def prune(
@@ -113,7 +112,7 @@ def prune(
         settings: dict[str, Any] = {"keep": chosen_layers, "basis": basis, "update": update, "structured": structured}
         settings |= {"damping": damping, "count_bases": count_bases}
         check_same(ranks, "settings of prune", {"Settings": Same(settings, "Pass the same ones in all processes.")})
-        if basis not in _BASES:
+        if basis not in get_args(Basis):
             raise ModelError(f"basis is {basis!r}.", "Choose 'parameters' or 'eigen'.")
         layers = layers_of(model, K, keep, WITHOUT_DATA if damping is None else damping)
         competing = groups(layers, keep)

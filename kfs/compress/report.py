@@ -161,17 +161,7 @@ def make_report(
     sample: Any,
     **damping: Any,
 ) -> Report:
-    """Return the report, after counting parameters and operations.
-
-    Args:
-        method: The method in a few words.
-        rows: One row per layer.
-        before: The original model.
-        after: The new model.
-        count_bases: Whether bases count.
-        sample: Input of a forward pass, or `None`.
-        damping: The report's fields about damping: `damping` and the following ones.
-    """
+    """Return the report, after counting parameters and operations. `damping` has its fields about damping."""
     num_before, num_after = (sum(p.numel() for p in model.parameters()) for model in (before, after))
     # Parameters of the new model outside of these layers. A BatchNorm between pruned layers is smaller, too.
     stored = [row.before if row.form in _SAME_SIZE else row.kept + row.bases for row in rows]

@@ -54,9 +54,7 @@ def surgeon(layer: Layer, matrix: Tensor) -> Tensor:
 def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
     """Return twice the cost of removing all columns of a channel if all other weights adapt, `[channels]`.
 
-    Args:
-        layer: The layer, without groups of channels.
-        num_channels: Number of input channels. Each has equally many adjacent columns. The bias belongs to none.
+    The layer has no groups. Each of its input channels has equally many adjacent columns. The bias belongs to none.
     """
     inverse = layer.damped_inverse
     width = layer.layout.column_size // num_channels
@@ -79,12 +77,9 @@ def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
 
 
 def adapted(layer: Layer, kept: Tensor, roughly: bool = False) -> Tensor:
-    """Return the matrices that minimize the quadratic model, with removed weights at zero.
+    """Return the matrices that minimize the quadratic model, with weights at zero outside of the mask `kept`.
 
-    Args:
-        layer: The layer.
-        kept: Mask of weights to keep, `[groups, d_B, d_A]`.
-        roughly: Whether three digits suffice.
+    With `roughly`, three digits suffice.
 
     Raises:
         SolverError: If conjugate gradients do not converge, or if curvature is singular and not damped.

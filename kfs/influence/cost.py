@@ -20,7 +20,7 @@ from kfs.display.describe import (
 )
 from kfs.factors.per_example import BlockGradients, GradientBatch, per_datum
 from kfs.influence.scoring import Stream
-from kfs.influence.stored import Compression, check_storage, choose_form, numbers_stored
+from kfs.influence.stored import Storage, choose_form, numbers_stored
 from kfs.influence.ways import Sizes, Work, choose, truncated, work
 
 
@@ -50,65 +50,38 @@ class QueryError(Described):
         return Description(title, (f"relative error of scores, as measured: {number(self.measured)}",), (table,))
 
 
-def query_error(stream: Stream) -> QueryError:
+def query_error(stream: Stream, query_rank: int) -> QueryError:
     """Compare compressed and exact scores of all queries with the training data of the first batch."""
     request = stream.request
-    num_queries, num_train = request.queries.num_data, request.train.num_data
     train = next(stream.train())
-    squares: dict[str, list[float]] = {}
-    wrong = 0.0
-    norm = 0.0
+    squares: dict[str, list[float]] = {}  # of the norms of truncation errors and of full gradients, by block
+    wrong = norm = 0.0
     bounds = []
     for batch in per_datum(request.queries, request.of, blocks=stream.operator):
-        difference, full, left_out = _compared(stream, batch, train, num_queries, num_train, squares)
+        first = next(iter(batch.blocks.values()))
+        full = torch.zeros(len(batch), len(train), dtype=first.dtype, device=first.device)
+        difference = torch.zeros_like(full)
+        left_out = full.new_zeros(len(batch))
+        for name, block in batch.blocks.items():
+            exact = choose(stream.structures[name], block, request.queries.num_data, request.train.num_data)
+            scores = exact.of_queries(block).inner(exact.of_train(train.blocks[name]))
+            full += scores
+            way = stream.way(name, block)
+            if way.way != "low rank":
+                continue
+            product = block.multiplied(way.structure)
+            found = truncated(product, way.query_rank)
+            difference += found.kept.inner(train.blocks[name]) - scores
+            left_out += found.left_out.square()
+            total = squares.setdefault(name, [0.0, 0.0])
+            total[0] += float(found.left_out.square().sum())
+            total[1] += float(product.squared_norms().sum())
         wrong += float(difference.square().sum())
         norm += float(full.square().sum())
         bounds.append(left_out.sqrt())
     shares = {name: (part / whole) ** 0.5 if whole else 0.0 for name, (part, whole) in squares.items()}
     measured = (wrong / norm) ** 0.5 if norm else 0.0
-    return QueryError(request.query_rank or 0, shares, torch.cat(bounds), measured)
-
-
-def _compared(
-    stream: Stream,
-    batch: GradientBatch,
-    train: GradientBatch,
-    num_queries: int,
-    num_train: int,
-    squares: dict[str, list[float]],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compare compressed and exact scores of a batch of queries with a batch of training data.
-
-    Args:
-        stream: The queries and training data.
-        batch: Gradients of some queries.
-        train: Gradients of training data.
-        num_queries: Number of all queries.
-        num_train: Number of all training data.
-        squares: Squared norms of the truncation error and of the full gradients, by block. They are updated in place.
-
-    Returns:
-        Errors of scores, exact scores, and the squared norm of the truncation error of each query.
-    """
-    first = next(iter(batch.blocks.values()))
-    full = torch.zeros(len(batch), len(train), dtype=first.dtype, device=first.device)
-    difference = torch.zeros_like(full)
-    left_out = full.new_zeros(len(batch))
-    for name, block in batch.blocks.items():
-        exact = choose(stream.structures[name], block, num_queries, num_train)
-        scores = exact.of_queries(block).inner(exact.of_train(train.blocks[name]))
-        full += scores
-        way = stream.way(name, block)
-        if way.way != "low rank":
-            continue
-        product = block.multiplied(way.structure)
-        found = truncated(product, way.query_rank)
-        difference += found.kept.inner(train.blocks[name]) - scores
-        left_out += found.left_out.square()
-        total = squares.setdefault(name, [0.0, 0.0])
-        total[0] += float(found.left_out.square().sum())
-        total[1] += float(product.squared_norms().sum())
-    return difference, full, left_out
+    return QueryError(query_rank, shares, torch.cat(bounds), measured)
 
 
 # Operations per multiply-add: one multiplication and one addition.
@@ -212,21 +185,8 @@ class Cost(DescribedByTables):
         return Description(title, facts, (phases, blocks))
 
 
-def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: torch.dtype) -> Cost:
-    """Estimate the cost of scores and of an index.
-
-    The model runs on one batch of queries and one batch of training data, to determine the number of rows per block.
-
-    Args:
-        stream: The queries and training data.
-        rank: Rank of an index.
-        compression: Compression of an index.
-        dtype: Dtype of an index.
-
-    Raises:
-        ModelError: If a setting of the index is invalid.
-    """
-    check_storage(rank, compression, dtype)
+def cost_of(stream: Stream, storage: Storage) -> Cost:
+    """Estimate the cost of scores, and of an index with this storage, from the first batch of queries and of data."""
     request = stream.request
     queries, train = request.queries.num_data, request.train.num_data
     of_queries = next(per_datum(request.queries, request.of, blocks=stream.operator))
@@ -240,8 +200,8 @@ def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: t
         way = stream.ways[name]
         found = work(way.way, Sizes.of(block, queries, train, way.query_rank))
         works[name] = Work(found.queries, passes * found.train, found.products)
-        form = choose_form(stream.structures[name], of_train.blocks[name], rank, compression)
-        nbytes = train * numbers_stored(form, of_train.blocks[name], rank) * dtype.itemsize
+        form = choose_form(stream.structures[name], of_train.blocks[name], storage)
+        nbytes = train * numbers_stored(form, of_train.blocks[name], storage.rank) * storage.dtype.itemsize
         flops = _OPERATIONS * works[name].total
         blocks.append(BlockCost(name, block.layout.matrix_shape, block.shared, way.way, flops, form, nbytes))
     # Add the phases that are not split by block.

@@ -10,8 +10,9 @@ for every shard: the gradients of some consecutive batches. All files are in the
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,52 +24,27 @@ from kfs.errors import ModelError, StorageError
 from kfs.factors.blocks import BlockDiagonal, Damping, Method, Structure
 from kfs.factors.checkpoint import details, digest, function_digest
 from kfs.factors.per_example import BlockGradients, GradientBatch, per_datum
-from kfs.influence.checks import check_choice, check_memory, check_risk
-from kfs.influence.scoring import Normalize, Request, Stream, Top, all_scores, best, check_request, structures_of
-from kfs.influence.stored import (
-    Compression,
-    Stored,
-    basis_of,
-    check_storage,
-    choose_form,
-    leading_coordinates,
-    restored,
+from kfs.influence.scoring import (
+    Normalize,
+    Request,
+    Stream,
+    Top,
+    all_scores,
+    best,
+    check_bytes,
+    check_choice,
+    structures_of,
 )
+from kfs.influence.stored import Form, Storage, Stored, basis_of, choose_form, leading_coordinates, restored
 from kfs.influence.ways import Chosen, choose, self_products
-from kfs.losses.quantities import Quantity, gradient_of
-from kfs.operators.match import warn_of_other_values
-from kfs.problem.data import Batch, Fingerprint, fingerprint
+from kfs.losses.quantities import Quantity
+from kfs.problem.data import Batch, fingerprint
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.nested import tensors_in
 
 # Entries of an identity with readable values, which error messages show. For all other entries, messages only say that
 # they differ.
 _READABLE = ("damping", "method", "of_train", "rank", "compression", "dtype", "number of examples", "precision")
-
-
-def identity(
-    K: BlockDiagonal, train: EmpiricalRisk, of_train: Quantity, settings: Mapping[str, object]
-) -> dict[str, Any]:
-    """Return the identity of an index: a description of the model, the curvature, the data and the settings.
-
-    Args:
-        K: The curvature.
-        train: The training data, with model and loss.
-        of_train: The quantity that is differentiated.
-        settings: Further settings that must be the same, by name.
-    """
-    name = getattr(train.model, "__qualname__", type(train.model).__name__)
-    return {
-        "model": repr(train.model) if isinstance(train.model, torch.nn.Module) else name,
-        "loss": details(train.loss),
-        "parameters": {name: list(p.shape) for name, p in train.params.items()},
-        "curvature": digest(t for stack in K.stacks for t in tensors_in(stack.state()["blocks"])),
-        "of_train": _named(of_train),
-        "number of examples": train.num_data,
-        "precision": f"{train.dtype} on {train.device.type}",
-        **{name: str(value) for name, value in settings.items()},
-        **weights(train),
-    }
 
 
 def weights(risk: EmpiricalRisk) -> dict[str, str]:
@@ -91,40 +67,12 @@ def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
     return found
 
 
-def batch_identity(batch: Batch) -> list[str]:
-    """Return the identity of a batch: shapes, and a digest of all numbers.
-
-    The digest costs little compared to the forward and backward pass of the batch.
-    """
-    found: Fingerprint = fingerprint(batch.x, batch.y, complete=True)
-    return [*found.tensors, found.digest]
-
-
 def _named(quantity: Quantity) -> str:
     """Return the name of a quantity. The name of a function has a digest of its code and of the values that it uses."""
     if isinstance(quantity, str):
         return quantity
     name = getattr(quantity, "__qualname__", type(quantity).__name__)
     return f"{name} ({function_digest(quantity)})"
-
-
-class Shards(Protocol):
-    """Interface of the storage of an index and its shards."""
-
-    def open(self, belongs_to: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-        """Return the stored state and the number of shards; `None` if nothing is stored."""
-
-    def save(self, state: dict[str, Any]) -> None:
-        """Write the state of the index."""
-
-    def write(self, place: int, state: dict[str, Any]) -> None:
-        """Write a shard."""
-
-    def read(self, place: int) -> Any:
-        """Read a shard."""
-
-    def size(self) -> int:
-        """Return the number of bytes of the stored shards."""
 
 
 class InMemory:
@@ -176,11 +124,7 @@ class Folder:
             ) from error
 
     def open(self, belongs_to: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-        """Return the state in the folder and the number of shards; `None` if the folder has no index.
-
-        Raises:
-            StorageError: If the index was made for something else, or is damaged.
-        """
+        """Return the state and the number of shards; raise `StorageError` if they are of something else, or damaged."""
         self._belongs_to = json.loads(json.dumps(belongs_to))  # the types that a file has
         if not self._main.exists():
             return None
@@ -201,14 +145,7 @@ class Folder:
         files.write(self._main, {"kind": "index", "belongs_to": self._belongs_to}, state)
 
     def _count(self, most: int | None) -> int:
-        """Return the number of consecutive shards in the folder.
-
-        Args:
-            most: Number of shards of a complete index; `None` if the index is not complete.
-
-        Raises:
-            StorageError: If a shard of a complete index is missing.
-        """
+        """Return the number of consecutive shards; raise `StorageError` if a complete index has fewer than `most`."""
         number = 0
         while number != most and self._file(number).exists():
             number += 1
@@ -226,11 +163,7 @@ class Folder:
         self._checked[file] = _version(file)
 
     def read(self, place: int) -> Any:
-        """Map a shard into memory. The digest of a file is checked once.
-
-        Raises:
-            StorageError: If the shard is missing or damaged.
-        """
+        """Map a shard into memory; raise `StorageError` if it is missing or damaged. A digest is checked once."""
         file = self._file(place)
         known = file.exists() and self._checked.get(file) == _version(file)
         _, state = files.read(file, check_digest=not known)
@@ -261,27 +194,48 @@ _SAMPLE = 16
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """The settings of an index.
+    """The settings of an index. An existing index of other settings is not used, except for `shard_bytes`.
 
     Attributes:
         K: The curvature.
-        structures: The inverse of each block, by name.
+        inverse: The damped inverse of the curvature.
+        damping: The damping of the inverse.
+        method: How the damping was added.
         train: The training data, with model and loss.
         of_train: The quantity that is differentiated.
-        rank: Number of coordinates or singular vectors to keep; `None` for all.
-        compression: Whether to keep coordinates (`"projected"`) or singular vectors (`"low rank"`).
-        dtype: Dtype of the stored numbers.
+        storage: How gradients are stored.
         shard_bytes: Write a shard whenever this many bytes have been computed.
     """
 
     K: BlockDiagonal
-    structures: Mapping[str, Structure]
+    inverse: BlockDiagonal
+    damping: Damping
+    method: Method
     train: EmpiricalRisk
     of_train: Quantity
-    rank: int | None
-    compression: Compression
-    dtype: torch.dtype
+    storage: Storage
     shard_bytes: int
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity of an index: a description of the model, the curvature, the data and the settings."""
+        train, storage = self.train, self.storage
+        name = getattr(train.model, "__qualname__", type(train.model).__name__)
+        return {
+            "model": repr(train.model) if isinstance(train.model, torch.nn.Module) else name,
+            "loss": details(train.loss),
+            "parameters": {name: list(p.shape) for name, p in train.params.items()},
+            "curvature": digest(t for stack in self.K.stacks for t in tensors_in(stack.state()["blocks"])),
+            "of_train": _named(self.of_train),
+            "number of examples": train.num_data,
+            "precision": f"{train.dtype} on {train.device.type}",
+            "damping": str(self.damping),
+            "method": self.method,
+            "rank": str(storage.rank),
+            # Without a rank, nothing is compressed, and `compression` has no effect.
+            "compression": str(None if storage.rank is None else storage.compression),
+            "dtype": str(storage.dtype),
+            **weights(train),
+        }
 
 
 @dataclass
@@ -289,55 +243,59 @@ class Builder:
     """Computes the gradients of an index, and writes them to shards.
 
     Attributes:
-        plan: The settings of the index.
+        settings: The settings of the index.
         shards: The storage for gradients.
         stored: How each block is stored; empty before the first batch.
     """
 
-    plan: IndexSettings
-    shards: Shards
+    settings: IndexSettings
+    shards: InMemory | Folder
     stored: dict[str, Stored] = field(default_factory=dict)
 
+    @cached_property
+    def structures(self) -> dict[str, Structure]:
+        """The inverse of each block, by name."""
+        return structures_of(self.settings.inverse, self.settings.train)
+
     def run(self, belongs_to: dict[str, Any]) -> dict[str, Any]:
-        """Compute the gradients of all batches that no shard has.
-
-        Args:
-            belongs_to: The identity of the index.
-
-        Returns:
-            The state of the complete index.
+        """Compute the gradients of all batches that no shard has, and return the state of the complete index.
 
         Raises:
-            StorageError: If the storage has an index of something else, or a damaged one.
+            StorageError: If the storage has an index with another identity, or a damaged one.
         """
         found = self.shards.open(belongs_to)
         known = _CompletedBatches([])
         if found is not None:
             state, number = found
             with files.require_valid("The index"):
-                self.stored = self._restored(state)
+                self.stored = self._with_forms(state["forms"], state["coordinates"])
             # Read every shard once, to detect damage now rather than in a later query.
             known = _CompletedBatches([self.shards.read(place) for place in range(number)])
             if state["complete"]:
-                known.check_all(self.plan.train)
+                known.check_all(self.settings.train)
                 return state
         self._fill(known)
-        error = _error(known.errors)
+        wrong, norm = (sum(numbers) for numbers in zip(*known.errors, strict=True))
+        error = (wrong / norm) ** 0.5 if norm else 0.0
         state = self._state() | {"complete": True, "shards": known.shards, "error": error}
         self.shards.save(state)
         return state
 
     def _fill(self, known: "_CompletedBatches") -> None:
         """Compute the gradients of all batches that no shard has, and write a shard whenever it is large enough."""
-        plan = self.plan
+        settings = self.settings
         pending: list[dict[str, Any]] = []
-        for batch in per_datum(plan.train, plan.of_train, blocks=plan.K, skip=known.has):
+        for batch in per_datum(settings.train, settings.of_train, blocks=settings.K, skip=known.has):
             if not self.stored:
                 # Write the forms before the first shard, so that an interrupted index can be continued.
-                self.stored = self._chosen(batch)
+                forms = {
+                    name: choose_form(self.structures[name], block, settings.storage)
+                    for name, block in batch.blocks.items()
+                }
+                self.stored = self._with_forms(forms)
                 self.shards.save(self._state() | {"complete": False})
             pending.append(self._of_batch(batch, known.last_seen, known.place))
-            if sum(one["bytes"] for one in pending) >= plan.shard_bytes:
+            if sum(one["bytes"] for one in pending) >= settings.shard_bytes:
                 self._write(pending, known)
                 pending = []
         if pending:
@@ -354,8 +312,10 @@ class Builder:
 
     def _of_batch(self, batch: GradientBatch, seen: list[str], place: int) -> dict[str, Any]:
         """Return the entry of a shard for one batch."""
-        blocks = {name: self.stored[name].state(block, self.plan.dtype) for name, block in batch.blocks.items()}
-        own = [self_products(block, self.plan.structures[name]) for name, block in batch.blocks.items()]
+        blocks = {
+            name: self.stored[name].state(block, self.settings.storage.dtype) for name, block in batch.blocks.items()
+        }
+        own = [self_products(block, self.structures[name]) for name, block in batch.blocks.items()]
         # Measure the error in the batches 0, 1, 2, 4, 8, ...
         compared = place & (place - 1) == 0
         return {
@@ -375,11 +335,11 @@ class Builder:
         full: Tensor | float = 0.0
         found: Tensor | float = 0.0
         for name, block in some.blocks.items():
-            way = choose(self.plan.structures[name], block, num_data, num_data)
+            way = choose(self.structures[name], block, num_data, num_data)
             full = full + way.of_queries(block).inner(way.of_train(block))
             # Store the gradients and restore them, as an index does.
             stored = self.stored[name]
-            state = stored.state(block, self.plan.dtype)
+            state = stored.state(block, self.settings.storage.dtype)
             again = restored(state, block.layout, num_data, block.dtype, block.device)
             kept = stored.way(block, num_data, num_data, None)
             found = found + kept.of_queries(block).inner(kept.of_train(again))
@@ -390,18 +350,20 @@ class Builder:
             full, found = full[others], found[others]  # type: ignore[index]
         return [float((found - full).square().sum()), float(full.square().sum())]
 
-    def _chosen(self, first: GradientBatch) -> dict[str, Stored]:
-        """Choose the form of every block from the gradients of the first batch."""
-        plan = self.plan
+    def _with_forms(
+        self, forms: Mapping[str, Form], coordinates: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Stored]:
+        """Return how blocks are stored, given their forms. Coordinates are chosen if they are not given."""
+        rank = self.settings.storage.rank or 0
         stored = {}
-        for name, block in first.blocks.items():
-            form = choose_form(plan.structures[name], block, plan.rank, plan.compression)
-            structure = plan.structures[name]
-            coordinates = None
+        for name, form in forms.items():
+            structure = self.structures[name]
+            kept = None
             if form == "projected":
                 structure = basis_of(structure)
-                coordinates = leading_coordinates(structure, plan.rank or 0)
-            stored[name] = Stored(form, structure, plan.rank or 0, coordinates)
+                kept = leading_coordinates(structure, rank) if coordinates is None else coordinates[name]
+                kept = kept.to(self.settings.train.device)
+            stored[name] = Stored(form, structure, rank, kept)
         return stored
 
     def _state(self) -> dict[str, Any]:
@@ -409,18 +371,6 @@ class Builder:
         forms = {name: one.form for name, one in self.stored.items()}
         kept = {name: one.coordinates for name, one in self.stored.items() if one.coordinates is not None}
         return {"forms": forms, "coordinates": kept}
-
-    def _restored(self, state: Any) -> dict[str, Stored]:
-        """Return how blocks are stored; the inverse of `_state`."""
-        stored = {}
-        for name, form in state["forms"].items():
-            structure = self.plan.structures[name]
-            coordinates = state["coordinates"].get(name)
-            if form == "projected":
-                structure = basis_of(structure)
-                coordinates = coordinates.to(self.plan.train.device)
-            stored[name] = Stored(form, structure, self.plan.rank or 0, coordinates)
-        return stored
 
 
 class _CompletedBatches:
@@ -445,24 +395,18 @@ class _CompletedBatches:
         self.last_seen: list[str] = []
 
     def has(self, place: int, batch: Batch) -> bool:
-        """Return whether a shard has the batch with this index.
-
-        Raises:
-            StorageError: If a shard has another batch with this index.
-        """
+        """Return whether a shard has the batch with this index; raise `StorageError` if it has another one."""
         self.place = place
-        self.last_seen = batch_identity(batch)
+        # The digest of all numbers costs little compared to the forward and backward pass of the batch.
+        found = fingerprint(batch.x, batch.y, complete=True)
+        self.last_seen = [*found.tensors, found.digest]
         known = place < len(self._identities)
         if known and self._identities[place] != self.last_seen:
             raise _other_data(f"batch {place} is another one")
         return known
 
     def check_all(self, train: EmpiricalRisk) -> None:
-        """Compare all batches of the training data with a complete index, without running the model.
-
-        Raises:
-            StorageError: If a batch differs, or the number of batches differs.
-        """
+        """Raise `StorageError` unless all batches are those of a complete index. The model does not run."""
         for place, batch in enumerate(train.batches("comparing data with the index")):
             if not self.has(place, batch):
                 raise _other_data("there are more batches now")
@@ -481,21 +425,6 @@ def _other_data(what: str) -> StorageError:
     )
 
 
-def _error(parts: list[list[float]]) -> float:
-    """Return the relative error of scores from squared norms of errors and scores."""
-    wrong, norm = (sum(numbers) for numbers in zip(*parts, strict=True))
-    return (wrong / norm) ** 0.5 if norm else 0.0
-
-
-def blocks_of(batch: Any, layouts: Mapping[str, Any], like: EmpiricalRisk) -> dict[str, BlockGradients]:
-    """Return the gradients of one batch of a shard, by block."""
-    num_data = int(batch["stop"]) - int(batch["start"])
-    return {
-        name: restored(state, layouts[name], num_data, like.sum_dtype, like.device)
-        for name, state in batch["blocks"].items()
-    }
-
-
 _ROUND_OFF = 1e-5  # smaller errors are shown as "below"
 
 
@@ -511,48 +440,19 @@ class Index(Described):
         path: The folder; `None` if the gradients are in memory.
     """
 
-    def __init__(
-        self,
-        K: BlockDiagonal,
-        inverse: BlockDiagonal,
-        train: EmpiricalRisk,
-        of_train: Quantity,
-        settings: dict[str, Any],
-        file: str | Path | None,
-        shard_bytes: int,
-    ) -> None:
-        """Compute the gradients that the folder does not have.
-
-        Args:
-            K: The curvature.
-            inverse: The damped inverse of the curvature.
-            train: The training data.
-            of_train: The quantity that is differentiated.
-            settings: `rank`, `compression` and `dtype`; and `damping` and `method`, which must be the same if the
-                folder already has an index.
-            file: The folder; `None` for memory.
-            shard_bytes: Write a shard whenever this many bytes have been computed.
-        """
-        rank = settings["rank"]
-        compression: Compression = settings["compression"] or "low rank"
-        dtype = settings["dtype"]
-        check_memory(shard_bytes, "shard_bytes")
-        check_risk(K, train, "train")
-        gradient_of(of_train, train.loss)  # raises an error for unknown quantities
-        warn_of_other_values(K, train.params, what="The curvature", owner="the model", stacklevel=4)
-        self._K = K
-        self._inverse = inverse
-        self._of_train = of_train
-        self._dtype = dtype
+    def __init__(self, settings: IndexSettings, file: str | Path | None) -> None:
+        """Compute the gradients that the folder does not have; without a folder, keep all of them in memory."""
+        check_bytes("shard_bytes", settings.shard_bytes)
+        train = settings.train
+        Request(train, train, settings.of_train, settings.of_train).check(settings.K)
+        self._settings = settings
         self.train = train
         self.path = None if file is None else Path(file)
-        self._shards: Shards = InMemory() if file is None else Folder(file)
-        # Keep digests of the weights, to detect later whether the model has changed.
-        belongs_to = identity(K, train, of_train, settings)
-        self._weights = {name: belongs_to[name] for name in weights(train)}
-        plan = IndexSettings(K, structures_of(inverse, train), train, of_train, rank, compression, dtype, shard_bytes)
-        builder = Builder(plan, self._shards)
-        state = builder.run(belongs_to)
+        self._shards: InMemory | Folder = InMemory() if file is None else Folder(file)
+        # It has digests of the weights, to detect later whether the model has changed.
+        self._belongs_to = settings.identity()
+        builder = Builder(settings, self._shards)
+        state = builder.run(self._belongs_to)
         self._stored = builder.stored
         self._count = int(state["shards"])
         self.error = float(state["error"])
@@ -561,15 +461,16 @@ class Index(Described):
 
     def describe(self) -> Description:
         """Describe size, error and forms of the index."""
-        of = f" of {self._K.of}" if self._K.of else ""
-        dtype = str(self._dtype).removeprefix("torch.")
+        K = self._settings.K
+        of = f" of {K.of}" if K.of else ""
+        dtype = str(self._settings.storage.dtype).removeprefix("torch.")
         where = "in memory" if self.path is None else f"in {self.path}"
         # Show a bound for small errors: the digits of round-off differ between machines.
         error = number(self.error) if self.error >= _ROUND_OFF else f"below {_ROUND_OFF}"
         fact = (
             f"{readable_size(self.nbytes)} {where}, {counted(self._count, 'shard')}, relative error of scores {error}"
         )
-        layouts = _layouts(self._K)
+        layouts = _layouts(K)
         rows = [(name, times(layouts[name].matrix_shape), form) for name, form in self.forms.items()]
         table = Table("blocks", ("block", "groups x d_B x d_A", "stored as"), rows)
         title = f"Index of {self.train.num_data:,} gradients{of}: {counted(len(rows), 'block')}, {dtype}"
@@ -609,21 +510,17 @@ class Index(Described):
     ) -> Tensor | dict[str, Tensor]:
         """Compute the score of every pair of a query and a training example, as `Influence.scores` does.
 
-        Args:
-            queries: Data to explain, with the same model and parameters.
-            of: As in `Influence.scores`.
-            by: As in `Influence.scores`, without `"token"`, because the index does not store which rows belong to which
-                token.
-            normalize: As in `Influence.scores`.
-            memory: As in `Influence.scores`. All files are read once for each pass over the training data.
-            query_rank: As in `Influence.scores`, for blocks that are stored as rows.
+        The arguments are the ones of `Influence.scores`. There are no scores by `"token"`, because the index does not
+        store which rows belong to which token. All files are read once for each pass over the training data, and
+        `query_rank` is for blocks that are stored as rows.
 
         Raises:
             ModelError: If models or parameters differ.
             StorageError: If parameters have changed since the index was made, or a file is damaged.
         """
         _check_by(by)
-        return all_scores(self._stream(queries, of, normalize, memory, query_rank), by)
+        request = Request(queries, self.train, of, self._settings.of_train, by, normalize, memory, query_rank)
+        return all_scores(self._stream(request))
 
     def top(
         self,
@@ -635,17 +532,12 @@ class Index(Described):
         memory: int = 2**32,
         query_rank: int | None = None,
     ) -> Top:
-        """Find the most helpful and the most harmful training data of each query, as `Influence.top` does.
-
-        Args:
-            queries: As in `scores`.
-            k: Number of helpful and of harmful examples per query.
-            of: As in `scores`.
-            normalize: As in `scores`.
-            memory: As in `scores`.
-            query_rank: As in `scores`.
-        """
-        return best(self._stream(queries, of, normalize, memory, query_rank), k)
+        """Find the most helpful and the most harmful training data of each query, as `Influence.top` does."""
+        of_train = self._settings.of_train
+        request = Request(
+            queries, self.train, of, of_train, normalize=normalize, memory=memory, query_rank=query_rank, k=k
+        )
+        return best(self._stream(request))
 
     def self_scores(self) -> Tensor:
         """Return the score of every training example with itself, `[train]`, computed without compression."""
@@ -654,18 +546,15 @@ class Index(Described):
         with files.require_valid(self.path or "The index"):
             return torch.cat([batch["own"] for shard in shards for batch in shard["batches"]]).to(self.train.device)
 
-    def _stream(
-        self, queries: EmpiricalRisk, of: Quantity, normalize: Normalize | None, memory: int, query_rank: int | None
-    ) -> "_IndexStream":
-        """Check the arguments, and return a stream over queries and stored gradients."""
-        request = Request(queries, self.train, of, self._of_train, normalize, memory, query_rank)
+    def _stream(self, request: Request) -> "_IndexStream":
+        """Check the request, and return a stream over queries and stored gradients."""
         self._check_weights()
-        check_request(self._K, request)
-        return _IndexStream(self._K, self._inverse, request, self._shards, self._count, self._stored)
+        request.check(self._settings.K)
+        return _IndexStream(self._settings, request, self._shards, self._count, self._stored)
 
     def _check_weights(self) -> None:
         """Raise `StorageError` if the weights of the model have changed since the index was created."""
-        differ = differences(self._weights, weights(self.train))
+        differ = differences(self._belongs_to, weights(self.train))
         if differ:
             raise StorageError(
                 f"The index was made with other weights: {', '.join(differ)} differ.",
@@ -678,18 +567,17 @@ class _IndexStream(Stream):
 
     def __init__(
         self,
-        K: BlockDiagonal,
-        inverse: BlockDiagonal,
+        settings: IndexSettings,
         request: Request,
-        shards: Shards,
+        shards: InMemory | Folder,
         count: int,
         stored: dict[str, Stored],
     ) -> None:
-        super().__init__(K, inverse, request)
+        super().__init__(settings.K, settings.inverse, request)
         self._shards = shards
         self._count = count
         self._stored = stored
-        self._layouts = _layouts(K)
+        self._layouts = _layouts(settings.K)
         self._own: dict[int, Tensor] = {}
 
     def train(self) -> Iterator[GradientBatch]:
@@ -701,9 +589,13 @@ class _IndexStream(Stream):
             found = []
             with files.require_valid("The index"):
                 for batch in shard["batches"]:
-                    blocks = ByName(blocks_of(batch, self._layouts, train), "block")
-                    found.append(GradientBatch(int(batch["start"]), int(batch["stop"]), blocks, shapes))
-                    self._own[found[-1].start] = batch["own"].to(train.device)
+                    start, stop = int(batch["start"]), int(batch["stop"])
+                    blocks = {
+                        name: restored(state, self._layouts[name], stop - start, train.sum_dtype, train.device)
+                        for name, state in batch["blocks"].items()
+                    }
+                    found.append(GradientBatch(start, stop, ByName(blocks, "block"), shapes))
+                    self._own[start] = batch["own"].to(train.device)
             yield from found
 
     def own_of_train(self, batch: GradientBatch) -> Tensor:
@@ -716,26 +608,8 @@ class _IndexStream(Stream):
         return self._stored[name].way(block, queries, train, self.request.query_rank)
 
 
-def settings_of(
-    damping: Damping, method: Method, rank: int | None, compression: Compression, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return the settings that must be the same if a folder already has an index.
-
-    Raises:
-        ModelError: If a setting is invalid.
-    """
-    check_storage(rank, compression, dtype)
-    # Without a rank, nothing is compressed, and `compression` has no effect.
-    kind = compression if rank is not None else None
-    return {"damping": damping, "method": method, "rank": rank, "compression": kind, "dtype": dtype}
-
-
 def _check_by(by: object) -> None:
-    """Check that an index has the requested partition of scores.
-
-    Raises:
-        ModelError: If `by` is `"token"`, or not an option.
-    """
+    """Raise `ModelError` if `by` is `"token"`, or not an option."""
     if by == "token":
         raise ModelError(
             "An index has no scores by token: gradients are stored as sums over tokens if that takes fewer bytes.",

@@ -6,7 +6,9 @@ curvature. Hence a quantity of a query with gradient $g_q$ changes by $-\epsilon
 $g_q^\top H^{-1} g_n$.
 """
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from pathlib import Path
 from typing import Literal, overload
 
@@ -14,13 +16,24 @@ import torch
 from torch import Tensor
 
 from kfs.display.describe import Described, Description, counted, kind
-from kfs.errors import ModelError
-from kfs.factors.blocks import BlockDiagonal, Damping, Method
-from kfs.influence.checks import check_alone, check_choice, check_count, chosen_damping, inverse_of
+from kfs.errors import KfsWarning, ModelError, SolverError
+from kfs.factors.blocks import BlockDiagonal, Damping, Method, Relative
+from kfs.factors.match import check_curvature
 from kfs.influence.cost import Cost, QueryError, cost_of, query_error
-from kfs.influence.index import Index, settings_of
-from kfs.influence.scoring import BY, By, Normalize, Request, Stream, Top, all_scores, best, check_request, self_scores
-from kfs.influence.stored import Compression
+from kfs.influence.index import Index, IndexSettings
+from kfs.influence.scoring import (
+    By,
+    Normalize,
+    Request,
+    Stream,
+    Top,
+    all_scores,
+    best,
+    check_alone,
+    check_count,
+    self_scores,
+)
+from kfs.influence.stored import Compression, Storage
 from kfs.losses.quantities import Quantity
 from kfs.problem.risk import EmpiricalRisk
 
@@ -75,18 +88,11 @@ class Influence(Described):
         *,
         weight_decay: float | None = None,
     ) -> None:
-        if not isinstance(K, BlockDiagonal):
-            raise ModelError(
-                f"Influence takes an operator with blocks, but this is a {type(K).__name__}.",
-                "Use kfs.KFAC or kfs.EKFAC, or kfs.factors.exact_blocks(risk) for small layers. For products "
-                "with an exact inverse, see kfs.operators.solve.",
-            )
-        if not K.symmetric:
-            raise ModelError("The operator is not symmetric.", "Use the curvature itself, not a product with it.")
+        check_curvature(K, "Influence", way_out="For products with an exact inverse, see kfs.operators.solve.")
         self.K = K
-        self._damping = chosen_damping(damping, weight_decay)
+        self._damping = _chosen_damping(damping, weight_decay)
         self._method = method
-        self.inverse = inverse_of(K, self._damping, method)
+        self.inverse = _inverse_of(K, self._damping, method)
 
     def describe(self) -> Description:
         """Describe model, blocks and inverse."""
@@ -163,8 +169,7 @@ class Influence(Described):
             DataError: If there are no data, a score is not finite, or rows do not belong to single tokens.
         """
         with _agreed(train, "scores"):
-            check_choice("by", by, BY)
-            return all_scores(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), by)
+            return all_scores(self._stream(Request(queries, train, of, of_train, by, normalize, memory, query_rank)))
 
     def self_scores(self, train: EmpiricalRisk, *, of: Quantity = "loss") -> Tensor:
         """Compute the score of every example with itself, `[train]`.
@@ -176,7 +181,7 @@ class Influence(Described):
             of: Quantity to differentiate, as in `scores`.
         """
         with _agreed(train, "self-scores"):
-            return self_scores(self._stream(Request(train, train, of, of, None, 0)))
+            return self_scores(self._stream(Request(train, train, of, of)))
 
     def top(
         self,
@@ -192,23 +197,15 @@ class Influence(Described):
     ) -> Top:
         """Find the most helpful and the most harmful training data of each query.
 
-        The scores of all pairs are not stored. If `of` is a function, lower values count as better, as for a loss.
-
-        Args:
-            queries: As in `scores`.
-            train: As in `scores`.
-            k: Number of helpful and of harmful examples per query.
-            of: As in `scores`.
-            of_train: As in `scores`.
-            normalize: As in `scores`.
-            memory: As in `scores`.
-            query_rank: As in `scores`.
+        It takes the arguments of `scores`, and `k`, the number of helpful and of harmful examples per query. The scores
+        of all pairs are not stored. If `of` is a function, lower values count as better, as for a loss.
 
         Raises:
             DataError: If there are fewer than `k` training data.
         """
+        request = Request(queries, train, of, of_train, normalize=normalize, memory=memory, query_rank=query_rank, k=k)
         with _agreed(train, "top"):
-            return best(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), k)
+            return best(self._stream(request))
 
     def query_error(
         self,
@@ -221,12 +218,7 @@ class Influence(Described):
     ) -> QueryError:
         """Return the error due to `query_rank=`: a bound from the truncated singular values, and a measured error.
 
-        Args:
-            queries: As in `scores`.
-            train: As in `scores`. The error is measured on scores with the data of the first batch.
-            query_rank: Number of singular vectors of every query to keep.
-            of: As in `scores`.
-            of_train: As in `scores`.
+        It takes the arguments of `scores`. The error is measured on scores with the first batch of training data.
 
         Raises:
             ModelError: If `query_rank` is `None`, or models or parameters differ.
@@ -234,7 +226,7 @@ class Influence(Described):
         check_alone(train, "The error")
         # Without a rank nothing is compressed, so a rank is required.
         check_count("query_rank", query_rank, optional=False)
-        return query_error(self._stream(Request(queries, train, of, of_train, None, 0, query_rank)))
+        return query_error(self._stream(Request(queries, train, of, of_train, query_rank=query_rank)), query_rank)
 
     def cost(
         self,
@@ -255,17 +247,7 @@ class Influence(Described):
         layer. The counts of products are also used to choose how gradients are multiplied. The counts of forward and
         backward passes include only products with weights that the curvature covers. They include a backward product
         of the first layer, although it is not computed. They do not include attention between positions, for example.
-
-        Args:
-            queries: As in `scores`.
-            train: As in `scores`.
-            of: As in `scores`.
-            of_train: As in `scores`.
-            memory: As in `scores`.
-            query_rank: As in `scores`.
-            rank: As in `index`.
-            compression: As in `index`.
-            dtype: As in `index`.
+        `rank`, `compression` and `dtype` are arguments of `index`, all others of `scores`.
 
         Example:
             >>> from kfs import KFAC
@@ -289,8 +271,9 @@ class Influence(Described):
             weight  1 x 3 x 5              1  rows      7.76 k  rows       560 B
         """
         check_alone(train, "The cost")
-        stream = self._stream(Request(queries, train, of, of_train, None, memory, query_rank))
-        return cost_of(stream, rank, compression, dtype)
+        storage = Storage(rank, compression, dtype)
+        request = Request(queries, train, of, of_train, memory=memory, query_rank=query_rank)
+        return cost_of(self._stream(request), storage)
 
     def index(
         self,
@@ -348,13 +331,45 @@ class Influence(Described):
             weight  1 x 3 x 5           rows
         """
         check_alone(train, "An index")
-        settings = settings_of(self._damping, self._method, rank, compression, dtype)
-        return Index(self.K, self.inverse, train, of_train, settings, file, shard_bytes)
+        storage = Storage(rank, compression, dtype)
+        how = IndexSettings(self.K, self.inverse, self._damping, self._method, train, of_train, storage, shard_bytes)
+        return Index(how, file)
 
     def _stream(self, request: Request) -> Stream:
         """Check the request, and return a stream over queries and training data."""
-        check_request(self.K, request)
+        request.check(self.K)
         return Stream(self.K, self.inverse, request)
+
+
+def _chosen_damping(damping: Damping | None, weight_decay: float | None) -> Damping:
+    """Return the damping, the weight decay in its place, or the default damping `Relative(0.1)`."""
+    if weight_decay is None:
+        return Relative(0.1) if damping is None else damping
+    if damping is not None:
+        raise ModelError(
+            f"Both damping={damping!r} and weight_decay={weight_decay!r} are given, and both set the damping.",
+            "Pass one of them.",
+        )
+    if isinstance(weight_decay, bool) or not isinstance(weight_decay, int | float) or not 0 < weight_decay < inf:
+        raise ModelError(
+            f"weight_decay is {weight_decay!r}.",
+            "Use the positive number that the optimizer was given. If it had no weight decay, leave it out.",
+        )
+    return float(weight_decay)
+
+
+def _inverse_of(K: BlockDiagonal, damping: Damping, method: Method) -> BlockDiagonal:
+    """Return the damped inverse; raise `SolverError` if a block is singular.
+
+    `K.inverse` adds a small number to singular blocks, which would dominate all scores.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KfsWarning)
+        try:
+            return K.inverse(damping, method)
+        except KfsWarning as warning:
+            K.power(-1.0)  # raises an error with the name of the block
+            raise SolverError(f"A block is singular: {warning}", "Pass damping.") from warning
 
 
 def _agreed(train: object, where: str) -> AbstractContextManager[None]:

@@ -1,9 +1,13 @@
-"""Scores of pairs of queries and training data: all scores, the best scores, self-scores, and scores by token."""
+"""Scores of pairs of queries and training data: all scores, the best scores, self-scores, and scores by token.
+
+A `Request` has the arguments and checks them, a `Stream` computes scores batch by batch. Products of gradients live in
+`kfs.influence.ways`, scores from stored gradients in `kfs.influence.index`.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -11,48 +15,110 @@ from torch.nn.functional import pad
 
 from kfs.display.describe import Described, Description, Table, number
 from kfs.display.progress import show_progress
+from kfs.display.suggestions import few, suggest
 from kfs.distributed import Ranks, Same, check_same
-from kfs.errors import DataError
+from kfs.errors import DataError, DistributedError, ModelError
 from kfs.factors.accumulate import Captured
 from kfs.factors.blocks import BlockDiagonal, Structure
+from kfs.factors.match import check_risk, check_same_values, warn_of_other_values
 from kfs.factors.per_example import BlockGradients, GradientBatch, joined_gradients, per_datum
-from kfs.influence.checks import (
-    check_alone,
-    check_choice,
-    check_count,
-    check_memory,
-    check_risk,
-    check_same_parameters,
-)
 from kfs.influence.ways import Chosen, choose, self_products
 from kfs.losses.quantities import Quantity, gradient_of, sign_of
-from kfs.operators.match import warn_of_other_values
 from kfs.problem.data import fingerprint
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.nested import tensors_in
 
+By = Literal["block", "layer", "token"]
+Normalize = Literal["cosine", "self"]
+
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a computation of scores. `check_request` checks them.
+    """The arguments of `Influence.scores`, and of the methods that share them.
 
     Attributes:
         queries: The examples to explain.
         train: The training data.
         of: Quantity of queries.
         of_train: Quantity of training data.
+        by: Parts that scores are split into; `None` for totals.
         normalize: `None`, `"cosine"` or `"self"`.
         memory: Number of bytes for the gradients of queries.
         query_rank: Number of singular vectors to keep of a query's gradients, if that takes fewer operations.
+        k: Number of training examples to find for each query; `None` if all scores are returned.
     """
 
     queries: EmpiricalRisk
     train: EmpiricalRisk
-    of: Quantity
-    of_train: Quantity
-    normalize: str | None
-    memory: int
+    of: Quantity = "loss"
+    of_train: Quantity = "loss"
+    by: By | None = None
+    normalize: Normalize | None = None
+    memory: int = 2**32
     query_rank: int | None = None
+    k: int | None = None
+
+    def check(self, K: BlockDiagonal) -> None:
+        """Check all arguments, and warn if parameters have changed since the curvature was computed.
+
+        Raises:
+            ModelError: If models or parameters differ, or an option is invalid.
+            DataError: If there are no data.
+        """
+        check_choice("by", self.by, get_args(By))
+        check_choice("normalize", self.normalize, get_args(Normalize))
+        check_bytes("memory", self.memory)
+        check_count("query_rank", self.query_rank)
+        _check_data(K, self.train, self.of_train, "train")
+        _check_data(K, self.queries, self.of, "queries")
+        check_same_values(K, self.queries, self.train)
+        # The warning points to the caller of the method of `Influence` or `Index`.
+        warn_of_other_values(K, self.train.params, stacklevel=5)
+
+
+def _check_data(K: BlockDiagonal, risk: EmpiricalRisk, of: Quantity, what: str) -> None:
+    """Check that there are data, for a model with the parameters of the curvature, and that the quantity exists."""
+    check_risk(K, risk, what, owner=what)
+    settings = getattr(K, "settings", None)
+    # With `uncovered="skip"`, the operator may lack parameters that no rule covers.
+    exhaustive = settings is not None and settings.uncovered != "skip"
+    extra = [name for name in risk.params if name not in K.domain.shapes] if exhaustive else []
+    if extra:
+        raise ModelError(
+            f"{what} has the parameters {few(extra)}, which the curvature lacks.",
+            "Use the same model, and the same params= for both.",
+        )
+    risk.count()  # raises an error if there are no data
+    gradient_of(of, risk.loss)  # raises an error for unknown quantities
+
+
+def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
+    """Raise `ModelError` unless a value is `None` or one of the choices."""
+    if value is not None and value not in choices:
+        raise ModelError(f"{what} is {value!r}.", f"{suggest([value], choices)} Or leave it out.")
+
+
+def check_bytes(what: str, nbytes: object) -> None:
+    """Raise `ModelError` unless a value is a number of bytes."""
+    if type(nbytes) is not int or nbytes < 0:
+        raise ModelError(f"{what} is {nbytes!r}.", "Use a number of bytes, such as 2**30.")
+
+
+def check_count(what: str, number: object, *, optional: bool = True) -> None:
+    """Raise `ModelError` unless a value is a positive integer, or `None` if it is optional."""
+    if number is None and optional:
+        return
+    if type(number) is not int or number < 1:
+        raise ModelError(f"{what} is {number!r}.", f"Use a positive integer{', or leave it out' if optional else ''}.")
+
+
+def check_alone(risk: EmpiricalRisk, what: str) -> None:
+    """Raise `DistributedError` if the data of a risk are split over processes. `what` is the computation."""
+    if risk.ranks.are_several:
+        raise DistributedError(
+            f"{what} cannot be computed from data that are split over {risk.ranks.size} processes.",
+            "Pass an EmpiricalRisk of all these data, without kfs.shard and group=.",
+        )
 
 
 @dataclass(frozen=True)
@@ -96,11 +162,38 @@ class Stream:
         self.structures = structures_of(inverse, request.train)
         self.ways: dict[str, Chosen] = {}
 
+    def check_ranks(self) -> None:
+        """Raise `DistributedError` if queries, options or the inverse differ between the ranks of the training data."""
+        train, queries = self.request.train, self.request.queries
+        if not train.ranks.are_several:
+            return
+        # Functions differ between processes, so compare their names.
+        settings: dict[str, object] = {}
+        for name in ("of", "of_train", "by", "normalize", "memory", "query_rank", "k"):
+            value = getattr(self.request, name)
+            settings[name] = getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+        batches = [] if queries is train else [fingerprint(batch.x, batch.y) for batch in queries.batches()]
+        inverse = {
+            f"{name} {place}": t
+            for name, structure in self.structures.items()
+            for place, t in enumerate(tensors_in(structure.state()))
+        }
+        same_queries = "Pass the same queries in all processes; only training data are split."
+        facts = {
+            "Options": Same(settings, "Pass the same arguments in all processes."),
+            "Queries": Same({"queries": batches}, same_queries),
+            "Inverses of the curvature": Same(inverse, "Use the same curvature and damping in all processes."),
+        }
+        check_same(train.ranks, "influence", facts)
+
     def chunks(self) -> Iterator[Queries]:
         """Yield prepared queries, as many at a time as memory allows, and show progress."""
         request = self.request
         total = request.queries.num_data
-        with show_progress("influence", total, _wanted(request), "query") as line:
+        # `False` wins over `True`, and `True` over `None`.
+        wishes = {request.queries.progress, request.train.progress}
+        wanted = False if False in wishes else (True in wishes or None)
+        with show_progress("influence", total, wanted, "query") as line:
             pending: list[Queries] = []
             for batch in per_datum(request.queries, request.of, blocks=self.operator):
                 most = self.most(batch)
@@ -120,29 +213,18 @@ class Stream:
         """Yield the gradients of training data."""
         return per_datum(self.request.train, self.request.of_train, blocks=self.operator)
 
-    def pairs(
-        self,
-        queries: Queries,
-        batch: GradientBatch,
-        product: Callable[[BlockGradients, BlockGradients, BlockGradients], Tensor] | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield block names with the scores of all pairs, `[queries, batch]`, or another product of the gradients.
-
-        Args:
-            queries: Gradients of queries.
-            batch: Gradients of training data.
-            product: Function of gradients of queries, gradients of training data, and the captured gradients of
-                training data. If not given, scores are inner products.
-        """
-        normalize = self.request.normalize
-        scale = None if normalize is None else self._scale(queries, batch)
+    def pairs(self, queries: Queries, batch: GradientBatch) -> Iterator[tuple[str, Tensor]]:
+        """Yield block names with the scores of all pairs, `[queries, batch]`, or `[queries, batch, positions]`."""
+        request = self.request
+        scale = None if request.normalize is None else self._scale(queries, batch)
+        positions = positions_of(batch) if request.by == "token" else None
         for name, gradients in queries.gradients.items():
             block = batch.blocks[name]
             way = self.ways[name]
-            if product is None:
+            if positions is None:
                 scores = gradients.inner(way.of_train(block))
             else:
-                scores = product(gradients, way.of_train(block.by_place(), keep_rows=True), block)
+                scores = by_token(gradients, way.of_train(block.by_place(), keep_rows=True), block, positions)
             if scale is not None:
                 scores = scores * scale.reshape(*scale.shape, *[1] * (scores.ndim - 2))
             yield name, scores
@@ -168,11 +250,7 @@ class Stream:
         return scale if queries.own is None else scale * _inverse_root(queries.own).unsqueeze(1)
 
     def most(self, batch: GradientBatch) -> int:
-        """Return the number of queries that fit into memory, and choose how gradients are multiplied if necessary.
-
-        Args:
-            batch: Gradients of some queries.
-        """
+        """Return the number of queries that fit into memory, and choose how gradients are multiplied if necessary."""
         if not self.ways:
             self.ways = {name: self.way(name, block) for name, block in batch.blocks.items()}
         each = sum(self.ways[name].bytes_of(block) for name, block in batch.blocks.items())
@@ -188,11 +266,7 @@ class Stream:
 
 def structures_of(inverse: BlockDiagonal, risk: EmpiricalRisk) -> dict[str, Structure]:
     """Return the inverse of each block by name, on the device of the gradients."""
-    return {
-        layout.name: stack.structure[part].to(risk.device, risk.sum_dtype)
-        for stack in inverse.stacks
-        for layout, part in stack.slices()
-    }
+    return {name: structure.to(risk.device, risk.sum_dtype) for name, structure in inverse.structures.items()}
 
 
 def _joined(parts: list[Queries]) -> Queries:
@@ -207,20 +281,8 @@ def _inverse_root(own: Tensor) -> Tensor:
     return torch.where(own > 0, own.clamp(min=torch.finfo(own.dtype).tiny).rsqrt(), 0.0)
 
 
-def _wanted(request: Request) -> bool | None:
-    """Combine the progress settings of both risks: `False` wins over `True`, and `True` over `None`."""
-    wishes = {request.queries.progress, request.train.progress}
-    if False in wishes:
-        return False
-    return True if True in wishes else None
-
-
 def check_finite(scores: Tensor, queries: Queries, batch: GradientBatch) -> None:
-    """Check that all scores are finite.
-
-    Raises:
-        DataError: If a score is not finite. The message names the pair.
-    """
+    """Raise `DataError` if a score is not finite; the message names the pair."""
     if bool(scores.isfinite().all()):
         return
     query, datum = (~scores.isfinite()).nonzero()[0, :2].tolist()
@@ -328,11 +390,7 @@ def _shown(values: Tensor, indices: Tensor) -> str:
 
 
 def positions_of(batch: GradientBatch) -> int:
-    """Return the number of positions per example: the most common number of rows per use of a parameter.
-
-    Raises:
-        DataError: If examples have only one position.
-    """
+    """Return the number of positions per example: the most common number of rows per use of a parameter."""
     uses = [use for block in batch.blocks.values() for use in block.uses if isinstance(use, Captured)]
     counts = Counter(use.places or use.shared for use in uses)
     most = max(counts, key=lambda count: (counts[count], count), default=1)
@@ -347,14 +405,8 @@ def positions_of(batch: GradientBatch) -> int:
 def by_token(queries: BlockGradients, train: BlockGradients, captured: BlockGradients, positions: int) -> Tensor:
     """Return the share of every position in inner products of gradients, `[n, m, positions]`.
 
-    Args:
-        queries: Gradients of queries, multiplied by the inverse.
-        train: Gradients of training data, by place.
-        captured: Gradients of training data, as captured.
-        positions: Number of positions per example.
-
-    Raises:
-        DataError: If the rows of the block do not belong to positions.
+    Gradients of queries were multiplied by the inverse. The rows of `captured` show how those of `train` belong to
+    positions. If they do not, this raises `DataError`.
     """
     total = torch.zeros(queries.num_data, train.num_data, positions, dtype=queries.dtype, device=queries.device)
     if captured.whole is not None:
@@ -375,82 +427,29 @@ def _error(gradients: BlockGradients, what: str) -> DataError:
     )
 
 
-By = Literal["block", "layer", "token"]
-Normalize = Literal["cosine", "self"]
-BY = ("block", "layer", "token")
-_NORMALIZE = ("cosine", "self")
-
-
-def check_request(K: BlockDiagonal, request: Request) -> None:
-    """Check the arguments before any computation, and warn if parameters have changed since the curvature was computed.
-
-    Raises:
-        ModelError: If models or parameters differ, or an option is invalid.
-        DataError: If there are no data.
-    """
-    check_choice("normalize", request.normalize, _NORMALIZE)
-    check_memory(request.memory)
-    check_count("query_rank", request.query_rank)
-    check_risk(K, request.train, "train")
-    check_risk(K, request.queries, "queries")
-    gradient_of(request.of, request.queries.loss)
-    gradient_of(request.of_train, request.train.loss)
-    check_same_parameters(K, request.queries, request.train)
-    # The warning points to the caller of the method of `Influence` or `Index`.
-    warn_of_other_values(K, request.train.params, what="The curvature", owner="the model", stacklevel=5)
-
-
-def check_same_request(stream: Stream, **settings: object) -> None:
-    """Check that queries, options and curvature are the same on all ranks of the training data.
-
-    Args:
-        stream: The queries, training data and options.
-        **settings: Further options.
-
-    Raises:
-        DistributedError: If they differ between ranks.
-    """
-    request = stream.request
-    train, queries = request.train, request.queries
-    if not train.ranks.are_several:
-        return
-    # Functions differ between processes, so compare their names.
-    for name in ("of", "of_train", "normalize", "memory", "query_rank"):
-        value = getattr(request, name)
-        settings[name] = getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
-    batches = [] if queries is train else [fingerprint(batch.x, batch.y) for batch in queries.batches()]
-    inverse = {
-        f"{name} {place}": t
-        for name, structure in stream.structures.items()
-        for place, t in enumerate(tensors_in(structure.state()))
-    }
-    facts = {
-        "Options": Same(settings, "Pass the same arguments in all processes."),
-        "Queries": Same({"queries": batches}, "Pass the same queries in all processes; only training data are split."),
-        "Inverses of the curvature": Same(inverse, "Use the same curvature and damping in all processes."),
-    }
-    check_same(train.ranks, "influence", facts)
-
-
-def all_scores(stream: Stream, by: By | None) -> Tensor | dict[str, Tensor]:
+def all_scores(stream: Stream) -> Tensor | dict[str, Tensor]:
     """Compute the scores of all pairs, in total or by block, layer or token."""
+    request = stream.request
+    check_alone(request.queries, "Scores of queries")
+    stream.check_ranks()
     rows: dict[str, list[Tensor]] = {}
-    check_alone(stream.request.queries, "Scores of queries")
-    check_same_request(stream, by=by)
     for chunk in stream.chunks():
-        for key, parts in _of_all_ranks(stream, _columns(stream, chunk, by)).items():
+        columns = _columns(stream, chunk)
+        if request.train.ranks.are_several:
+            columns = _of_all_ranks(request.train, columns)
+        for key, parts in columns.items():
             rows.setdefault(key, []).append(_joined_scores(parts, 1))
     result = {key: _joined_scores(parts, 0) for key, parts in rows.items()}
-    return result if by in {"block", "layer"} else result[""]
+    return result if request.by in {"block", "layer"} else result[""]
 
 
-def _columns(stream: Stream, chunk: Queries, by: By | None) -> dict[str, list[Tensor]]:
+def _columns(stream: Stream, chunk: Queries) -> dict[str, list[Tensor]]:
     """Return the scores of some queries with all training data of this rank, as a list with one item per batch."""
     columns: dict[str, list[Tensor]] = {}
     for batch in stream.train():
         found: dict[str, Tensor] = {}
-        for name, scores in _pairs(stream, chunk, batch, by):
-            key = _key(by, batch.blocks[name])
+        for name, scores in stream.pairs(chunk, batch):
+            key = _key(stream.request.by, batch.blocks[name])
             found[key] = scores if key not in found else found[key].add_(scores)
         for key, scores in found.items():
             check_finite(scores, chunk, batch)
@@ -461,18 +460,15 @@ def _columns(stream: Stream, chunk: Queries, by: By | None) -> dict[str, list[Te
 def self_scores(stream: Stream) -> Tensor:
     """Compute the score of every training example with itself, `[train]`."""
     train = stream.request.train
-    check_same_request(stream)
+    stream.check_ranks()
     own = [stream.own(batch) for batch in stream.train()]
     # A rank without data has no scores.
     found = train.ranks.gather_tensors("self-scores", {"own": torch.cat(own)} if own else {})
     return torch.cat([one["own"].to(train.device) for one in found if one])
 
 
-def _of_all_ranks(stream: Stream, columns: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+def _of_all_ranks(train: EmpiricalRisk, columns: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     """Gather scores with the training data of all ranks, in the order of the data."""
-    train = stream.request.train
-    if not train.ranks.are_several:
-        return columns
     own = {key: _joined_scores(parts, 1) for key, parts in columns.items()}
     result: dict[str, list[Tensor]] = {}
     for one in train.ranks.gather_tensors("scores", own):
@@ -481,20 +477,20 @@ def _of_all_ranks(stream: Stream, columns: dict[str, list[Tensor]]) -> dict[str,
     return result
 
 
-def best(stream: Stream, k: int) -> Top:
+def best(stream: Stream) -> Top:
     """Find the training data with the largest and the smallest scores, without storing all scores.
 
     Raises:
         DataError: If there are fewer than `k` training data.
     """
     request = stream.request
-    num_data = request.train.num_data
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= num_data:
+    k, num_data = request.k, request.train.num_data
+    if type(k) is not int or not 1 <= k <= num_data:
         raise DataError(f"k is {k!r}, and there are {num_data:,} training examples.", f"Use 1 to {num_data}.")
     sign = sign_of(request.of) * sign_of(request.of_train)
     found: list[tuple[Ranked, Ranked]] = []
     check_alone(request.queries, "Scores of queries")
-    check_same_request(stream, k=k)
+    stream.check_ranks()
     for chunk in stream.chunks():
         helpful, harmful = Best(k), Best(k)
         for batch in stream.train():
@@ -507,14 +503,6 @@ def best(stream: Stream, k: int) -> Top:
         found.append((helpful.ranked(sign), harmful.ranked(-sign)))
     both = [Ranked(*map(torch.cat, zip(*parts, strict=True))) for parts in zip(*found, strict=True)]
     return Top(*both)
-
-
-def _pairs(stream: Stream, chunk: Queries, batch: GradientBatch, by: By | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield block names with scores, or with scores by token."""
-    if by != "token":
-        return stream.pairs(chunk, batch)
-    positions = positions_of(batch)
-    return stream.pairs(chunk, batch, lambda queries, train, use: by_token(queries, train, use, positions))
 
 
 def _key(by: By | None, block: BlockGradients) -> str:

@@ -13,7 +13,7 @@ Each block has the form that takes the fewest bytes. Exact forms win ties.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,25 +24,35 @@ from kfs.factors.blocks import Kronecker, Structure
 from kfs.factors.layout import Layout
 from kfs.factors.per_example import Basis, BlockGradients
 from kfs.files import UnfitError
-from kfs.influence.checks import check_choice, check_count
+from kfs.influence.scoring import check_choice, check_count
 from kfs.influence.ways import Chosen, choose, rotated, truncated
 
 Form = Literal["rows", "matrices", "rotated", "low rank", "projected"]
 Compression = Literal["low rank", "projected"]
-_COMPRESSIONS = ("low rank", "projected")
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def check_storage(rank: int | None, compression: Compression, dtype: torch.dtype) -> None:
-    """Check the settings of an index.
+@dataclass(frozen=True)
+class Storage:
+    """The arguments of `Influence.index` that determine how gradients are stored. They are checked here.
+
+    Attributes:
+        rank: Number of coordinates or singular vectors to keep; `None` for all.
+        compression: Whether to keep coordinates (`"projected"`) or singular vectors (`"low rank"`).
+        dtype: Dtype of the stored numbers.
 
     Raises:
-        ModelError: If rank, compression or dtype is invalid.
+        ModelError: If one of them is invalid.
     """
-    check_count("rank", rank)
-    check_choice("compression", compression, _COMPRESSIONS)
-    if dtype not in _DTYPES:
-        raise ModelError(f"dtype is {dtype!r}.", "Use torch.float32, torch.bfloat16 or torch.float64.")
+
+    rank: int | None = None
+    compression: Compression = "low rank"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        check_choice("compression", self.compression, get_args(Compression))
+        if self.dtype not in {torch.float64, torch.float32, torch.bfloat16}:
+            raise ModelError(f"dtype is {self.dtype!r}.", "Use torch.float32, torch.bfloat16 or torch.float64.")
 
 
 def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> int:
@@ -59,23 +69,17 @@ def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> i
     return (rank or 0) if form == "projected" else gradients.numbers
 
 
-def choose_form(structure: Structure, gradients: BlockGradients, rank: int | None, compression: Compression) -> Form:
-    """Return the form of a block that takes the fewest bytes.
-
-    Args:
-        structure: The inverse of the block.
-        gradients: Gradients of some examples.
-        rank: Number of coordinates or singular vectors to keep; `None` for all.
-        compression: Whether to keep coordinates (`"projected"`) or singular vectors (`"low rank"`).
+def choose_form(structure: Structure, gradients: BlockGradients, storage: Storage) -> Form:
+    """Return the form of a block that takes the fewest bytes, given its inverse and gradients of some examples.
 
     Raises:
         ModelError: If the form is `"projected"`, but the inverse has no basis.
     """
     forms: list[Form] = ["rows"] if gradients.whole is None else []
     forms.append("rotated" if isinstance(structure, Basis) else "matrices")
-    if rank is not None:
-        forms.append(compression)
-    best = min(forms, key=lambda form: numbers_stored(form, gradients, rank))
+    if storage.rank is not None:
+        forms.append(storage.compression)
+    best = min(forms, key=lambda form: numbers_stored(form, gradients, storage.rank))
     if best == "projected" and not isinstance(structure, (Basis, Kronecker)):
         raise ModelError(
             f"The inverse of block {gradients.layout.name!r} is a {type(structure).__name__} matrix, which has no "
@@ -159,11 +163,7 @@ class Stored:
 
 
 def restored(state: Any, layout: Layout, num_data: int, dtype: torch.dtype, device: torch.device) -> BlockGradients:
-    """Return gradients from a stored state; the inverse of `Stored.state`.
-
-    Raises:
-        UnfitError: If a tensor has an unexpected shape or index.
-    """
+    """Return gradients from a stored state, the inverse of `Stored.state`; raise `UnfitError` for other shapes."""
     if "whole" in state:
         whole = state["whole"].to(device, dtype)
         _check(whole.ndim == 4 and len(whole) == num_data)
@@ -184,12 +184,7 @@ def basis_of(structure: Structure) -> Structure:
 
 
 def leading_coordinates(structure: Structure, rank: int) -> Tensor:
-    """Return the indices of the coordinates for which the inverse is smallest, in ascending order of indices.
-
-    Args:
-        structure: The inverse of the block, in its basis.
-        rank: Number of coordinates.
-    """
+    """Return the `rank` coordinates at which the inverse, in its basis, is smallest, in ascending order."""
     assert isinstance(structure, Basis)  # noqa: S101 (coordinates need a basis)
     values = structure.values.flatten()
     return values.topk(min(rank, len(values)), largest=False).indices.sort().values

@@ -142,12 +142,7 @@ class Work:
 
 
 def work(way: Way, sizes: Sizes) -> Work:
-    """Return the number of multiplications for all scores of a block, by phase.
-
-    Args:
-        way: How gradients are multiplied.
-        sizes: Numbers of examples, rows and coordinates.
-    """
+    """Return the number of multiplications for all scores of a block, by phase."""
     Q = sizes.queries
     N = sizes.train
     S = sizes.rows
@@ -206,9 +201,7 @@ class Chosen:
     def of_train(self, gradients: BlockGradients, keep_rows: bool = False) -> BlockGradients:
         """Convert gradients of training data, so that inner products with the result of `of_queries` are scores.
 
-        Args:
-            gradients: The gradients.
-            keep_rows: Whether rows must stay rows, even if matrices take fewer operations.
+        With `keep_rows`, rows stay rows, even if matrices take fewer operations.
         """
         if self.way != "rotated":
             return gradients

@@ -94,7 +94,7 @@ class ByBatch(ABC):
             self._pass = None  # an exception ends a generator
             raise
 
-    def _reduction_factor(self, y: Tensor) -> float:
+    def reduction_factor(self, y: Tensor) -> float:
         """Return the factor of the loss in front of the sum over a batch."""
         return self._risk.loss.reduction_factor(len(y))
 
@@ -114,11 +114,7 @@ class FactorsByBatch(ByBatch):
         return passes.over(self._risk.batches("factors"), pausing=True)
 
     def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
-        """Return the blocks of one batch, by name. The next call overwrites their sums.
-
-        Raises:
-            ModelError: If a parameter is not covered.
-        """
+        """Return the blocks of one batch by name, after a check of coverage. The next call overwrites their sums."""
         if self._pass is not None:
             reset(self._sums)
         self._next(x, y)
@@ -127,8 +123,7 @@ class FactorsByBatch(ByBatch):
         if bad:
             raise coverage_error(bad)
         self._sums.complete()
-        R = self._reduction_factor(y)
-        return {sums.layout.name: Block(sums, R) for sums in found}
+        return {sums.layout.name: Block(sums, self.reduction_factor(y)) for sums in found}
 
 
 class ColumnsByBatch(ByBatch):
@@ -150,10 +145,6 @@ class ColumnsByBatch(ByBatch):
         found: list[GradientBatch] = self._next(x, y)
         self._num_seen += len(y)
         return found
-
-    def scale(self, y: Tensor) -> float:
-        """Return the factor in front of the sum of outer products."""
-        return self._reduction_factor(y)
 
 
 _WAY_OUT = "Use kfs.laplace.posterior(kfs.KFAC(risk), risk, prior_precision), which needs no laplace-torch."
@@ -202,8 +193,7 @@ class BackendMethods:
 
     def diag(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and the diagonal of its GGN, exact or estimated with sampled labels."""
-        gradients = self._by_column()
-        columns, scale = self._columns(gradients, x, y)
+        gradients, columns, scale = self._columns(x, y)
         first = next(iter(columns[0].blocks.values()))
         total = {
             name: torch.zeros(1, *shape, dtype=first.dtype, device=first.device)
@@ -216,8 +206,7 @@ class BackendMethods:
 
     def full(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and its dense GGN, exact or estimated with sampled labels."""
-        gradients = self._by_column()
-        columns, scale = self._columns(gradients, x, y)
+        gradients, columns, scale = self._columns(x, y)
         total: Tensor | None = None
         for column in columns:
             J = self._chosen(torch.cat([t.flatten(1) for t in column.tensors().values()], 1))
@@ -230,17 +219,14 @@ class BackendMethods:
         names = {id(p): name for name, p in self.model.named_parameters()}
         return [names[id(p)] for p in self.params]
 
-    def _by_column(self) -> ColumnsByBatch:
-        """Return the cached `ColumnsByBatch`; create a new one if settings have changed."""
+    def _columns(self, x: Any, y: Tensor) -> tuple[ColumnsByBatch, list[GradientBatch], float]:
+        """Return the cached pass, the gradients of a batch by column, and the factor of their outer products."""
         settings = Settings(fisher="mc" if self.stochastic else "type-2", mc_samples=self.num_samples)
         if self._gradients is None or self._gradients.settings != settings:
             self._gradients = ColumnsByBatch(self.model, self.lossfunc, self._names(), settings)
-        return self._gradients
-
-    def _columns(self, gradients: ColumnsByBatch, x: Any, y: Tensor) -> tuple[list[GradientBatch], float]:
-        """Return the gradients of a batch as a list over columns, and the factor in front of their outer products."""
         # `factor` is one half for the square loss, which laplace-torch divides by two.
-        return gradients.columns(x, y), self.factor * gradients.scale(y)
+        scale = self.factor * self._gradients.reduction_factor(y)
+        return self._gradients, self._gradients.columns(x, y), scale
 
     def _chosen(self, t: Tensor) -> Tensor:
         """Select the parameters of the subnetwork on the last axis; without a subnetwork, return `t`."""
@@ -272,14 +258,7 @@ def _kron_factors(
     """Return the factors of a parameter in the format of laplace-torch's `Kron`: for rows, and for all other axes.
 
     `Kron` adds the factors of all batches. Therefore the first factor is a sum over examples, and the second factor is
-    divided by the number of examples in all batches.
-
-    Args:
-        name: Name of the parameter.
-        blocks: Blocks of the batch, by name.
-        num_data: Number of examples in the batch.
-        factor: Factor that laplace-torch multiplies the loss by.
-        num_all_data: Number of examples in all batches.
+    divided by the number of examples in all batches. laplace-torch multiplies the loss by `factor`.
 
     Raises:
         ModelError: If the curvature of the parameter is not a single Kronecker product of this kind.
@@ -318,11 +297,7 @@ def _dense(total: Tensor) -> Tensor:
 
 
 def make_backend() -> type:
-    """Create the class for the argument `backend=` of laplace-torch.
-
-    Raises:
-        ModelError: If laplace-torch is not installed.
-    """
+    """Create the class for the argument `backend=` of laplace-torch, which must be installed."""
     try:
         interface = import_module("laplace.curvature").GGNInterface
     except ModuleNotFoundError as error:

@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from kfs.errors import KfsWarning, ModelError, SolverError
-from kfs.factors.blocks import BlockDiagonal, Stack, Structure
+from kfs.factors.blocks import BlockDiagonal, Stack
 from kfs.laplace.likelihood import (
     Likelihood,
     Number,
     Prior,
-    check_curvature,
-    check_risk,
+    check_arguments,
     is_regression,
     likelihood_of,
     priors_by_name,
@@ -68,20 +67,12 @@ def decomposed(K: BlockDiagonal, scale: float) -> BlockDiagonal:
 
     Factors of KFAC cache their decompositions, so that a second call takes no time.
     """
-    stacks = [Stack(stack.layouts, stack.apply(_decomposed).scaled(scale)) for stack in K.stacks]
+    stacks = [Stack(stack.layouts, stack.apply(lambda block: block.eigenbasis()).scaled(scale)) for stack in K.stacks]
     return BlockDiagonal(K.domain, stacks).called(f"curvature of the log-likelihood, {type(K).__name__}", K.of)
 
 
-def _decomposed(structure: Structure) -> Structure:
-    return structure.eigenbasis()
-
-
 def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str, BlockSpectrum]:
-    """Return the spectrum of each block, by name.
-
-    Args:
-        curvature: The curvature of the log-likelihood.
-        params: The parameters, by name.
+    """Return the spectrum of each block of the log-likelihood's curvature, by name.
 
     Raises:
         SolverError: If a block has a negative eigenvalue that is too large to be round-off.
@@ -90,7 +81,8 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
     found: dict[str, BlockSpectrum] = {}
     for stack in curvature.stacks:
         values = stack.apply(lambda structure: structure.eigenvalues())
-        noise = _round_off(values)
+        # A generous bound on the errors of eigenvalues; errors of sums grow with the number of terms.
+        noise = values.abs().amax(1).double() * torch.finfo(values.dtype).eps ** 0.5
         for layout, part in stack.slices():
             mine = values[part].double()
             if bool((mine < -noise[part].unsqueeze(1)).any()):
@@ -101,13 +93,6 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
             squared_norm = float(layout.matrix(columns).square().sum())
             found[layout.name] = BlockSpectrum(mine.clamp(min=0).flatten(), squared_norm)
     return found
-
-
-def _round_off(values: Tensor) -> Tensor:
-    """Return a generous bound on the errors of eigenvalues, `[stack]`; errors of sums grow with the number of terms."""
-    largest = values.abs().amax(1).double()
-    bound: Tensor = largest * torch.finfo(values.dtype).eps ** 0.5
-    return bound
 
 
 _MOST_ROUNDS = 1_000
@@ -155,8 +140,7 @@ def log_marginal_likelihood(
         True
     """
     with _shared_with_ranks(risk):
-        check_curvature(K)
-        check_risk(K, risk)
+        check_arguments(K, risk)
         likelihood = likelihood_of(K, risk, noise, temperature)
         priors = priors_by_name(prior_precision, K)
         return evidence(decomposed(K, likelihood.scale), risk, priors, likelihood)
@@ -170,14 +154,7 @@ def _shared_with_ranks(risk: object) -> AbstractContextManager[None]:
 def evidence(
     curvature: BlockDiagonal, risk: EmpiricalRisk, priors: Mapping[str, Number], likelihood: Likelihood
 ) -> Tensor:
-    """Return the log marginal likelihood; see `log_marginal_likelihood`.
-
-    Args:
-        curvature: The curvature of the log-likelihood.
-        risk: Model, loss and data.
-        priors: The prior precision of each block, by name.
-        likelihood: Noise and temperature of the log-likelihood.
-    """
+    """Return the log marginal likelihood, given the curvature of the log-likelihood; see `log_marginal_likelihood`."""
     found = spectra(curvature, risk.params)
     terms = [
         block.log_determinant_ratio(priors[name])
@@ -230,8 +207,7 @@ def tune_prior(
     """
     # Ranks communicate here only for blocks with owner ranks, so errors need not reach the ranks of the risk.
     with K.ranks.agreed("kfs.laplace.tune_prior") if isinstance(K, BlockDiagonal) else nullcontext():
-        check_curvature(K)
-        check_risk(K, risk)
+        check_arguments(K, risk)
         likelihood = likelihood_of(K, risk, noise, temperature)
         return best_priors(spectra(decomposed(K, likelihood.scale), risk.params), per_block)
 
@@ -308,8 +284,7 @@ def tune_prior_and_noise(
             converge.
     """
     with _shared_with_ranks(risk):
-        check_curvature(K)
-        check_risk(K, risk)
+        check_arguments(K, risk)
         if not is_regression(risk):
             raise ModelError(f"{risk.loss.name} has no noise parameter.", "Use kfs.laplace.tune_prior.")
     criteria = risk.value() / risk.reduction_factor
@@ -321,7 +296,10 @@ def tune_prior_and_noise(
     # Start with the variance of the residuals, as if no parameter were effective.
     log_variance = log(2 * criteria / num_targets)
     for _ in range(_MOST_ROUNDS):
-        scaled = {name: _divided(block, exp(log_variance)) for name, block in unit.items()}
+        scaled = {
+            name: BlockSpectrum(block.eigenvalues / exp(log_variance), block.squared_norm)
+            for name, block in unit.items()
+        }
         priors = best_priors(scaled, per_block)
         before = log_variance
         log_variance = _best_log_variance(unit, priors, criteria, num_targets)
@@ -336,12 +314,7 @@ def tune_prior_and_noise(
 
 
 def _warn_of_overestimate(noise: float, residual: float) -> None:
-    """Warn if the noise is much larger than the residuals, because of the effective number of parameters.
-
-    Args:
-        noise: The noise with the largest marginal likelihood.
-        residual: Root mean square of the residuals.
-    """
+    """Warn if the noise is much larger than the root mean square of residuals: too many effective parameters."""
     # The best noise has residual^2 = noise^2 (1 - gamma / n).
     share = 1 - (residual / noise) ** 2
     if share > _MOST_EFFECTIVE:
@@ -354,10 +327,6 @@ def _warn_of_overestimate(noise: float, residual: float) -> None:
             KfsWarning,
             stacklevel=3,
         )
-
-
-def _divided(block: BlockSpectrum, variance: float) -> BlockSpectrum:
-    return BlockSpectrum(block.eigenvalues / variance, block.squared_norm)
 
 
 def _best_log_variance(

@@ -21,9 +21,10 @@ from kfs.errors import DtypeError, ModelError
 from kfs.factors import EKFAC, KFAC
 from kfs.factors.blocks import BlockDiagonal, Relative
 from kfs.factors.compute import LossScale
-from kfs.operators.match import check_parameters, warn_of_other_values
+from kfs.factors.match import check_curvature, check_risk, warn_of_other_values
 from kfs.problem.risk import EmpiricalRisk
 
+NAME = "The Laplace approximation"  # in error messages
 # One prior precision for all blocks, or one for each block, by name.
 Number = float | Tensor
 Prior = Number | Mapping[str, Number]
@@ -68,25 +69,20 @@ def likelihood_of(
         DtypeError: If noise or temperature is not a positive number.
     """
     _check_positive(temperature, "The temperature")
-    factors = K.factors if isinstance(K, EKFAC) else K
-    loss = factors.loss if isinstance(factors, KFAC) else None
-    if loss is not None and risk is not None:
-        loss.check_same(LossScale.of(risk))
-    if loss is None and risk is None:
+    if isinstance(K, KFAC | EKFAC):
+        loss = (K.factors if isinstance(K, EKFAC) else K).loss
+        if risk is not None:
+            loss.check_same(LossScale.of(risk))
+        name, R = loss.name, loss.reduction_factor(K.count)
+    elif risk is not None:
+        name, R = risk.loss.name, risk.reduction_factor
+    else:
         raise ModelError(
             f"A {type(K).__name__} does not know the loss that it is the curvature of.",
             "Pass kfs.EmpiricalRisk(model, loss, data) with these data in place of the model.",
         )
-    name = loss.name if loss is not None else _known(risk).loss.name
     _check_noise(noise, name)
-    if loss is not None and isinstance(K, KFAC | EKFAC):
-        return Likelihood(loss.reduction_factor(K.count), noise, temperature)
-    return Likelihood(_known(risk).reduction_factor, noise, temperature)
-
-
-def _known(risk: EmpiricalRisk | None) -> EmpiricalRisk:
-    assert risk is not None  # noqa: S101 (checked in `likelihood_of`)
-    return risk
+    return Likelihood(R, noise, temperature)
 
 
 def _check_noise(noise: float | None, loss: str) -> None:
@@ -156,37 +152,19 @@ def _check_prior(value: object) -> None:
         )
 
 
-def check_curvature(K: object) -> None:
-    """Check that an operator is symmetric and has blocks.
-
-    Raises:
-        ModelError: If it is not.
-    """
-    if not isinstance(K, BlockDiagonal):
-        raise ModelError(
-            f"The Laplace approximation takes an operator with blocks, but this is a {type(K).__name__}.",
-            "Use kfs.KFAC or kfs.EKFAC, or kfs.factors.exact_blocks(risk) for small layers.",
-        )
-    if not K.symmetric:
-        raise ModelError("The operator is not symmetric.", "Use the curvature itself, not a product with it.")
-
-
-def check_risk(K: BlockDiagonal, risk: object) -> None:
-    """Check that a risk has the parameters and the number of examples of the curvature.
+def check_arguments(K: BlockDiagonal, risk: EmpiricalRisk) -> None:
+    """Check that an operator has blocks, and that a risk has its parameters and number of examples.
 
     Warns if the parameters had other values when the curvature was computed.
 
     Raises:
-        ModelError: If parameters or the number of examples differ.
+        ModelError: If it has not.
     """
-    if not isinstance(risk, EmpiricalRisk):
-        raise ModelError(
-            f"risk is a {type(risk).__name__}.", "Pass the kfs.EmpiricalRisk(model, loss, data) of the curvature."
-        )
-    check_parameters(K, {name: p.shape for name, p in risk.params.items()})
+    check_curvature(K, NAME)
+    check_risk(K, risk, "risk")
     if isinstance(K, KFAC | EKFAC) and K.num_data != risk.num_data:
         raise ModelError(
             f"The curvature was computed from {K.num_data:,} examples, and the risk has {risk.num_data:,}.",
             "Use the risk that the curvature was computed for.",
         )
-    warn_of_other_values(K, risk.params, what="The curvature", owner="the model", stacklevel=4)
+    warn_of_other_values(K, risk.params, stacklevel=4)

@@ -18,7 +18,7 @@ distribution of logits given that they sum up to zero. For two classes, it is th
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import log, pi
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,14 @@ from kfs.display.describe import Described, Description, counted, kind, number
 from kfs.display.suggestions import suggest
 from kfs.errors import ModelError
 from kfs.factors.blocks import BlockDiagonal
+from kfs.factors.match import check_curvature, check_parameters, warn_of_other_values
 from kfs.laplace.evidence import decomposed, evidence
 from kfs.laplace.likelihood import (
+    NAME,
     Likelihood,
     Number,
     Prior,
-    check_curvature,
-    check_risk,
+    check_arguments,
     is_regression,
     likelihood_of,
     priors_by_name,
@@ -42,34 +43,12 @@ from kfs.laplace.variance import NO_LOSS, output_covariance, output_mean, risk_o
 from kfs.losses.binary import BinaryCrossEntropy
 from kfs.losses.cross_entropy import CrossEntropy, TokenCrossEntropy
 from kfs.losses.interface import Loss
-from kfs.operators.match import check_parameters, warn_of_other_values
 from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.whole_parameters import whole
 
 Link = Literal["probit", "mc", "bridge"]
-LINKS = ("probit", "mc", "bridge")
 # Approximate number of sampled logits that are stored at once.
 _NUMBERS = 2**24
-
-
-def check_link(loss: Loss, link: str) -> None:
-    """Check that a link exists, and that it applies to the loss.
-
-    Raises:
-        ModelError: If the link is unknown, the loss has no classes, or the link has no effect for the loss.
-    """
-    if link not in LINKS:
-        raise ModelError(f"There is no link {link!r}.", suggest([link], LINKS))
-    if not isinstance(loss, BinaryCrossEntropy | CrossEntropy | TokenCrossEntropy):
-        raise ModelError(
-            f"{loss.name} has no classes, so there are no probabilities to predict.",
-            "Use functional_variance, the covariance of the model's outputs.",
-        )
-    if link == "bridge" and isinstance(loss, BinaryCrossEntropy):
-        raise ModelError(
-            f"{loss.name} has two classes for each logit. For two classes, the Laplace bridge changes nothing.",
-            "Use link='probit' or link='mc'.",
-        )
 
 
 def probabilities(loss: Loss, f: Tensor, covariance: Tensor, link: str, num_samples: int, seed: int) -> Tensor:
@@ -293,17 +272,29 @@ class Posterior(Described):
         return mean, covariance
 
     def _check_prediction(self, link: str | None, noise: bool) -> None:
-        """Raise `ModelError` for options that do not apply to the loss."""
-        name = self.risk.loss.name
-        if not is_regression(self.risk):
-            check_link(self.risk.loss, link or "probit")
-            if noise:
-                raise ModelError(f"{name} has no noise that could be added.", "Leave noise= out; it is for MSELoss.")
-        elif link is not None:
+        """Raise `ModelError` for a link that does not exist, and for options that do not apply to the loss."""
+        loss = self.risk.loss
+        if is_regression(self.risk):
+            if link is not None:
+                raise ModelError(
+                    f"{loss.name} is the loss of a regression, but link={link!r} is for probabilities of classes.",
+                    "Leave link= out: mean and covariance are returned.",
+                )
+            return
+        if link not in {None, *get_args(Link)}:
+            raise ModelError(f"There is no link {link!r}.", suggest([link], get_args(Link)))
+        if not isinstance(loss, BinaryCrossEntropy | CrossEntropy | TokenCrossEntropy):
             raise ModelError(
-                f"{name} is the loss of a regression, but link={link!r} is for probabilities of classes.",
-                "Leave link= out: mean and covariance are returned.",
+                f"{loss.name} has no classes, so there are no probabilities to predict.",
+                "Use functional_variance, the covariance of the model's outputs.",
             )
+        if link == "bridge" and isinstance(loss, BinaryCrossEntropy):
+            raise ModelError(
+                f"{loss.name} has two classes for each logit. For two classes, the Laplace bridge changes nothing.",
+                "Use link='probit' or link='mc'.",
+            )
+        if noise:
+            raise ModelError(f"{loss.name} has no noise that could be added.", "Leave noise= out; it is for MSELoss.")
 
     def log_marginal_likelihood(self) -> Tensor:
         """Return the log marginal likelihood; see `kfs.laplace.log_marginal_likelihood`."""
@@ -312,7 +303,7 @@ class Posterior(Described):
 
     def _warn_of_training(self) -> None:
         """Warn if parameters have changed since the curvature was computed: the model runs with the current ones."""
-        warn_of_other_values(self.K, self.risk.params, what="The curvature", owner="the model", stacklevel=4)
+        warn_of_other_values(self.K, self.risk.params, stacklevel=4)
 
 
 def posterior(
@@ -353,8 +344,7 @@ def posterior(
         Posterior of Linear with CrossEntropyLoss (mean): 8 parameters, 1 block, float32 on cpu
           curvature: KFAC; prior precision: 1
     """
-    check_curvature(K)
-    check_risk(K, risk)
+    check_arguments(K, risk)
     likelihood = likelihood_of(K, risk, noise, temperature)
     return Posterior(K, risk, _numbers(priors_by_name(prior_precision, K)), likelihood)
 
@@ -387,14 +377,14 @@ def functional_variance(
         ModelError: As in `posterior`.
         DataError: If there are no inputs.
     """
-    check_curvature(K)
-    is_risk = isinstance(risk_or_model, EmpiricalRisk)
-    if is_risk:
-        check_risk(K, risk_or_model)
-    likelihood = likelihood_of(K, risk_or_model if is_risk else None, noise, temperature)  # type: ignore[arg-type]
-    priors = _numbers(priors_by_name(prior_precision, K))
-    risk = risk_or_model if isinstance(risk_or_model, EmpiricalRisk) else _risk_of(K, risk_or_model)
-    covariance = decomposed(K, likelihood.scale).inverse(priors)
+    if isinstance(risk_or_model, EmpiricalRisk):
+        check_arguments(K, risk_or_model)
+        risk = with_loss = risk_or_model
+    else:
+        check_curvature(K, NAME)
+        risk, with_loss = _risk_of(K, risk_or_model), None
+    likelihood = likelihood_of(K, with_loss, noise, temperature)
+    covariance = decomposed(K, likelihood.scale).inverse(_numbers(priors_by_name(prior_precision, K)))
     return output_covariance(K, covariance, risk_of_inputs(risk, X, _checked("batch_size", batch_size)))
 
 
@@ -409,8 +399,8 @@ def _risk_of(K: BlockDiagonal, model: object) -> EmpiricalRisk:
             f"A {type(model).__name__} does not have parameters.", "Pass the risk of the curvature, or its module."
         )
     params = dict(model.named_parameters())
-    check_parameters(K, {name: p.shape for name, p in params.items()})
-    warn_of_other_values(K, params, what="The curvature", owner="the model", stacklevel=4)
+    check_parameters(K, params)
+    warn_of_other_values(K, params, stacklevel=4)
     return EmpiricalRisk(model, NO_LOSS, [], list(K.domain.shapes))
 
 

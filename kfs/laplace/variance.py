@@ -12,7 +12,7 @@ $\sum_i \tilde g_{c,i}\, \tilde g_{d,i} \sum_j \Lambda_{ij} \tilde x_j^2$. This 
 With several positions, the Jacobian of a block is formed, for a few examples at a time.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from kfs.errors import DataError
 from kfs.factors.accumulate import PlainVectors
 from kfs.factors.blocks import BlockDiagonal, Structure
-from kfs.factors.per_example import Basis, BlockGradients, GradientBatch, per_datum_columns, sides_of
+from kfs.factors.per_example import Basis, BlockGradients, per_datum_columns, sides_of
 from kfs.losses import Custom
 from kfs.problem.risk import EmpiricalRisk
 from kfs.runtime.nested import tensors_in
@@ -76,12 +76,14 @@ def output_covariance(K: BlockDiagonal, covariance: BlockDiagonal, inputs: Empir
         covariance: The covariance of the posterior, with the same blocks.
         inputs: Model, parameters and inputs.
     """
-    structures = {
-        layout.name: stack.structure[part].to(inputs.device, inputs.sum_dtype)
-        for stack in covariance.stacks
-        for layout, part in stack.slices()
-    }
-    found = [_of_batch(structures, columns) for columns in per_datum_columns(inputs, unit_vectors, blocks=K)]
+    structures = {name: s.to(inputs.device, inputs.sum_dtype) for name, s in covariance.structures.items()}
+    found = []
+    for columns in per_datum_columns(inputs, unit_vectors, blocks=K):
+        parts = [
+            block_covariance(structures[name], [column.blocks[name] for column in columns])
+            for name in columns[0].blocks
+        ]
+        found.append(torch.stack(parts).sum(0))
     return torch.cat(found)
 
 
@@ -97,14 +99,6 @@ def _batches(X: Any, batch_size: int) -> list[tuple[Any, Tensor]]:
     if isinstance(X, Tensor):
         return [(x, x.new_zeros(len(x), dtype=torch.float32)) for x in X.split(batch_size)]
     return [(X, tensors[0].new_zeros(len(tensors[0]), dtype=torch.float32))]
-
-
-def _of_batch(structures: Mapping[str, Structure], columns: Sequence[GradientBatch]) -> Tensor:
-    """Return the covariance for one batch, summed over blocks."""
-    parts: Iterable[Tensor] = (
-        block_covariance(structures[name], [column.blocks[name] for column in columns]) for name in columns[0].blocks
-    )
-    return torch.stack(list(parts)).sum(0)
 
 
 def block_covariance(structure: Structure, outputs: Sequence[BlockGradients]) -> Tensor:

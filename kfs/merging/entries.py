@@ -40,12 +40,7 @@ def all_equal(values: Sequence[Any]) -> bool:
 
 
 def check_buffers(buffers: str, data: object, models: Sequence[nn.Module]) -> None:
-    """Check that buffers can be averaged or recomputed.
-
-    Raises:
-        ModelError: If the setting is unknown, contradicts `data`, or there are no statistics to recompute.
-        DtypeError: If entries that are not floating-point tensors differ between models.
-    """
+    """Check that buffers can be averaged or recomputed: raise `ModelError` or `DtypeError` if they cannot."""
     if buffers not in {"average", "recompute"}:
         raise ModelError(f"buffers is {buffers!r}.", "Choose 'average' or 'recompute'.")
     if (data is not None) != (buffers == "recompute"):
@@ -95,22 +90,11 @@ def _normalizations(model: nn.Module) -> dict[str, _BatchNorm]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
-def recomputed(
-    model: nn.Module, state: Mapping[str, Any], data: object, progress: bool | None
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Recompute BatchNorm statistics for the merged parameters, in a copy of the model.
+def recomputed(model: nn.Module, state: Mapping[str, Any], data: object, progress: bool | None) -> dict[str, Tensor]:
+    """Return BatchNorm statistics for the merged parameters by name, computed in a copy of one of the models.
 
     Each is the plain mean over batches, as in `torch.optim.swa_utils.update_bn`. All other modules stay in evaluation
     mode.
-
-    Args:
-        model: One of the models.
-        state: The merged state dict.
-        data: Batches: inputs, pairs of inputs and targets, or mappings.
-        progress: Whether to show progress.
-
-    Returns:
-        The new statistics by name, and their names.
 
     Raises:
         DataError: If there are no data, or a statistic is not finite.
@@ -143,7 +127,7 @@ def recomputed(
                 f"The statistic {name!r} is not finite for the merged model.",
                 "Look for NaN or infinity in the data, and pass batches of more than one example.",
             )
-    return new, list(new)
+    return new
 
 
 def _inputs(data: object) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Merging several models into one state dict using their curvature, with checks of models and curvatures."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import combinations
@@ -18,7 +18,8 @@ from kfs.display.progress import show_progress
 from kfs.display.suggestions import few
 from kfs.errors import DtypeError, KfsError, KfsWarning, ModelError, ShapeError
 from kfs.factors import Relative
-from kfs.factors.blocks import METHODS, BlockDiagonal, Damping, Method
+from kfs.factors.blocks import BlockDiagonal, Damping, Method
+from kfs.factors.match import check_parameters, computed_at, digest_for, warn_of_other_values
 from kfs.merging.entries import all_equal, average, check_buffers, merged_buffer, not_saved, recomputed
 from kfs.merging.systems import (
     Damped,
@@ -27,12 +28,12 @@ from kfs.merging.systems import (
     MergedBlock,
     MergeReport,
     Options,
+    Source,
     approximation,
     solve_system,
     systems,
 )
 from kfs.operators import LinearOperator
-from kfs.operators.match import check_parameters, computed_at, digest_for, warn_of_other_values
 from kfs.operators.space import Space
 from kfs.problem.isolation import check_module
 from kfs.problem.whole_parameters import refuse_sharded
@@ -41,13 +42,7 @@ _ONE_PROGRAM = "Build all models by the same code."
 
 
 def check_models(models: object) -> list[nn.Module]:
-    """Check that models is a list of different modules of the same architecture, in evaluation mode.
-
-    Raises:
-        ModelError: If architectures, names, modes or values do not fit.
-        ShapeError: If shapes differ.
-        DtypeError: If dtypes differ, or models are not modules.
-    """
+    """Check that models is a list of different modules of the same architecture, in evaluation mode."""
     if isinstance(models, nn.Module) or not isinstance(models, Iterable):
         raise DtypeError(f"models is a {type(models).__name__}.", "Pass a list of modules.")
     found = list(models)
@@ -145,17 +140,7 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 
 def check_curvatures(curvatures: object, models: Sequence[nn.Module], what: str) -> list[LinearOperator]:
-    """Check that curvatures is a list with one symmetric operator per model, on the parameters of this model.
-
-    Args:
-        curvatures: The user's argument.
-        models: Models that were checked.
-        what: Name of the argument.
-
-    Raises:
-        ModelError: If number or parameters do not fit, or a curvature belongs to another model.
-        DtypeError: If curvatures are not operators, or their dtypes or devices differ.
-    """
+    """Check that the argument `what` is a list with one symmetric operator per model, on the model's parameters."""
     if isinstance(curvatures, LinearOperator) or not isinstance(curvatures, Iterable):
         raise DtypeError(f"{what} is a {type(curvatures).__name__}.", "Pass a list with one operator for each model.")
     found = list(curvatures)
@@ -166,8 +151,7 @@ def check_curvatures(curvatures: object, models: Sequence[nn.Module], what: str)
         )
     for place, (C, model) in enumerate(zip(found, models, strict=True)):
         _check_operator(C, f"{what}[{place}]")
-        shapes = {name: p.shape for name, p in model.named_parameters()}
-        check_parameters(C, shapes, what=f"{what}[{place}]", owner=f"models[{place}]")
+        check_parameters(C, dict(model.named_parameters()), what=f"{what}[{place}]", owner=f"models[{place}]")
     for place, C in enumerate(found[1:], start=1):
         _check_same_space(found[0], C, f"{what}[0]", f"{what}[{place}]")
     for place, C in enumerate(found):
@@ -217,12 +201,7 @@ def _check_order(C: LinearOperator, models: Sequence[nn.Module], place: int, wha
 
 
 def check_weights(weights: object, count: int) -> list[float]:
-    """Return one weight for each model, after checking that they are not negative, and not all zero.
-
-    Raises:
-        ModelError: If number, sign or sum do not fit.
-        DtypeError: If weights are not finite numbers.
-    """
+    """Return one weight for each model, after checking that they are not negative, and not all zero."""
     if weights is None:
         return [1.0] * count
     if isinstance(weights, Tensor):
@@ -244,26 +223,8 @@ def check_weights(weights: object, count: int) -> list[float]:
     return [float(weight) for weight in found]
 
 
-def check_settings(method: object, tolerance: object, max_iterations: object) -> None:
-    """Check the settings of the solver.
-
-    Raises:
-        ModelError: If a setting is invalid.
-    """
-    if method not in METHODS:
-        raise ModelError(f"method is {method!r}.", f"Choose from {', '.join(map(repr, METHODS))}.")
-    if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 < tolerance < 1):
-        raise ModelError(f"tolerance is {tolerance!r}.", "Use a number between 0 and 1, or leave it out.")
-    if type(max_iterations) is not int or max_iterations < 1:
-        raise ModelError(f"max_iterations is {max_iterations!r}.", "Use a positive integer.")
-
-
 def check_preconditioner(found: Sequence[LinearOperator], curvatures: Sequence[LinearOperator]) -> list[BlockDiagonal]:
-    """Return the preconditioners, after checking that they have blocks and act on the curvatures' parameters.
-
-    Raises:
-        ModelError: If a preconditioner has no blocks, or other parameters.
-    """
+    """Return the preconditioners, after checking that they have blocks and act on the curvatures' parameters."""
     blocks = [P for P in found if isinstance(P, BlockDiagonal)]
     if len(blocks) < len(found):
         raise ModelError("The preconditioner has operators without blocks.", "Pass a kfs.KFAC for each model.")
@@ -398,29 +359,21 @@ def merge(
     given = check_models(models)
     operators = check_curvatures(curvatures, given, "curvatures")
     numbers = check_weights(weights, len(given))
-    check_settings(method, tolerance, max_iterations)
+    options = Options(damping, method, tolerance, max_iterations, progress)
     check_buffers(buffers, data, given)
     near: Sequence[BlockDiagonal | None] = [None] * len(given)
     if preconditioner is not None:
         near = check_preconditioner(check_curvatures(preconditioner, given, "preconditioner"), operators)
 
     # Omit models with a weight of zero, so that sums have fewer terms.
-    used = [i for i, weight in enumerate(numbers) if weight > 0]
-    options = Options(tolerance, max_iterations, progress)
-    found, blocks = _merged_parameters(
-        {i: given[i] for i in used},
-        {i: operators[i] for i in used},
-        {i: near[i] for i in used},
-        {i: numbers[i] for i in used},
-        (damping, method),
-        options,
-    )
+    sources = {i: Source(given[i], operators[i], near[i], weight) for i, weight in enumerate(numbers) if weight > 0}
+    found, blocks = _merged_parameters(sources, options)
     # Complete the state dict with entries that are not determined by curvature.
     state, averaged, done = _state_dict(given, numbers, found)
     if data is not None:
-        statistics, names = recomputed(given[0], state, data, progress)
+        statistics = recomputed(given[0], state, data, progress)
         state.update(statistics)
-        done |= dict.fromkeys(names, "recomputed")
+        done |= dict.fromkeys(statistics, "recomputed")
     # Warn about entries that the merge cannot determine.
     if averaged:
         warn(
@@ -440,22 +393,16 @@ def merge(
     return (state, made) if report else state
 
 
-def _merged_parameters(
-    models: dict[int, nn.Module],
-    operators: dict[int, LinearOperator],
-    near: dict[int, BlockDiagonal | None],
-    weights: dict[int, float],
-    damping: tuple[Damping, Method],
-    options: Options,
-) -> tuple[dict[str, Tensor], list[MergedBlock]]:
-    """Return the solutions of all systems. Arguments are dictionaries by index of the model."""
+def _merged_parameters(sources: Mapping[int, Source], options: Options) -> tuple[dict[str, Tensor], list[MergedBlock]]:
+    """Return the solutions of all systems, given the models by index."""
     with show_progress("merging", None, options.progress, "block") as line:
-        curvatures = _damped(operators, weights, damping, options)
-        close = [approximation(C, near[i], curvatures[i], weights[i]) for i, C in operators.items()]
-        domain = next(iter(operators.values())).domain
+        curvatures = _damped(sources, options)
+        close = [approximation(source, curvatures[i]) for i, source in sources.items()]
+        domain = next(iter(sources.values())).curvature.domain
         space = Space(domain.shapes, next(iter(curvatures.values())).dtype, domain.device)
-        values = {i: _values(model, space) for i, model in models.items()}
-        share = {i: weight / sum(weights.values()) for i, weight in weights.items()}
+        values = {i: _values(source.model, space) for i, source in sources.items()}
+        total = sum(source.weight for source in sources.values())
+        share = {i: source.weight / total for i, source in sources.items()}
         mean = {name: reduce(add, [share[i] * values[i][name] for i in values]) for name in space.shapes}
         found: dict[str, Tensor] = {}
         blocks = []
@@ -469,26 +416,23 @@ def _merged_parameters(
     return found, blocks
 
 
-def _damped(
-    operators: dict[int, LinearOperator],
-    weights: dict[int, float],
-    damping: tuple[Damping, Method],
-    options: Options,
-) -> dict[int, Damped]:
+def _damped(sources: Mapping[int, Source], options: Options) -> dict[int, Damped]:
     """Return damped and weighted curvatures: block by block, if all of them have blocks."""
-    have_blocks = all(isinstance(C, BlockDiagonal) for C in operators.values())
+    have_blocks = all(isinstance(source.curvature, BlockDiagonal) for source in sources.values())
     result: dict[int, Damped] = {}
-    for i, C in operators.items():
+    for i, source in sources.items():
+        C = source.curvature
         with naming(f"curvatures[{i}]"):
             if have_blocks and isinstance(C, BlockDiagonal):
-                result[i] = DampedBlocks(C, *damping, weights[i])
-            elif damping[1] != "exact":
+                result[i] = DampedBlocks(C, options.damping, options.method, source.weight)
+            elif options.method != "exact":
                 raise ModelError(
-                    f"method is {damping[1]!r}, but not all curvatures have blocks, so there are no factors to damp.",
+                    f"method is {options.method!r}, but not all curvatures have blocks, so there are no factors to "
+                    "damp.",
                     "Use method='exact', the default.",
                 )
             else:
-                result[i] = DampedOperator(C, damping[0], weights[i], options.progress)
+                result[i] = DampedOperator(C, options.damping, source.weight, options.progress)
     return result
 
 
@@ -501,11 +445,7 @@ def _values(model: nn.Module, space: Space) -> dict[str, Tensor]:
 def _state_dict(
     models: Sequence[nn.Module], weights: Sequence[float], found: dict[str, Tensor]
 ) -> tuple[State, list[str], dict[str, str]]:
-    """Build the merged state dict.
-
-    Returns:
-        The state dict, the parameters that were averaged, and how buffers were merged.
-    """
+    """Return the merged state dict, the parameters that were averaged, and how buffers were merged."""
     states = [model.state_dict() for model in models]
     first_names = tied(models[0])
     state = models[0].state_dict()  # keeps PyTorch's metadata about versions

@@ -15,20 +15,20 @@ from functools import reduce
 from operator import add
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfs.display.describe import Described, Description, Table, counted
 from kfs.display.suggestions import few
-from kfs.errors import SolverError
+from kfs.errors import ModelError, SolverError
 from kfs.factors import EKFAC, Relative
 from kfs.factors.blocks import (
+    METHODS,
     BlockDiagonal,
     Damping,
     IterativeInverse,
     KroneckerSum,
     Method,
     Stack,
-    Structure,
     absolute_damping,
     damped,
     damping_by_name,
@@ -125,18 +125,50 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """Settings for solving the systems.
+    """How to damp curvature and to solve the systems: arguments of `merge`, which are checked here.
 
     Attributes:
+        damping: Damping of each curvature.
+        method: How Kronecker products are damped.
         tolerance: Largest residual, relative to the right-hand side; `None` for 1e-6 or the root of the precision,
             whichever is larger.
         max_iterations: Limit for conjugate gradients, for each system.
         progress: Whether to show progress.
+
+    Raises:
+        ModelError: If a setting is invalid.
     """
 
+    damping: Damping
+    method: Method
     tolerance: float | None
     max_iterations: int
     progress: bool | None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ModelError(f"method is {self.method!r}.", f"Choose from {', '.join(map(repr, METHODS))}.")
+        if self.tolerance is not None and not (isinstance(self.tolerance, (int, float)) and 0 < self.tolerance < 1):
+            raise ModelError(f"tolerance is {self.tolerance!r}.", "Use a number between 0 and 1, or leave it out.")
+        if type(self.max_iterations) is not int or self.max_iterations < 1:
+            raise ModelError(f"max_iterations is {self.max_iterations!r}.", "Use a positive integer.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to merge.
+
+    Attributes:
+        model: The model.
+        curvature: Its curvature.
+        near: Blocks that approximate the curvature, for a preconditioner, as passed by the user; `None` if not given.
+        weight: Its weight, positive.
+    """
+
+    model: nn.Module
+    curvature: LinearOperator
+    near: BlockDiagonal | None
+    weight: float
 
 
 class DampedBlocks:
@@ -228,15 +260,9 @@ class DampedOperator:
 Damped = DampedBlocks | DampedOperator
 
 
-def approximation(C: LinearOperator, near: BlockDiagonal | None, of: Damped, weight: float) -> DampedBlocks | None:
-    """Return blocks that approximate a damped curvature, for a preconditioner; `None` if there are none.
-
-    Args:
-        C: The curvature.
-        near: The approximation that the user has passed; `None` if not given.
-        of: The damped curvature.
-        weight: Its weight.
-    """
+def approximation(source: Source, of: Damped) -> DampedBlocks | None:
+    """Return blocks that approximate a model's damped curvature, for a preconditioner; `None` if there are none."""
+    C, near = source.curvature, source.near
     if near is None:
         near = C.factors if isinstance(C, EKFAC) else C if isinstance(C, BlockDiagonal) else None
     if near is None:
@@ -244,7 +270,7 @@ def approximation(C: LinearOperator, near: BlockDiagonal | None, of: Damped, wei
     # The names of blocks may differ. A block with another name gets the largest damping, since this is only an
     # approximation.
     largest = max(of.damping.values())
-    return DampedBlocks(near, {name: of.damping.get(name, largest) for name in near.structures}, None, weight)
+    return DampedBlocks(near, {name: of.damping.get(name, largest) for name in near.structures}, None, source.weight)
 
 
 def systems(curvatures: Sequence[Damped], space: Space) -> list[tuple[str, Space]]:
@@ -284,7 +310,7 @@ def solve_system(
     average: Tensors,
     options: Options,
 ) -> tuple[Tensors, MergedBlock]:
-    """Return the merged parameters of one system.
+    """Return the merged parameters of one system, and a report of their computation.
 
     Args:
         name: The block's name.
@@ -294,9 +320,6 @@ def solve_system(
         models: Parameters of the models, by index.
         average: The average of all models' parameters, the start of the iteration.
         options: Settings of the solver.
-
-    Returns:
-        The parameters, and a report of their computation.
 
     Raises:
         SolverError: If the iteration has not converged, or if a closed form fails because curvature is singular.
@@ -379,14 +402,9 @@ def _preconditioner(near: Sequence[DampedBlocks | None], space: Space) -> Linear
     total = reduce(add, known)
     if not isinstance(total, BlockDiagonal):
         return _Diagonal(space, 1 / sum((K.diagonal() for K in known), torch.zeros(())))
-    inverse = total.inverse()
-    return BlockDiagonal(space, [Stack(stack.layouts, _one_product(stack)) for stack in inverse.stacks])
-
-
-def _one_product(stack: Stack) -> Structure:
-    """Return inverses, or their approximations if they need an iteration."""
-    structure = stack.structure
-    return structure.near if isinstance(structure, IterativeInverse) else structure
+    # Inverses that need an iteration are replaced by their approximations.
+    found = [(stack.layouts, stack.structure) for stack in total.inverse().stacks]
+    return BlockDiagonal(space, [Stack(to, s.near if isinstance(s, IterativeInverse) else s) for to, s in found])
 
 
 class _Diagonal(LinearOperator):

@@ -195,7 +195,7 @@ def scores_route() -> Callable[[], object]:
 ROUTES: dict[Callable[[], Callable[[], object]], Limits] = {
     factors_route: Limits(files=38, functions=330, depth=22),
     step_route: Limits(files=57, functions=545, depth=21),
-    scores_route: Limits(files=51, functions=383, depth=21),
+    scores_route: Limits(files=50, functions=383, depth=21),
 }
 
 

@@ -1141,8 +1141,8 @@ _MUTANTS = [
     ),
     merging(
         "merging/models.py",
-        "share = {i: weight / sum(weights.values()) for i, weight in weights.items()}",
-        "share = dict(weights)",
+        "share = {i: source.weight / total for i, source in sources.items()}",
+        "share = {i: source.weight for i, source in sources.items()}",
         "weights not normalized",
         ("tests/merging/test_merge.py",),
     ),
