@@ -9,7 +9,7 @@ optimizer, which watches passes of the user and records its own.
     one.send_back(f, vectors)  # gradients are accumulated
 
 `kfs.factors.trace.discovery` finds which operations use parameters; a pass inherits from it. A row source determines
-which example a row belongs to (see `kfs.factors.rows.row_map`).
+which example a row belongs to (see `kfs.factors.rows.measure`).
 
 The output of every use has a *tap*: an identity in the computation graph whose backward pass shows gradients to a
 callback. A tap has a zero-size second input, the handle. Differentiating predictions with respect to the handle sends
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -37,17 +36,8 @@ from kfs.errors import ModelError
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.accumulate.statistic import Adder, Statistic, all_of
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
-from kfs.factors.rows.measure import MeasureRows
-from kfs.factors.rows.row_map import (
-    AuditResult,
-    GuessRows,
-    KnownRows,
-    Receiver,
-    RowMap,
-    RowQuery,
-    RowSource,
-    StridedRows,
-)
+from kfs.factors.rows.measure import RowSource
+from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, RowQuery, StridedRows
 from kfs.factors.trace.discovery import Discovery, Interception
 from kfs.factors.trace.plan import Plan, Read
 from kfs.factors.trace.trace import MOST_PLANS, Trace, no_rule
@@ -252,13 +242,7 @@ class CapturedPass(Discovery):
     def rows(self) -> RowSource:
         """The row source. It is made when it is needed: most passes need none."""
         if self._rows is None:
-            num_data, axis, known = self.num_data, self.batch_axis, self._known
-            measure = partial(MeasureRows, num_data, axis, self.masks, mixing=self.trace.mixing)
-            self._rows = (
-                GuessRows(num_data, axis, self.masks)
-                if known is None
-                else KnownRows(num_data, axis, self.masks, known, measure)
-            )
+            self._rows = RowSource(self.num_data, self.batch_axis, self.masks, self._known, self.trace.mixing)
         return self._rows
 
     def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
@@ -342,7 +326,7 @@ class CapturedPass(Discovery):
         Returns:
             Gradients of the first probe with respect to the tensors in `also`.
         """
-        if self._rows is None or not self._rows.has_pending:
+        if self._rows is None or not (self._rows.opened or self._rows.observed):
             return [None] * len(also)
         predictions = f if isinstance(f, Tensor) else like
         assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
@@ -454,7 +438,7 @@ class CapturedPass(Discovery):
             statistic.finish_batch()
         if self._padding is not None:
             self._padding.finish()
-        if self._rows is not None and self._rows.has_pending:
+        if self._rows is not None:
             self._rows.forget()
 
 

@@ -37,7 +37,7 @@ from kfs.factors.audit.row_experiments import Counts, RowExperiments, hold_for
 from kfs.factors.capture import CapturedPass, hidden_uses
 from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.counted import ALL, RowRule
-from kfs.factors.rows.measure import Measured, MeasureRows, PendingQuery, probes
+from kfs.factors.rows.measure import Measured, PendingQuery, RowSource, probes
 from kfs.factors.rows.row_map import AuditResult, KnownUse, Question, Receiver, RowMap, RowQuery, StridedRows, What
 from kfs.factors.trace.trace import Trace
 from kfs.factors.trace.tracking import Tracker, tensors_of
@@ -473,9 +473,7 @@ class _Audit:
         """Return a pass that measures all row maps. Blocks are placed anew in every pass."""
         self.trace.restart_blocks()
         mixing = self.trace.mixing
-        self.rows = MeasureRows(
-            self.num_data, self.batch_axis, answers=self.known.answers, mixing=mixing, keeps_first=True
-        )
+        self.rows = RowSource(self.num_data, self.batch_axis, known=self.known, mixing=mixing, auditing=True)
         return CapturedPass(self.trace, [sums], self.num_data, self.batch_axis, self.known, self.rows)
 
     def _send_back(self, f: Tensor, one: CapturedPass, params: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -1,9 +1,9 @@
-r"""Measurement of row maps: which example a row of an activation belongs to.
+r"""Row sources of passes, and how they measure which example a row of an activation belongs to.
 
 Send back vectors $v$, and the same vectors with the entries of example $n$ multiplied by $c_n$. If a row influences the
 prediction for example $n$ alone, its gradient is multiplied by $c_n$, too: the ratio of its two gradients identifies
 its example. If it influences several predictions, the ratio is not one of the $c_n$, or its features disagree: examples
-mix. Nothing is guessed from lengths of axes.
+mix.
 
 The $c_n$ are powers of two, so both gradients are rounded in the same way, and ratios are exact in any precision.
 With more than eight examples, the digits of $n$ in base eight are sent back one after the other.
@@ -11,14 +11,16 @@ With more than eight examples, the digits of $n$ in base eight are sent back one
 Rows nearly always come in a regular order (see `StridedRows`), which is measured once, on a few examples (see
 `kfs.factors.audit`). It then holds for batches of any size. If the order depends on the data, every batch is measured.
 
-`MeasureRows` does this within a pass, for an audit or for the uses whose rows depend on the data. It is the only row
-source whose uses wait. After the forward pass, it sends probes back, determines the row maps of all pending queries,
-and starts them.
+The `RowSource` of a pass answers all its row queries. Without an audit, it guesses row maps from lengths of axes. With
+one, it looks them up in its result. What the audit left open is measured in every pass, and the audit itself starts
+from an empty result, so it measures everything. A query whose row map has to be measured waits: after the forward pass,
+the source sends probes back, determines the row maps of all pending queries, and starts them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -29,17 +31,18 @@ from torch import Tensor
 from kfs.errors import DataError
 from kfs.factors.rows.counted import BatchMasks
 from kfs.factors.rows.row_map import (
+    AuditResult,
     IndexedRows,
     Question,
     Receiver,
     RowMap,
     RowQuery,
-    RowSource,
     Send,
     Start,
     StridedRows,
     UnknownRows,
     What,
+    by_length,
 )
 from kfs.runtime.precision import at_least_float32
 
@@ -75,10 +78,12 @@ def probes(f: Tensor, num_data: int) -> Iterator[Tensor]:
     v = torch.where(f.detach().isfinite(), v, 0)  # a masked class has no gradient
     yield v
     n = torch.arange(num_data, device=f.device)
-    for _ in range(number_of_digits(num_data)):
+    digits = 0
+    while digits == 0 or BASE**digits < num_data:
         factors = (2.0 ** (n % BASE)).to(f.dtype)
         yield v * factors.reshape(-1, *[1] * (f.ndim - 1))
         n //= BASE
+        digits += 1
 
 
 def gradient_sizes(g: Tensor, of_multiple: Tensor) -> Tensor:
@@ -107,57 +112,20 @@ def are_gradients(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def number_of_digits(num_data: int) -> int:
-    """Return the number of base-eight digits of an example's index."""
-    digits = 1
-    while BASE**digits < num_data:
-        digits += 1
-    return digits
-
-
-@dataclass
+@dataclass(frozen=True)
 class Measured:
     """The measured row map of some rows, and how well it fits."""
 
     row_map: Tensor  # the example of each row; -1 if no gradient came back to it
-    misfit: Tensor  # relative distance of each row's gradients from those of a row that belongs to one example
-    loud: Tensor  # whether a row's gradient is large enough for the misfit to be meaningful
-    tolerance: float
-
-    @property
-    def has_votes(self) -> bool:
-        """Whether any row has a gradient."""
-        return bool((self.row_map >= 0).any())
-
-    @property
-    def worst(self) -> float:
-        """The largest misfit of all rows whose gradient is not tiny."""
-        misfit = self.misfit[self.loud]
-        return float(misfit.max()) if len(misfit) else 0.0
-
-    @property
-    def mixes(self) -> bool:
-        """Whether a row influences the predictions for several examples."""
-        return self.worst > self.tolerance
-
-    @property
-    def is_precise(self) -> bool:
-        """Whether gradients had more than half precision."""
-        return self.tolerance < _MISFIT_IN_HALF_PRECISION
+    has_votes: bool  # whether any row has a gradient
+    worst: float  # largest relative distance of a row's gradients from those of a row that belongs to one example
+    mixes: bool  # whether a row influences the predictions for several examples
+    is_precise: bool  # whether gradients had more than half precision
 
     @property
     def number_of_owners(self) -> int:
         """The number of different examples that rows belong to."""
         return len(set(self.row_map[self.row_map >= 0].tolist()))
-
-    def of_groups(self, groups: int) -> Tensor | None:
-        """Return the example of each group of consecutive rows; `None` if rows of a group differ."""
-        if groups == len(self.row_map):
-            return self.row_map
-        row_map = self.row_map.reshape(groups, -1)
-        largest = row_map.amax(1) if row_map.numel() else row_map.new_full((groups,), -1)
-        agree = (row_map == largest.unsqueeze(1)) | (row_map < 0)
-        return largest if bool(agree.all()) else None
 
 
 def measured(
@@ -203,9 +171,14 @@ def measured(
         row_map += digit.long() * BASE**position
     misfit[row_map >= num_data] = torch.inf
     row_map[~votes | (row_map >= num_data)] = -1
-    loud = votes & ((noise <= tolerance) | (misfit > noise))
-    parts = zip(*(t.split(list(lengths)) for t in (row_map, misfit, loud)), strict=True)
-    return [Measured(datum, distance, counts, tolerance) for datum, distance, counts in parts]
+    # A tiny gradient is too noisy for its misfit to mean anything.
+    misfit = torch.where(votes & ((noise <= tolerance) | (misfit > noise)), misfit, 0)
+    found = []
+    for examples, distances in zip(row_map.split(list(lengths)), misfit.split(list(lengths)), strict=True):
+        worst = float(distances.max()) if len(distances) else 0.0
+        has_votes, is_precise = bool((examples >= 0).any()), tolerance < _MISFIT_IN_HALF_PRECISION
+        found.append(Measured(examples, has_votes, worst, worst > tolerance, is_precise))
+    return found
 
 
 def regular_order(row_map: Tensor, num_data: int, leading: Sequence[int]) -> tuple[int | None, bool]:
@@ -224,15 +197,15 @@ def regular_order(row_map: Tensor, num_data: int, leading: Sequence[int]) -> tup
     if rows == 0 or rows % num_data:
         return None, True
     all_measured = bool((row_map >= 0).all())
+    along_axes, every = _candidates(num_data, leading)
     obeyed = []
-    for inner in _candidates(num_data, leading):
+    for inner in every:
         if obeys(row_map, inner, num_data):
             obeyed.append(inner)
             if all_measured:
                 break
     # An axis as long as the batch is a better explanation than a part of a longer axis.
-    along_axes = [inner for inner in obeyed if inner in _axes(num_data, leading)]
-    chosen = along_axes or obeyed
+    chosen = [inner for inner in obeyed if inner in along_axes] or obeyed
     return (chosen[0] if chosen else None), len(chosen) == 1
 
 
@@ -242,16 +215,16 @@ def obeys(row_map: Tensor, inner: int, num_data: int) -> bool:
     return torch.equal(voters // inner % num_data, row_map[voters])
 
 
-def _candidates(num_data: int, leading: Sequence[int]) -> Iterator[int]:
-    """Generate candidates for the number of consecutive rows of one example, simplest first."""
+def _candidates(num_data: int, leading: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return candidates for the number of consecutive rows of one example.
+
+    Returns:
+        One for each axis that is as long as the batch; and these with all others, simplest first.
+    """
     shared = prod(leading) // num_data
+    along_axes = [prod(leading[axis + 1 :]) for axis, length in enumerate(leading) if length == num_data]
     folded = [inner for inner in range(shared, 0, -1) if shared % inner == 0] if shared < 2**16 else [shared, 1]
-    yield from dict.fromkeys((shared, *_axes(num_data, leading), *folded))
-
-
-def _axes(num_data: int, leading: Sequence[int]) -> list[int]:
-    """Return the numbers of consecutive rows of one example, one for each axis that is as long as the batch."""
-    return [prod(leading[axis + 1 :]) for axis, length in enumerate(leading) if length == num_data]
+    return along_axes, list(dict.fromkeys((shared, *along_axes, *folded)))
 
 
 def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[int]) -> int | None:
@@ -262,7 +235,7 @@ def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[
     first, *others = (rows.reshape(groups, -1) for rows in gradients)
     rows = torch.arange(groups, device=first.device)
     best, smallest = None, torch.inf
-    for inner in _candidates(num_data, leading):
+    for inner in _candidates(num_data, leading)[1]:
         n = rows // inner % num_data
         distance = 0.0
         for other in others:
@@ -296,124 +269,121 @@ class PendingQuery:
     """A query that waits: takes gradients of probes until its row map is measured, then those to accumulate."""
 
     query: RowQuery
+    known: RowMap | None  # the row map, if only the rows that count have to be measured or to be set
     start: Start
-    source: "MeasureRows"
+    source: "RowSource"
     has_gradient: Tensor | None = None  # which positions have a gradient, `[rows, positions]`
     of_vector: Tensor | None = None  # gradients of the first of the two vectors that determine `has_gradient`
     receiver: Receiver | None = None
     probed: list[Tensor] = field(default_factory=list)
-    first: Tensor | None = None  # gradients of the first probe, for `MeasureRows.replay`
+    first: Tensor | None = None  # gradients of the first probe, for `RowSource.replay`
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
-    measured: Measured | None = None
+    measured: Measured | None = None  # `None` if no gradient arrived
     # The example of each row, or -1; `None` if positions of a row belong to different examples.
     row_map: Tensor | None = None
-    inner: int | None = None
-    certain: bool = True
+    inner: int | None = None  # consecutive rows of one example, if rows are in a regular order
+    certain: bool = True  # whether no other regular order fits
 
     def receive(self, g: Tensor) -> None:
         """Process gradients `[columns, *leading, ..., features]`: of probes, or, once started, those to accumulate."""
         if self.receiver is not None:
             self.receiver(g)
             return
-        if self.source.keeps_first and self.first is None:
+        if self.source.auditing and self.first is None:
             self.first = g
-        if self.source.counting_rows:
-            self._look_for_gradients(g[0])
+        if not self.source.counting_rows:
+            if self.known is None:
+                g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
+                self.dtype, self.device = g.dtype, g.device
+                self.probed.append(project(g[0]))
+        elif self.query.rule.kind != "measured":
             return
-        if self.query.row_map is not None:
-            return
-        g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
-        self.dtype, self.device = g.dtype, g.device
-        self.probed.append(project(g[0]))
+        elif self.of_vector is None:
+            self.of_vector = g[0]
+        else:
+            # The gradients of a vector and of its multiple are there: which rows have one?
+            found = are_gradients(gradient_sizes(self.of_vector, g[0]), g.dtype)
+            self.has_gradient = found.reshape(self.query.rows, self.query.positions)
+            self.of_vector = None
 
-    def _look_for_gradients(self, g: Tensor) -> None:
-        """Store the gradients of a vector; when those of its multiple arrive, determine which rows have a gradient."""
-        if self.query.rule.kind != "measured":
-            return
-        if self.of_vector is None:
-            self.of_vector = g
-            return
-        found = are_gradients(gradient_sizes(self.of_vector, g), g.dtype)
-        self.has_gradient = found.reshape(self.query.rows, self.query.positions)
-        self.of_vector = None
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether rows are in exactly one regular order."""
-        return self.certain and self.inner is not None
-
-    def find_order(self, found: Measured, num_data: int, mixing: bool) -> None:
+    def find_order(self, found: Measured) -> None:
         """Derive the order of rows from a measurement."""
+        num_data, leading = self.source.num_data, self.query.leading
         self.measured = found
-        self.row_map = found.of_groups(self.query.rows)
-        if mixing and found.mixes:
-            self.inner = nearest_order(self.probed, num_data, self.query.leading)
+        self.row_map = found.row_map
+        if len(found.row_map) != self.query.rows:  # rows of several positions, which should agree
+            positions = found.row_map.reshape(self.query.rows, -1)
+            largest = positions.amax(1) if positions.numel() else positions.new_full((self.query.rows,), -1)
+            agree = (positions == largest.unsqueeze(1)) | (positions < 0)
+            self.row_map = largest if bool(agree.all()) else None
+        if self.source.mixing and found.mixes:
+            self.inner = nearest_order(self.probed, num_data, leading)
         elif self.row_map is not None:
-            self.inner, self.certain = regular_order(self.row_map, num_data, self.query.leading)
+            self.inner, self.certain = regular_order(self.row_map, num_data, leading)
             self.certain = self.certain and found.has_votes
         self.probed.clear()
 
-    def adopt(self, inner: int | None, num_data: int) -> None:
+    def adopt(self, inner: int) -> None:
         """Adopt the order of rows of other queries, if the own order is uncertain and does not contradict it."""
-        if self.is_certain or inner is None:
+        if self.certain and self.inner is not None:
             return
-        silent = self.measured is None  # no gradient arrived
-        if silent or (self.row_map is not None and obeys(self.row_map, inner, num_data)):
+        fits = self.row_map is not None and obeys(self.row_map, inner, self.source.num_data)
+        if fits or self.measured is None:
             self.inner, self.certain = inner, True
 
     def begin(self) -> None:
-        """Start with the row map that is known, measured or guessed."""
-        query, masks = self.query, self.source.masks
-        if query.rule.kind == "measured" and self.has_gradient is None:  # no prediction that counts depends on the rows
-            self.has_gradient = torch.zeros(query.rows, query.positions, dtype=torch.bool)
-            self.has_gradient = self.has_gradient.to(masks.device, non_blocking=True)
-        self.receiver = self.start(self._found())
-
-    def _found(self) -> RowMap:
-        """Return the row map with the positions that count."""
+        """Start with the row map that is known, measured or guessed, and the positions that count."""
         query, source = self.query, self.source
-        regular = query.row_map
-        if regular is None and self.inner is not None:
+        if query.rule.kind == "measured" and self.has_gradient is None:  # no prediction that counts depends on the rows
+            nothing = torch.zeros(query.rows, query.positions, dtype=torch.bool)
+            self.has_gradient = nothing.to(source.masks.device, non_blocking=True)
+        counted, row_map = self.has_gradient, self.known
+        if row_map is None and self.inner is not None:
             has_votes = self.measured is not None and self.measured.has_votes
-            regular = StridedRows(source.num_data, self.inner, complete=self.certain or not has_votes)
-        if regular is not None:
-            return source.counted(regular, query) if self.has_gradient is None else regular.counting(self.has_gradient)
-        if self.measured is None:  # predictions do not depend on these rows
+            row_map = StridedRows(source.num_data, self.inner, complete=self.certain or not has_votes)
+        if row_map is not None:
+            row_map = source.counted(row_map, query) if counted is None else row_map.counting(counted)
+        elif self.measured is None:  # predictions do not depend on these rows
             self.certain = False
-            return source.guessed(query)
-        if self.row_map is not None:
-            listed = IndexedRows(self.row_map.to(self.device), source.num_data)
-            counted = self.has_gradient
+            row_map = source.guessed(query)
+        elif self.row_map is not None:
+            row_map = IndexedRows(self.row_map.to(self.device), source.num_data)
             if query.rule.kind == "data" and (of_data := source.masks.counted(query.rule, 1)) is not None:
-                index = listed.index(query.rows)
+                index = row_map.index(query.rows)
                 counted = of_data[index.clamp(min=0)] & (index >= 0).unsqueeze(1)
                 counted = counted.expand(-1, query.positions)
-            return listed.counting(counted)
-        operation, parameter = query.what
-        error = DataError(
-            f"One input of {operation} (parameter {parameter!r}) has positions that belong to different data.",
-            "Use KFAC with sharing='expand', which needs no row map, or leave the parameter out with params=.",
-        )
-        return UnknownRows(error, source.num_data)
+            row_map = row_map.counting(counted)
+        else:
+            operation, parameter = query.what
+            error = DataError(
+                f"One input of {operation} (parameter {parameter!r}) has positions that belong to different data.",
+                "Use KFAC with sharing='expand', which needs no row map, or leave the parameter out with params=.",
+            )
+            row_map = UnknownRows(error, source.num_data)
+        self.receiver = self.start(row_map)
 
 
-class MeasureRows(RowSource):
-    """Measures row maps by sending probes back, except those that a query has already.
+class RowSource:
+    """Gives row maps to the uses of one pass.
 
     Args:
-        num_data: As in `RowSource`.
-        axis: Likewise.
-        masks: Likewise.
-        answers: Likewise.
+        num_data: Number of examples.
+        axis: Position of the batch axis in activations, if given. It is used if nothing is measured.
+        masks: The masks that determine which rows count. By default, all do.
+        known: The result of an audit. `None` to guess row maps from lengths.
         mixing: Whether examples may mix.
-        keeps_first: Whether to keep the gradients of the first probe, so that `replay` can pass them on.
+        auditing: Whether the pass is an audit: record all queries and questions, measure results on constants, and keep
+            the gradients of the first probe, so that `replay` can pass them on.
 
     Attributes:
-        asked: All queries of uses, in order.
+        takes_probes: Whether the callback that was returned last also takes the probes that measure row maps.
+        counting_rows: Whether the vectors being sent back show which rows count.
+        next_use: Index of the next use among those that the audit recorded.
+        asked: All queries of uses, in order. Only audits need them.
         opened: The pending queries.
         observed: Pending queries of results on constants, whose numbers are measured one by one.
-        questions: Questions with their answers, and the pending queries that depend on them.
+        questions: Questions with their answers, and the pending queries that depend on them. Only audits need them.
     """
 
     def __init__(
@@ -421,67 +391,122 @@ class MeasureRows(RowSource):
         num_data: int,
         axis: int | None = None,
         masks: BatchMasks | None = None,
-        answers: Mapping[Question, bool] | None = None,
+        known: AuditResult | None = None,
         mixing: bool = False,
-        keeps_first: bool = False,
+        auditing: bool = False,
     ) -> None:
-        super().__init__(num_data, axis, masks, answers)
-        self.counting_rows = False  # whether the vectors being sent back show which rows count
-        self.keeps_first = keeps_first
+        self.num_data = num_data
+        self.axis = axis
+        self.masks = masks or BatchMasks()
+        self.mixing = mixing
+        self.auditing = auditing
+        self.takes_probes = False
+        self.counting_rows = False
+        self.next_use = 0
         self.asked: list[RowQuery] = []
         self.opened: list[PendingQuery] = []
         self.observed: list[PendingQuery] = []
         self.questions: list[tuple[Question, bool, list[PendingQuery]]] = []
-        self._mixing = mixing
+        self._known = known
+        self._next_meeting = 0
+        self._occurrences: Counter[tuple[Any, str]] = Counter()  # of pairs in questions
 
     def receiver(self, query: RowQuery, start: Start) -> Receiver:
-        """Start at once if the row map and the rows that count are known; otherwise wait until they are measured."""
-        if not query.meeting:
+        """Call `start` with the row map as soon as it is known, and return the gradient callback."""
+        if self.auditing and not query.meeting:
             self.asked.append(query)
-        row_map = self.without_audit(query)
+        if self.num_data == 1:
+            row_map: RowMap | None = StridedRows.batch_first(1, query.rows)
+        else:
+            row_map = query.row_map or (self.guessed(query) if self._known is None else self._look_up(query))
+        # If only the rows with gradients matter, no row map is needed.
+        if row_map is None and not query.needs_rows and query.rule.kind in {"all", "measured"}:
+            error = DataError("The row map of this input was not measured.", "Use sharing='expand'.")
+            row_map = UnknownRows(error, self.num_data)
         self.takes_probes = row_map is None or query.waits
-        if row_map is not None and not self.takes_probes:
+        if row_map is not None and not query.waits:
             return start(self.counted(row_map, query))
-        pending = PendingQuery(replace(query, row_map=row_map), start, self)
+        pending = PendingQuery(query, row_map, start, self)
         self.opened.append(pending)
-        self.has_pending = True
         return pending.receive
 
-    def observe(self, what: What, shape: tuple[int, ...]) -> Receiver:
-        """Measure the row map of a result number by number, and discard its gradients otherwise."""
-        pending = PendingQuery(RowQuery(what, shape, meeting=True), lambda _: lambda _: None, self)
+    def _look_up(self, query: RowQuery) -> StridedRows | None:
+        """Return the known row map of the next query; `None` if there is none, or if it is for another operation."""
+        assert self._known is not None  # noqa: S101 (the caller has checked)
+        if query.meeting:
+            known, place = self._known.meetings, self._next_meeting
+            self._next_meeting += 1
+        else:
+            known, place = self._known.uses, self.next_use
+            self.next_use += 1
+        if place >= len(known) or known[place].what != query.what:
+            return None
+        row_maps, key = self._known.row_maps, (query.meeting, place, self.num_data, query.leading)
+        if key not in row_maps:
+            row_maps[key] = known[place].row_map(self.num_data, query.leading)
+        return row_maps[key]
+
+    def guessed(self, query: RowQuery) -> RowMap:
+        """Guess a row map from lengths; if this is not possible, it raises on first use."""
+        try:
+            return by_length(self.num_data, query.leading, self.axis)
+        except DataError as error:
+            return UnknownRows(error, self.num_data)
+
+    def counted(self, row_map: RowMap, query: RowQuery) -> RowMap:
+        """Return a row map with the positions that count."""
+        rows, rule = query.rows, query.rule
+        if rule.kind == "all" or not isinstance(row_map, StridedRows) or rows % row_map.num_data:
+            return row_map
+        found = self.masks.counted(rule, rows // row_map.num_data * query.positions)
+        if found is None:
+            return row_map
+        return row_map.counting(row_map.from_data(found.expand(row_map.num_data, -1), rows))
+
+    def observe(self, what: What, shape: tuple[int, ...]) -> Receiver | None:
+        """Return a callback that measures the row map of a result on constants; `None` if it need not be measured."""
+        if not self.auditing:
+            return None
+        pending = PendingQuery(RowQuery(what, shape, meeting=True), None, lambda _: lambda _: None, self)
         self.observed.append(pending)
-        self.takes_probes = self.has_pending = True
+        self.takes_probes = True
         return lambda g: pending.receive(g.unsqueeze(-1))
 
     @contextmanager
     def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
-        """Ask as in `RowSource`, and record which queries depend on the answer."""
-        question, answer = self._answer(func, name, guess)
+        """Ask whether the result of an operation on a parameter and constants has a row for every example.
+
+        The answer comes from an audit; without one, it is `guess`. Queries opened in this context depend on it.
+        """
+        question = (func, name, self._occurrences[func, name])
+        self._occurrences[func, name] += 1
+        answer = guess if self._known is None else self._known.answers.get(question, guess)
         opened, observed = len(self.opened), len(self.observed)
         yield answer
-        since = self.opened[opened:] if answer else self.observed[observed:]
-        self.questions.append((question, answer, since))
+        if self.auditing:
+            self.questions.append((question, answer, self.opened[opened:] if answer else self.observed[observed:]))
+
+    @contextmanager
+    def with_axis(self, axis: int | None) -> Iterator[None]:
+        """Override the batch axis in this context; it is used if nothing is measured."""
+        before = self.axis
+        self.axis = before if axis is None else axis
+        try:
+            yield
+        finally:
+            self.axis = before
 
     @property
     def need_probes(self) -> bool:
         """Whether probes have to be sent back, to measure row maps or which rows count."""
-        return self._need_row_maps or self._need_rows_that_count
-
-    @property
-    def _need_rows_that_count(self) -> bool:
-        return any(pending.query.rule.kind == "measured" for pending in self.opened)
-
-    @property
-    def _need_row_maps(self) -> bool:
-        return bool(self.observed) or any(pending.query.row_map is None for pending in self.opened)
+        return any(one.known is None or one.query.rule.kind == "measured" for one in (*self.opened, *self.observed))
 
     def measure(self, predictions: Tensor, send: Send) -> None:
         """Send probes back, determine the row maps of all pending queries, and start them."""
-        if not (self.opened or self.observed):
-            return
+        pending = [*self.opened, *self.observed]
+        unknown = [one for one in pending if one.known is None]
         # Which rows have a gradient? Send back a vector and a multiple of it.
-        if self._need_rows_that_count:
+        if any(one.query.rule.kind == "measured" for one in pending):
             self.counting_rows = True
             try:
                 v = self.masks.of_predictions(next(probes(predictions, self.num_data)))
@@ -490,17 +515,18 @@ class MeasureRows(RowSource):
             finally:
                 self.counting_rows = False
         # Which example does each row belong to? Send back vectors that are scaled differently for each example.
-        for v in probes(predictions, self.num_data) if self._need_row_maps else ():
-            send(v)
-        self._find_row_maps()
-        for pending in (*self.opened, *self.observed):
-            pending.begin()
+        if unknown:
+            count = 0
+            for v in probes(predictions, self.num_data):
+                send(v)
+                count += 1
+            self._find_row_maps(unknown, count)
+        for one in pending:
+            one.begin()
 
-    def _find_row_maps(self) -> None:
-        """Compute the row maps of all queries that have received all probes."""
-        count = 1 + number_of_digits(self.num_data)
+    def _find_row_maps(self, unknown: list[PendingQuery], count: int) -> None:
+        """Compute the row maps of all queries that have received all probes, given their number."""
         kinds: dict[Any, list[PendingQuery]] = {}
-        unknown = [pending for pending in (*self.opened, *self.observed) if pending.query.row_map is None]
         for pending in unknown:
             if len(pending.probed) == count:
                 kinds.setdefault((pending.dtype, pending.probed[0].shape[1]), []).append(pending)
@@ -513,11 +539,12 @@ class MeasureRows(RowSource):
             lengths = [len(pending.probed[0]) for pending in some]
             found_at = measured(gradients, lengths, self.num_data, dtype, lowest)
             for pending, found in zip(some, found_at, strict=True):
-                pending.find_order(found, self.num_data, self._mixing)
+                pending.find_order(found)
         # If too few rows have gradients, assume the order of another query with the same leading axes.
-        orders = {pending.query.leading: pending.inner for pending in self.opened if pending.is_certain}
+        orders = {one.query.leading: one.inner for one in self.opened if one.certain and one.inner is not None}
         for pending in unknown:
-            pending.adopt(orders.get(pending.query.leading), self.num_data)
+            if pending.query.leading in orders:
+                pending.adopt(orders[pending.query.leading])
 
     def replay(self) -> None:
         """Pass on the gradients of the first probe once row maps are known, latest query first."""
@@ -531,4 +558,3 @@ class MeasureRows(RowSource):
         self.opened.clear()
         self.observed.clear()
         self.questions.clear()
-        self.has_pending = False

@@ -1,4 +1,4 @@
-"""Row maps: the example that each row of an activation belongs to, and the sources that passes get them from.
+"""Row maps: the example that each row of an activation belongs to, and what an audit has found out about them.
 
 The engine uses one axis convention: activations arrive with any leading axes, `[*leading, features]`, and gradients
 with one more axis for columns, `[columns, *leading, features]`. Leading axes, flattened, are *rows*. Where it matters
@@ -7,28 +7,22 @@ which example a row belongs to, rows are brought into the form `[batch, shared]`
 A row has one position, or several: a convolution reads all positions of an image off one row. Not all of them need to
 count (see `kfs.factors.rows.counted`).
 
-A pass gets row maps from a row source:
-
-- `GuessRows` guesses row maps from lengths of axes, if there was no audit.
-- `KnownRows` looks row maps up in the result of an audit. What the audit left open is measured in the same pass.
-- `MeasureRows`, in `kfs.factors.rows.measure`, measures row maps by sending vectors back.
+A pass gets row maps from a row source (see `kfs.factors.rows.measure`).
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kfs.errors import DataError
-from kfs.factors.rows.counted import ALL, BatchMasks, RowRule
+from kfs.factors.rows.counted import ALL, RowRule
 from kfs.runtime import sync
 
 
@@ -72,9 +66,11 @@ class RowMap(ABC):
     def in_order(self, rows: int) -> bool:
         """Whether there is exactly one row for each example, in the order of the examples."""
 
-    @abstractmethod
-    def counting(self, counted: Tensor | None) -> "RowMap":
+    def counting(self, counted: Tensor | None) -> Self:
         """Return the same row map, with `counted` positions."""
+        other = copy(self)
+        object.__setattr__(other, "counted", counted)  # the copy of a frozen dataclass, too
+        return other
 
     def numbers_counted(self, dtype: torch.dtype) -> Tensor:
         """Return ones for positions that count and zeros elsewhere, `[batch, shared, positions of a row]`."""
@@ -135,10 +131,6 @@ class StridedRows(RowMap):
         """Whether there is exactly one row for each example."""
         return rows == self.num_data
 
-    def counting(self, counted: Tensor | None) -> "StridedRows":
-        """Return the same row map, with `counted` positions."""
-        return replace(self, counted=counted)
-
     def from_data(self, t: Tensor, rows: int) -> Tensor:
         """Invert `by_datum`: map `[batch, shared * k]` to `[rows, k]`."""
         outer = rows // (self.num_data * self.inner)
@@ -187,12 +179,6 @@ class IndexedRows(RowMap):
         """Conservatively `False`: rows may be in any order."""
         return False
 
-    def counting(self, counted: Tensor | None) -> "IndexedRows":
-        """Return the same row map, with `counted` positions."""
-        other = copy(self)
-        other.counted = counted
-        return other
-
     @cached_property
     def _counts(self) -> Tensor:
         with sync.allow_sync():
@@ -211,6 +197,24 @@ class IndexedRows(RowMap):
         places = order.new_full((self.num_data, most), len(self._row_map))
         places[sorted_owners, position] = order
         return places
+
+
+class UnknownRows(RowMap):
+    """Row map that could not be determined; raises on first use."""
+
+    def __init__(self, error: DataError, num_data: int) -> None:
+        self.error = error
+        self.num_data = num_data
+
+    def by_datum(self, *_: Any, **__: Any) -> Any:
+        """Raise the stored error."""
+        raise self.error
+
+    counts = most = index = by_datum
+
+    def in_order(self, rows: int) -> bool:
+        """Conservatively `False`: rows may be in any order."""
+        return False
 
 
 def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) -> StridedRows:
@@ -334,221 +338,3 @@ class AuditResult:
         """Return the row rule of a use, given its index among all uses of the pass."""
         fits = number < len(self.rows) and self.rows[number][0] == what
         return self.rows[number][1] if fits else self.otherwise
-
-
-class UnknownRows(RowMap):
-    """Row map that could not be determined; raises on first use."""
-
-    def __init__(self, error: DataError, num_data: int) -> None:
-        self.error = error
-        self.num_data = num_data
-
-    def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
-        """Raise the stored error."""
-        raise self.error
-
-    def counts(self, rows: int, like: Tensor) -> Tensor:
-        """Raise the stored error."""
-        raise self.error
-
-    def most(self, rows: int) -> int:
-        """Raise the stored error."""
-        raise self.error
-
-    def index(self, rows: int) -> Tensor:
-        """Raise the stored error."""
-        raise self.error
-
-    def in_order(self, rows: int) -> bool:
-        """Conservatively `False`: rows may be in any order."""
-        return False
-
-    def counting(self, counted: Tensor | None) -> "UnknownRows":
-        """Return the same row map, with `counted` positions."""
-        other = copy(self)
-        other.counted = counted
-        return other
-
-
-class RowSource(ABC):
-    """Gives row maps to the uses of one pass.
-
-    Args:
-        num_data: Number of examples.
-        axis: Position of the batch axis in activations, if given. It is used if nothing is measured.
-        masks: The masks that determine which rows count. By default, all do.
-        answers: Whether results of operations on constants have a row for every example, as far as known.
-
-    Attributes:
-        takes_probes: Whether the callback that was returned last also takes the probes that measure row maps.
-        has_pending: Whether queries wait for `measure`.
-    """
-
-    takes_probes = False
-    has_pending = False
-
-    def __init__(
-        self,
-        num_data: int,
-        axis: int | None = None,
-        masks: BatchMasks | None = None,
-        answers: Mapping[Question, bool] | None = None,
-    ) -> None:
-        self.num_data = num_data
-        self.axis = axis
-        self.masks = masks or BatchMasks()
-        self._answers = answers or {}
-        self._asked: Counter[tuple[Any, str]] = Counter()
-
-    @abstractmethod
-    def receiver(self, query: RowQuery, start: Start) -> Receiver:
-        """Call `start` with the row map as soon as it is known, and return the gradient callback."""
-
-    def observe(self, what: What, shape: tuple[int, ...]) -> Receiver | None:
-        """Return a callback that measures the row map of a result on constants; `None` if it need not be measured."""
-        return None
-
-    @property
-    def next_use(self) -> int:
-        """Index of the next use among those that the audit recorded."""
-        return 0
-
-    @property
-    def need_probes(self) -> bool:
-        """Whether probes have to be sent back before the vectors of the curvature."""
-        return False
-
-    def measure(self, predictions: Tensor, send: Send) -> None:  # noqa: B027 (most have nothing to measure)
-        """Determine the row maps that are not known yet, after the forward pass."""
-
-    def forget(self) -> None:  # noqa: B027 (most hold nothing)
-        """Drop all queries, which may hold activations."""
-
-    @contextmanager
-    def with_axis(self, axis: int | None) -> Iterator[None]:
-        """Override the batch axis in this context; it is used if nothing is measured."""
-        before = self.axis
-        self.axis = before if axis is None else axis
-        try:
-            yield
-        finally:
-            self.axis = before
-
-    @contextmanager
-    def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
-        """Ask whether the result of an operation on a parameter and constants has a row for every example.
-
-        The answer comes from an audit; without one, it is `guess`. Queries opened in this context depend on it.
-        """
-        yield self._answer(func, name, guess)[1]
-
-    def _answer(self, func: Any, name: str, guess: bool) -> tuple[Question, bool]:
-        """Return a question with its answer."""
-        question = (func, name, self._asked[func, name])
-        self._asked[func, name] += 1
-        return question, self._answers.get(question, guess)
-
-    def without_audit(self, query: RowQuery) -> RowMap | None:
-        """Return a row map that needs no audit: by construction, or of a single example."""
-        if self.num_data == 1:
-            return StridedRows.batch_first(1, query.rows)
-        return query.row_map
-
-    def guessed(self, query: RowQuery) -> RowMap:
-        """Guess a row map from lengths; if this is not possible, it raises on first use."""
-        try:
-            return by_length(self.num_data, query.leading, self.axis)
-        except DataError as error:
-            return UnknownRows(error, self.num_data)
-
-    def counted(self, row_map: RowMap, query: RowQuery) -> RowMap:
-        """Return a row map with the positions that count."""
-        rows, rule = query.rows, query.rule
-        if rule.kind == "all" or not isinstance(row_map, StridedRows) or rows % row_map.num_data:
-            return row_map
-        found = self.masks.counted(rule, rows // row_map.num_data * query.positions)
-        if found is None:
-            return row_map
-        return row_map.counting(row_map.from_data(found.expand(row_map.num_data, -1), rows))
-
-
-class GuessRows(RowSource):
-    """Guesses row maps from lengths of axes."""
-
-    def receiver(self, query: RowQuery, start: Start) -> Receiver:
-        """Start with a guess."""
-        return start(self.counted(self.without_audit(query) or self.guessed(query), query))
-
-
-class KnownRows(RowSource):
-    """Looks row maps up in the result of an audit.
-
-    Args:
-        num_data: As in `RowSource`.
-        axis: Likewise.
-        masks: Likewise.
-        known: The result of the audit.
-        measure: Makes the source that measures what the audit left open, such as experts that the data choose.
-    """
-
-    def __init__(
-        self,
-        num_data: int,
-        axis: int | None,
-        masks: BatchMasks,
-        known: AuditResult,
-        measure: Callable[[], RowSource],
-    ) -> None:
-        super().__init__(num_data, axis, masks, known.answers)
-        self._known = known
-        self._new_source = measure
-        self._others: RowSource | None = None
-        self._next = {False: 0, True: 0}  # index of the next use, and of the next meeting, among those of the audit
-
-    @property
-    def next_use(self) -> int:
-        """Index of the next use among those that the audit recorded."""
-        return self._next[False]
-
-    def receiver(self, query: RowQuery, start: Start) -> Receiver:
-        """Start with the row map that is known; otherwise let it be measured."""
-        row_map = self.without_audit(query) or self._look_up(query)
-        # If only the rows with gradients matter, no row map is needed.
-        if row_map is None and not query.needs_rows and query.rule.kind in {"all", "measured"}:
-            error = DataError("The row map of this input was not measured.", "Use sharing='expand'.")
-            row_map = UnknownRows(error, self.num_data)
-        self.takes_probes = row_map is None or query.waits
-        if row_map is not None and not self.takes_probes:
-            return start(self.counted(row_map, query))
-        self._others = self._others or self._new_source()
-        self.has_pending = True
-        return self._others.receiver(replace(query, row_map=row_map), start)
-
-    @property
-    def need_probes(self) -> bool:
-        """Whether anything has to be measured with vectors."""
-        return self._others is not None and self._others.need_probes
-
-    def measure(self, predictions: Tensor, send: Send) -> None:
-        """Measure the row maps that the audit did not determine."""
-        if self._others is not None:
-            self._others.measure(predictions, send)
-
-    def forget(self) -> None:
-        """Drop all queries, which may hold activations."""
-        if self._others is not None:
-            self._others.forget()  # its queries refer to it, and taps to its queries
-        self._others = None
-        self.has_pending = False
-
-    def _look_up(self, query: RowQuery) -> StridedRows | None:
-        """Return the known row map of the next query; `None` if there is none, or if it is for another operation."""
-        known = self._known.meetings if query.meeting else self._known.uses
-        place = self._next[query.meeting]
-        self._next[query.meeting] += 1
-        if place >= len(known) or known[place].what != query.what:
-            return None
-        row_maps, key = self._known.row_maps, (query.meeting, place, self.num_data, query.leading)
-        if key not in row_maps:
-            row_maps[key] = known[place].row_map(self.num_data, query.leading)
-        return row_maps[key]

@@ -182,7 +182,7 @@ class _Following:
             mine = [data == n for n in range(seen.num_data)]
             return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum)[0] for of_datum in mine], 1))
 
-        opened = seen.open(RowQuery(self.what, shape, meeting=True), start)
+        opened = seen.rows.receiver(RowQuery(self.what, shape, meeting=True), start)
         return seen.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
 
     def _derived(self) -> Tensor:

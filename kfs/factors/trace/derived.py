@@ -164,7 +164,7 @@ def tap_spread(
         return lambda g: collect(read(g.squeeze(-1)))
 
     # Every number is a row of its own, because the batch axis may be any axis.
-    receive = seen.open(RowQuery(what, tuple(z.shape), meeting=True), start)
+    receive = seen.rows.receiver(RowQuery(what, tuple(z.shape), meeting=True), start)
     return seen.tap(z, lambda g: receive(g.unsqueeze(-1)))
 
 

@@ -25,7 +25,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.rows.row_map import Receiver, RowQuery, RowSource, Start
+from kfs.factors.rows.measure import RowSource
+from kfs.factors.rows.row_map import Receiver
 from kfs.factors.trace.derived import tap_broadcast
 from kfs.factors.trace.plan import Broadcast, Call, Copy, Plan, Rewrite, argument_at, describe, with_argument
 from kfs.factors.trace.trace import Rule, Trace, no_rule
@@ -113,10 +114,6 @@ class Discovery(ABC):
     @abstractmethod
     def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
         """Return `z` with a tap that shows its gradients to a receiver, including those of probes if `probed`."""
-
-    def open(self, query: RowQuery, start: Start) -> Receiver:
-        """Open a row query, and return its gradient callback, which the next tap takes."""
-        return self.rows.receiver(query, start)
 
     def intercepting(self) -> "Interception":
         """Return the mode in which operations reach this pass; rules enter it again around parts of an operation."""
