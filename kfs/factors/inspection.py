@@ -15,7 +15,7 @@ from kfs.display.describe import DescribedByTables, Description, Table, counted,
 from kfs.errors import DataError, KfsError, ModelError
 from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
-from kfs.factors.audit import Audit, Audits
+from kfs.factors.audit import Audit, Audits, predictor
 from kfs.factors.blocks.block_diagonal import kind_and_size
 from kfs.factors.capture import forward
 from kfs.factors.compute import not_covered, shared_with
@@ -191,7 +191,8 @@ def inspect(
         audits = Audits(risk.model, new_trace(risk.params, joint_bias), batch_axis)
         for batch in risk.batches():
             # Without values there is nothing to audit.
-            known = audits.of_batch(risk, batch) if audit and risk.device.type != "meta" else None
+            has_values = risk.device.type != "meta"
+            known = audits.of(predictor(risk, batch), batch.x, len(batch.y)) if audit and has_values else None
             few = _audited_part(batch, known, audits.report, batch_axis)
             used = batch if few is None else few
             sums, why_not = _uses(risk, used, settings, known)
