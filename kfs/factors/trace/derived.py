@@ -149,7 +149,7 @@ def tap_broadcast(seen: "Discovery", step: Broadcast, t: Tensor, call: Call) -> 
             collect = derived.collector()
         return tap_spread(seen, z, (call.name, step.argument.name or ""), step.spread, collect)
     with full_precision(z.device.type):
-        (plan,) = seen.trace.settle_once(step.plan, call, z)
+        (plan,) = seen.trace.settled(step.plan, [step.plan], call, z)
         receive = seen.use(plan, None)
     return seen.tap(z, receive)
 
