@@ -104,15 +104,14 @@ class Tracker:
 
     def has_moved(self) -> bool:
         """Return whether any parameter's storage has changed, and update the records if so."""
-        now = [(p.untyped_storage()._cdata, p.data_ptr(), p.shape, p.stride(), p.dtype) for p in self._own]
-        if now == self._places:
+        if _places_of(self._own) == self._places:
             return False
         self._register()
         return True
 
     def add(self, tracked: Tracked) -> None:
         """Track another tensor with a storage of its own, for this batch."""
-        storage = _storage(tracked.tensor)
+        storage = tracked.tensor.untyped_storage()._cdata
         self._by_storage[storage] = [tracked]
         self._added.add(storage)
 
@@ -150,10 +149,10 @@ class Tracker:
         self._sharded = {name for name, p in self.params.items() if is_sharded(p)}
         own = {name: p for name, p in self.params.items() if name not in self._sharded}
         self._own = list(own.values())
-        self._places = [_place(p) for p in self._own]
+        self._places = _places_of(self._own)
         for name, p in own.items():
             if p.numel():
-                self._by_storage.setdefault(_storage(p), []).append(Tracked(name, p, name))
+                self._by_storage.setdefault(p.untyped_storage()._cdata, []).append(Tracked(name, p, name))
 
     def _unsharded(self, t: Tensor) -> list[Tracked] | None:
         """Track the unsharded parameters that `fully_shard` substitutes for sharded ones while the model runs.
@@ -166,19 +165,13 @@ class Tracker:
             return None
         for name, p in self.model.named_parameters():
             if name in self._sharded and not is_sharded(p):
-                self._by_storage.setdefault(_storage(p), [Tracked(name, p, name)])
-        return self._by_storage.get(_storage(t))
+                self._by_storage.setdefault(p.untyped_storage()._cdata, [Tracked(name, p, name)])
+        return self._by_storage.get(t.untyped_storage()._cdata)
 
 
-def _storage(t: Tensor) -> int:
-    """Return the identity of a tensor's storage."""
-    identity: int = t.untyped_storage()._cdata
-    return identity
-
-
-def _place(t: Tensor) -> tuple[Any, ...]:
-    """Return the storage, address, shape, strides and dtype of a tensor."""
-    return t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride(), t.dtype
+def _places_of(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Return the storage, address, shape, strides and dtype of each tensor."""
+    return [(t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 class Marks:
