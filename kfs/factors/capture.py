@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -39,7 +40,7 @@ from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
 from kfs.factors.rows.measure import RowSource
 from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, RowQuery, StridedRows
 from kfs.factors.trace.discovery import Discovery, Interception
-from kfs.factors.trace.plan import Plan, Read
+from kfs.factors.trace.plan import Plan
 from kfs.factors.trace.trace import MOST_PLANS, Trace, no_rule
 from kfs.problem.data import Batch
 from kfs.problem.isolation import uncompiled
@@ -195,8 +196,7 @@ class CapturedPass(Discovery):
         self.masks = masks or BatchMasks()
         if known is not None and not known.has_mask:
             self.masks.mask = None
-        inputs = ((), ()) if known is None else (known.constants, known.inputs)
-        super().__init__(trace, num_data, batch_axis, *inputs)
+        super().__init__(trace, num_data, batch_axis, known)
         self._rows = rows
         self.statistics = statistics
         # The adder of each plan. That of a single statistic is kept across batches.
@@ -251,7 +251,7 @@ class CapturedPass(Discovery):
         self._uses += 1
         if not plan.fits:
             self.rows.takes_probes = True  # audits send nothing else back
-            return lambda _: self._note_conflict(plan)
+            return partial(self._note_conflict, plan)
         adder = self._adders.get(plan)
         if adder is None:
             every = []
@@ -265,9 +265,10 @@ class CapturedPass(Discovery):
             receive = self._add_rows(number, adder, plan, x, by_construction)
         else:
             receive = adder(x, None)
-        return receive if plan.read is None else _reading(plan.read, x, receive)
+        read = plan.read
+        return receive if read is None else lambda g: receive(read(g, x))
 
-    def _note_conflict(self, plan: Plan) -> None:
+    def _note_conflict(self, plan: Plan, _: Tensor) -> None:
         """Record a use that contradicts other uses of its parameter."""
         for statistic in self.statistics:
             statistic.note_conflict(plan)
@@ -331,11 +332,8 @@ class CapturedPass(Discovery):
         predictions = f if isinstance(f, Tensor) else like
         assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
         found: list[Sequence[Tensor | None]] = []
-
-        def send(v: Tensor) -> None:
+        for v in self._rows.measure(predictions):
             found.append(self.backward(f, v.unsqueeze(0), True, () if found else also, Phase.PROBING))
-
-        self._rows.measure(predictions, send)
         return found[0] if found else [None] * len(also)
 
     def send_back(
@@ -410,21 +408,16 @@ class CapturedPass(Discovery):
             return torch.autograd.grad(f, also, vectors[0], retain_graph=keep_graph, allow_unused=True) if also else ()
         self.keeps_graph = keep_graph
         self.columns = len(vectors)
-
-        def send(v: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
-
         found: Sequence[Tensor | None] = ()
         with full_precision(vectors.device.type):
             self.phase = phase
             try:
-                if also:
-                    every = (handle, *also)
-                    found = torch.autograd.grad(f, every, vectors[0], retain_graph=keep_graph, allow_unused=True)[1:]
-                elif self.columns > 1:
+                if self.columns > 1:
+                    send = partial(torch.autograd.grad, f, handle, retain_graph=keep_graph, materialize_grads=True)
                     vmap(send)(vectors)
                 else:
-                    send(vectors[0])
+                    every = (handle, *also)
+                    found = torch.autograd.grad(f, every, vectors[0], retain_graph=keep_graph, allow_unused=True)[1:]
                 if self.derived:
                     self.pass_derived()
             finally:
@@ -544,17 +537,10 @@ def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> tuple[set[tuple[str,
                 found.add((name, function))
         if isinstance(node, Tap._backward_cls):
             function = None
-        elif isinstance(node, BackwardCFunction) and not _waits_for_gradients(node):
-            function = type(node).__name__.removesuffix("Backward")
+        elif isinstance(node, BackwardCFunction):
+            kind: Any = type(node)
+            # `fully_shard` puts an identity around modules, which waits for gradients.
+            if not kind._forward_cls.__module__.startswith("torch.distributed.fsdp."):
+                function = kind.__name__.removesuffix("Backward")
         waiting += [(following, function) for following, _ in node.next_functions]
     return found, reached
-
-
-def _waits_for_gradients(node: Any) -> bool:
-    """Whether a function is the identity that `fully_shard` puts around modules."""
-    return str(type(node)._forward_cls.__module__).startswith("torch.distributed.fsdp.")
-
-
-def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:
-    """Return a receiver that converts gradients before it passes them on."""
-    return lambda g: receive(read(g, x))

@@ -37,7 +37,6 @@ from kfs.factors.rows.row_map import (
     Receiver,
     RowMap,
     RowQuery,
-    Send,
     Start,
     StridedRows,
     UnknownRows,
@@ -501,8 +500,8 @@ class RowSource:
         """Whether probes have to be sent back, to measure row maps or which rows count."""
         return any(one.known is None or one.query.rule.kind == "measured" for one in (*self.opened, *self.observed))
 
-    def measure(self, predictions: Tensor, send: Send) -> None:
-        """Send probes back, determine the row maps of all pending queries, and start them."""
+    def measure(self, predictions: Tensor) -> Iterator[Tensor]:
+        """Generate probes, to be sent back; then determine the row maps of all pending queries, and start them."""
         pending = [*self.opened, *self.observed]
         unknown = [one for one in pending if one.known is None]
         # Which rows have a gradient? Send back a vector and a multiple of it.
@@ -510,15 +509,14 @@ class RowSource:
             self.counting_rows = True
             try:
                 v = self.masks.of_predictions(next(probes(predictions, self.num_data)))
-                for multiple in (v, MULTIPLE * v):
-                    send(multiple)
+                yield from (v, MULTIPLE * v)
             finally:
                 self.counting_rows = False
         # Which example does each row belong to? Send back vectors that are scaled differently for each example.
         if unknown:
             count = 0
             for v in probes(predictions, self.num_data):
-                send(v)
+                yield v
                 count += 1
             self._find_row_maps(unknown, count)
         for one in pending:

@@ -252,8 +252,6 @@ def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) ->
 Receiver = Callable[[Tensor], None]
 # Called with a row map as soon as it is known; returns the gradient callback.
 Start = Callable[[RowMap], Receiver]
-# Sends one vector back to all taps.
-Send = Callable[[Tensor], object]
 # Identifies a query: the operation, and the parameter that it uses.
 What = tuple[str, str]
 # Identifies the question "does the result of an operation on a parameter and constants have a row for every example?":

@@ -13,7 +13,6 @@ where gradients are still per example.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -26,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.measure import RowSource
-from kfs.factors.rows.row_map import Receiver
+from kfs.factors.rows.row_map import AuditResult, Receiver
 from kfs.factors.trace.derived import tap_broadcast
 from kfs.factors.trace.plan import Broadcast, Call, Copy, Plan, Rewrite, argument_at, describe, with_argument
 from kfs.factors.trace.trace import Rule, Trace, no_rule
@@ -62,8 +61,7 @@ class Discovery(ABC):
         trace: Has tracked parameters, rules and plans.
         num_data: Number of examples in the batch.
         batch_axis: Position of the batch axis in inputs, if not the first.
-        constants: Indices of the inputs that are the same for all examples.
-        inputs: Whether each input is data; empty if not known yet.
+        known: Result of an audit, if there was one.
 
     Attributes:
         unexplained: `(parameter, why)` of uses that no rule covers; complete after a backward pass.
@@ -79,13 +77,13 @@ class Discovery(ABC):
         trace: Trace,
         num_data: int,
         batch_axis: int | None = None,
-        constants: Collection[int] = (),
-        inputs: tuple[bool, ...] = (),
+        known: AuditResult | None = None,
     ) -> None:
         self.trace = trace
         self.tracker = trace.tracker
         self.num_data = num_data
         self.batch_axis = batch_axis
+        constants, inputs = ((), ()) if known is None else (known.constants, known.inputs)
         self.marks = Marks(self.tracker, num_data, batch_axis, constants, inputs)
         self.is_data = self.marks.is_data
         self.as_data = self.marks.as_data
