@@ -9,7 +9,7 @@ optimizer, which watches passes of the user and records its own.
     one.send_back(f, vectors)  # gradients are accumulated
 
 `kfs.factors.trace.discovery` finds which operations use parameters; a pass inherits from it. A row source determines
-which example a row belongs to (see `kfs.factors.rows.measure`).
+which example a row belongs to (see `kfs.factors.rows.row_map`).
 
 The output of every use has a *tap*: an identity in the computation graph whose backward pass shows gradients to a
 callback. A tap has a zero-size second input, the handle. Differentiating predictions with respect to the handle sends
@@ -37,8 +37,7 @@ from kfs.errors import ModelError
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.accumulate.statistic import Adder, Statistic, all_of
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
-from kfs.factors.rows.measure import RowSource
-from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, RowQuery, StridedRows
+from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, RowQuery, RowSource, StridedRows
 from kfs.factors.trace.discovery import Discovery, Interception
 from kfs.factors.trace.plan import Plan
 from kfs.factors.trace.trace import MOST_PLANS, Trace, no_rule
@@ -163,7 +162,7 @@ class CapturedPass(Discovery):
         rows: The row source. By default, the one that `known` calls for.
         masks: The masks that determine which rows count. By default, all do.
         padding: Records padding that no row rule explains. If not given, it is not looked for.
-        observer: Called for every use, if given.
+        observer: Called for every use, if given. A pass with an observer does not look for padding.
         noise: Adds noise to the outputs of all uses, if given.
 
     Attributes:
@@ -214,11 +213,11 @@ class CapturedPass(Discovery):
         counting = known if any([one.counts_rows for one in statistics]) else None  # noqa: C419
         self._counts_rows = counting is not None and self.masks.leave_out(counting.row_rules)
         self._distrusts = counting is not None and counting.distrusted
+        self._observer = observer
         self._padding: PaddingCheck | None = None
-        self._observers = [] if observer is None else [observer]
         if counting is not None and counting.checked is not None and padding is not None:
             self._padding = PaddingCheck(counting.checked, padding)
-            self._observers.append(self._padding.observe)
+            self._observer = self._padding.observe
         self._uses = 0  # number of uses so far
         self._context = ExitStack()
 
@@ -254,11 +253,10 @@ class CapturedPass(Discovery):
             return partial(self._note_conflict, plan)
         adder = self._adders.get(plan)
         if adder is None:
-            every = []
             for statistic in self.statistics:
                 if plan not in statistic.adders:
                     statistic.adders[plan] = statistic.adder_of(plan)
-                every.append(statistic.adders[plan])
+            every = [statistic.adders[plan] for statistic in self.statistics]
             adder = self._adders[plan] = every[0] if len(every) == 1 else all_of(every)
         checked = self._padding is not None and number == self._padding.place
         if self._needs_rows or self._counts_rows or self._distrusts or checked:
@@ -285,19 +283,14 @@ class CapturedPass(Discovery):
             rule = MEASURED
         waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
         query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows, waits)
-        used = (
-            Used(number, query, by_construction, self.rows.next_use, plan.inputs.not_padding(x))
-            if self._observers
-            else None
-        )
+        observe, next_use = self._observer, self.rows.next_use
 
         def start(row_map: RowMap) -> Receiver:
             with full_precision(plan.device.type):
                 receive = adder(x, row_map)
-            if used is not None:
-                for observe in self._observers:
-                    receive = observe(used, row_map, receive)
-            return receive
+            if observe is None:
+                return receive
+            return observe(Used(number, query, by_construction, next_use, plan.inputs.not_padding(x)), row_map, receive)
 
         return self.rows.receiver(query, start)
 
@@ -324,6 +317,8 @@ class CapturedPass(Discovery):
     ) -> Sequence[Tensor | None]:
         """Measure the row maps that are not known yet. Arguments are those of `send_back` and `backward`.
 
+        In an audit, the statistics accumulate the gradients of the first probe.
+
         Returns:
             Gradients of the first probe with respect to the tensors in `also`.
         """
@@ -332,8 +327,10 @@ class CapturedPass(Discovery):
         predictions = f if isinstance(f, Tensor) else like
         assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
         found: list[Sequence[Tensor | None]] = []
-        for v in self._rows.measure(predictions):
-            found.append(self.backward(f, v.unsqueeze(0), True, () if found else also, Phase.PROBING))
+        with full_precision(predictions.device.type):
+            for v in self._rows.measure(predictions):
+                found.append(self.backward(f, v.unsqueeze(0), True, () if found else also, Phase.PROBING))
+            self.pass_derived()
         return found[0] if found else [None] * len(also)
 
     def send_back(

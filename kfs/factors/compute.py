@@ -513,7 +513,9 @@ class Passes:
                     yield batch
             around.leave()
         progress.read_counts()
-        progress.audit = audits.close(distrust=_wrong(self._padding))
+        if _wrong(self._padding):
+            audits.distrust()
+        progress.audit = audits.report
         # Step 5: return the factors. They are the sums, which `kfs.factors.block` scales.
 
     def check_values(self) -> None:
@@ -532,8 +534,7 @@ class Passes:
         self._risk.finite(f, batch)
         if self._seen is not None:
             self._seen(f)
-        audits.compare(f)
-        return audits.follow_up(self._risk, batch, one.operations)
+        return audits.follow_up(self._risk, batch, f, one.operations)
 
 
 class Surroundings:

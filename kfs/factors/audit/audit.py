@@ -31,15 +31,25 @@ from torch.overrides import TorchFunctionMode
 
 from kfs.errors import ModelError
 from kfs.factors.accumulate.inputs import Use
-from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.accumulate.statistic import Adder, PlannedUse, Statistic, in_block
 from kfs.factors.audit.report import Audit, AuditedUse, percent
 from kfs.factors.audit.row_experiments import Counts, RowExperiments, hold_for
 from kfs.factors.capture import CapturedPass, hidden_uses
 from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.counted import ALL, RowRule
-from kfs.factors.rows.measure import PendingQuery, RowSource, probes
-from kfs.factors.rows.row_map import AuditResult, KnownUse, Question, Receiver, RowMap, RowQuery, StridedRows, What
+from kfs.factors.rows.measure import probes
+from kfs.factors.rows.row_map import (
+    AuditResult,
+    KnownUse,
+    PendingQuery,
+    Question,
+    Receiver,
+    RowMap,
+    RowQuery,
+    RowSource,
+    StridedRows,
+    What,
+)
 from kfs.factors.trace.trace import Trace
 from kfs.factors.trace.tracking import Tracker, tensors_of
 from kfs.problem.data import can_be_cut, cut
@@ -177,20 +187,6 @@ def mixing_error(cause: str) -> ModelError:
         "Change the model so that it treats examples independently, or make everything that interacts one example (a "
         "graph, a group). If you are sure that examples do not mix, pass audit=False.",
     )
-
-
-def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
-    """Compare the predictions for a whole batch with those for its last examples alone.
-
-    Raises:
-        ModelError: If they differ.
-    """
-    difference = difference_of(f[len(f) - len(few) :], few)
-    if difference > tolerance:
-        raise mixing_error(
-            f"The predictions for the last {len(few)} examples differ by {percent(difference)} if computed in a "
-            f"batch of {len(f)}."
-        )
 
 
 def difference_of(a: Tensor, b: Tensor) -> float:
@@ -417,9 +413,6 @@ class _Audit:
             f = self.run(one.mark(self.x), self.num_data, one)
             if self.rows.opened or self.rows.observed:
                 exact = one.measure_rows(f, also=params)
-                with full_precision(f.device.type):
-                    self.rows.replay()
-                    one.pass_derived()
             else:
                 exact = one.backward(f, next(probes(f, self.num_data)).unsqueeze(0), also=params)
             # Repeat the pass if weights are used both ways, or if answers to questions were wrong.

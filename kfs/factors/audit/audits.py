@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from kfs.factors.audit.audit import FEW, Audited, Run, audit, compare_whole
-from kfs.factors.audit.report import Audit
+from kfs.factors.audit.audit import FEW, Audited, Run, audit, difference_of, mixing_error
+from kfs.factors.audit.report import Audit, percent
 from kfs.factors.audit.row_experiments import Counts
 from kfs.factors.rows.row_map import AuditResult
 from kfs.factors.trace.trace import Trace
@@ -163,16 +163,10 @@ class Audits:
             self.report = found.report if self.report is None else self.report.merged(found.report)
         return found.known
 
-    def close(self, distrust: bool = False) -> Audit | None:
-        """Return the merged report, after the last batch.
-
-        Args:
-            distrust: Whether batches had padding that the audited examples lacked. Then, which rows count is measured
-                in every batch from now on.
-        """
-        for one in self._seen if distrust else ():
+    def distrust(self) -> None:
+        """Measure which rows count in every batch from now on: there is padding that audited examples lacked."""
+        for one in self._seen:
             one.known = replace(one.known, distrusted=True)
-        return self.report
 
     def are_done(self, x: Any, num_data: int) -> bool:
         """Whether `of` finds results for such a batch in the cache."""
@@ -200,20 +194,32 @@ class Audits:
         loose = (context, tuple(ranks), without_tensors(x))
         return (tuple(shapes), loose), loose
 
-    def follow_up(self, risk: EmpiricalRisk, batch: Batch, operations: int) -> set[tuple[str, str]]:
-        """Audit a batch if the model took a new execution path for its shape, as with `if x.sum() > 0: ...`.
+    def follow_up(self, risk: EmpiricalRisk, batch: Batch, f: Tensor, operations: int) -> set[tuple[str, str]]:
+        """Follow up an audit, right after the forward pass of a batch.
+
+        The predictions are compared with those of the audit, for its examples alone. If the model took a new execution
+        path for this shape of inputs, as with `if x.sum() > 0: ...`, this path is audited.
 
         Args:
             risk: Model and parameters.
-            batch: The batch, right after its forward pass.
+            batch: The batch.
+            f: Predictions.
             operations: Hash of the operations in that pass.
 
         Returns:
             `(parameter, why)` of uses that were missed or misread.
 
         Raises:
-            ModelError: If the audit fails.
+            ModelError: If the audit fails, or if the predictions differ.
         """
+        few, self._predictions = self._predictions, None
+        if few is not None and self._halves:
+            difference = difference_of(f[len(f) - len(few) :], few)
+            if difference > self._seen[-1].report.tolerance:
+                raise mixing_error(
+                    f"The predictions for the last {len(few)} examples differ by {percent(difference)} if computed in "
+                    f"a batch of {len(f)}."
+                )
         found = self._current
         if found is None or operations in found.ways or len(found.ways) >= _MOST_WAYS:
             return set()
@@ -224,16 +230,6 @@ class Audits:
         run = predictor(risk, batch)
         other, _ = audit(run, batch.x, len(batch.y), self.trace, self._batch_axis, self._halves, whole=True)
         return set(other.known.unexplained)
-
-    def compare(self, f: Tensor) -> None:
-        """Compare the predictions for a whole batch with those for its last examples alone, right after an audit.
-
-        Raises:
-            ModelError: If they differ.
-        """
-        few, self._predictions = self._predictions, None
-        if few is not None and self._halves:
-            compare_whole(f, few, self._seen[-1].report.tolerance)
 
 
 def distrust(model: Any, known: AuditResult) -> None:

@@ -24,8 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.rows.measure import RowSource
-from kfs.factors.rows.row_map import AuditResult, Receiver
+from kfs.factors.rows.row_map import AuditResult, Receiver, RowSource
 from kfs.factors.trace.derived import tap_broadcast
 from kfs.factors.trace.plan import Broadcast, Call, Copy, Plan, Rewrite, argument_at, describe, with_argument
 from kfs.factors.trace.trace import Rule, Trace, no_rule
