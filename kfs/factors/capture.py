@@ -21,7 +21,6 @@ the graph of the predictions. It also returns all parameters that predictions de
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from math import prod
@@ -135,19 +134,8 @@ class Show(torch.autograd.Function):
         return g.new_empty(0), None
 
 
-@dataclass(frozen=True)
-class Used:
-    """One use of a parameter in a pass."""
-
-    number: int  # index among all uses of the pass
-    query: RowQuery
-    by_construction: bool  # whether rows are in the order of examples by construction
-    known: int  # index among the uses that the audit recorded
-    not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not mark as padding
-
-
-# Called for every use with its row map and gradient callback; returns the callback to use.
-Observer = Callable[[Used, RowMap, Receiver], Receiver]
+# Called for every use with its query, row map and gradient callback; returns the callback to use.
+Observer = Callable[[RowQuery, RowMap, Receiver], Receiver]
 
 
 class CapturedPass(Discovery):
@@ -159,7 +147,7 @@ class CapturedPass(Discovery):
         num_data: Number of examples in the batch.
         batch_axis: Position of the batch axis in activations, if not the first.
         known: Result of an audit. `None` to guess row maps from lengths.
-        rows: The row source. By default, the one that `known` calls for.
+        auditing: Whether the pass is an audit; see `RowSource`.
         masks: The masks that determine which rows count. By default, all do.
         padding: Records padding that no row rule explains. If not given, it is not looked for.
         observer: Called for every use, if given. A pass with an observer does not look for padding.
@@ -179,7 +167,7 @@ class CapturedPass(Discovery):
         num_data: int,
         batch_axis: int | None = None,
         known: AuditResult | None = None,
-        rows: RowSource | None = None,
+        auditing: bool = False,
         masks: BatchMasks | None = None,
         padding: DeferredChecks | None = None,
         observer: Observer | None = None,
@@ -196,7 +184,8 @@ class CapturedPass(Discovery):
         if known is not None and not known.has_mask:
             self.masks.mask = None
         super().__init__(trace, num_data, batch_axis, known)
-        self._rows = rows
+        self._auditing = auditing
+        self._rows: RowSource | None = None
         self.statistics = statistics
         # The adder of each plan. That of a single statistic is kept across batches.
         self._adders: dict[Plan, Adder] = statistics[0].adders if len(statistics) == 1 else {}
@@ -241,7 +230,9 @@ class CapturedPass(Discovery):
     def rows(self) -> RowSource:
         """The row source. It is made when it is needed: most passes need none."""
         if self._rows is None:
-            self._rows = RowSource(self.num_data, self.batch_axis, self.masks, self._known, self.trace.mixing)
+            self._rows = RowSource(
+                self.num_data, self.batch_axis, self.masks, self._known, self.trace.mixing, self._auditing
+            )
         return self._rows
 
     def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
@@ -283,14 +274,15 @@ class CapturedPass(Discovery):
             rule = MEASURED
         waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
         query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows, waits)
-        observe, next_use = self._observer, self.rows.next_use
+        query.number = number
+        observe = self._observer
+        if observe is not None:
+            query.not_padding = plan.inputs.not_padding(x)
 
         def start(row_map: RowMap) -> Receiver:
             with full_precision(plan.device.type):
                 receive = adder(x, row_map)
-            if observe is None:
-                return receive
-            return observe(Used(number, query, by_construction, next_use, plan.inputs.not_padding(x)), row_map, receive)
+            return receive if observe is None else observe(query, row_map, receive)
 
         return self.rows.receiver(query, start)
 
@@ -482,11 +474,11 @@ class PaddingCheck:
         self._with_gradient: Tensor | None = None  # which rows have a gradient so far
         self._should_count: list[Tensor] = []  # which rows should have one
 
-    def observe(self, used: Used, row_map: RowMap, receive: Receiver) -> Receiver:
+    def observe(self, query: RowQuery, row_map: RowMap, receive: Receiver) -> Receiver:
         """Return a callback that also records which rows of the use have a gradient in any column."""
-        if used.number != self.place:
+        if query.number != self.place:
             return receive
-        self._should_count = [t.flatten() for t in (row_map.counted, used.not_padding) if t is not None]
+        self._should_count = [t.flatten() for t in (row_map.counted, query.not_padding) if t is not None]
 
         def look(g: Tensor) -> None:
             found = (g != 0).any(-1).flatten(1).any(0)

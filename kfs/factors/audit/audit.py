@@ -18,7 +18,7 @@ example, such as a table that is repeated over the batch.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from kfs.errors import ModelError
 from kfs.factors.accumulate.inputs import Use
 from kfs.factors.accumulate.statistic import Adder, PlannedUse, Statistic, in_block
 from kfs.factors.audit.report import Audit, AuditedUse, percent
-from kfs.factors.audit.row_experiments import Counts, RowExperiments, hold_for
+from kfs.factors.audit.row_experiments import Counts, RowExperiments, Run, hold_for
 from kfs.factors.capture import CapturedPass, hidden_uses
 from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.counted import ALL, RowRule
@@ -46,7 +46,6 @@ from kfs.factors.rows.row_map import (
     Receiver,
     RowMap,
     RowQuery,
-    RowSource,
     StridedRows,
     What,
 )
@@ -214,8 +213,6 @@ _ROUNDS = 10
 # With this many positions of each example, all row rules make different predictions.
 _ENOUGH = 4
 _MEASURED = "rows are measured in every batch"
-# Evaluates the model within a context. Takes inputs, the number of examples, and the context.
-Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
 
 
 @dataclass
@@ -312,7 +309,7 @@ class _Audit:
         predictions = self._compare_predictions(f.detach(), tolerance)
         gradients, unexplained = self._compare_gradients(f, one, sums, dict(zip(names, exact, strict=True)), tolerance)
         # Store what later batches need: row maps, answers, uses that are not covered.
-        opened, asked = list(self.rows.opened), list(self.rows.asked)
+        opened, asked = list(one.rows.opened), list(one.rows.asked)
         known_uses: dict[bool, list[KnownUse]] = {False: [], True: []}
         for pending in opened:
             query, found = pending.query, pending.measured
@@ -321,7 +318,7 @@ class _Audit:
             known_uses[query.meeting].append(KnownUse(query.what, query.leading, self.num_data, inner))
         known = replace(
             self.known,
-            answers={question: answer for question, answer, _ in self.rows.questions},
+            answers={question: answer for question, answer, _ in one.rows.questions},
             uses=tuple(known_uses[False]),
             meetings=tuple(known_uses[True]),
             unexplained=frozenset(unexplained),
@@ -330,7 +327,7 @@ class _Audit:
         )
         # Find out which rows count, by further passes.
         mixes = any(pending.measured is not None and pending.measured.mixes for pending in opened)
-        self.rows.forget()
+        one.rows.forget()
         known = self._with_row_rules(known, asked, one.routes, mixes)
         report = Audit(
             self.num_data,
@@ -411,7 +408,7 @@ class _Audit:
             sums = GradientSums()
             one = self._new_pass(sums)
             f = self.run(one.mark(self.x), self.num_data, one)
-            if self.rows.opened or self.rows.observed:
+            if one.rows.opened or one.rows.observed:
                 exact = one.measure_rows(f, also=params)
             else:
                 exact = one.backward(f, next(probes(f, self.num_data)).unsqueeze(0), also=params)
@@ -420,15 +417,15 @@ class _Audit:
             if not self.trace.both_ways >= both_ways:
                 self.trace.learn(both_ways)
                 continue
-            changed = self._changed_answers()
+            changed = self._changed_answers(one)
             if changed and rounds < _ROUNDS:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
             # If examples mix, an input may be the same for all examples: try other inputs as constants.
-            mixed = [query for query in self.rows.opened if query.measured is not None and query.measured.mixes]
+            mixed = [query for query in one.rows.opened if query.measured is not None and query.measured.mixes]
             if not mixed or self.trace.mixing:
                 return f, one, sums, exact
-            first = first or list(self.rows.opened)
+            first = first or list(one.rows.opened)
             constants = self._more_constants(one)
             if constants is None:
                 raise self._mixing(first)
@@ -437,20 +434,19 @@ class _Audit:
     def _new_pass(self, sums: GradientSums) -> CapturedPass:
         """Return a pass that measures all row maps. Blocks are placed anew in every pass."""
         self.trace.restart_blocks()
-        self.rows = RowSource(self.num_data, self.batch_axis, known=self.known, mixing=self.trace.mixing, auditing=True)
-        return CapturedPass(self.trace, [sums], self.num_data, self.batch_axis, self.known, self.rows)
+        return CapturedPass(self.trace, [sums], self.num_data, self.batch_axis, self.known, auditing=True)
 
-    def _changed_answers(self) -> dict[Question, bool]:
+    def _changed_answers(self, one: CapturedPass) -> dict[Question, bool]:
         """Return corrections of wrong answers."""
         changed: dict[Question, bool] = {}
-        for question, answer, queries in self.rows.questions:
+        for question, answer, queries in one.rows.questions:
             found = [query.measured for query in queries if query.measured is not None and query.measured.has_votes]
             if not found:
                 continue
-            mixes = any(one.mixes for one in found)
+            mixes = any(measured.mixes for measured in found)
             # In half precision, a single number often seems to belong to one example by chance, but then other examples
             # have none.
-            has_rows = any(one.is_precise or 2 * one.number_of_owners > self.num_data for one in found)
+            has_rows = any(measured.is_precise or 2 * measured.number_of_owners > self.num_data for measured in found)
             if mixes if answer else has_rows and not mixes:
                 changed[question] = not answer
         return changed

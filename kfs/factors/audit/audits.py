@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from kfs.factors.audit.audit import FEW, Audited, Run, audit, difference_of, mixing_error
+from kfs.factors.audit.audit import FEW, Audited, audit, difference_of, mixing_error
 from kfs.factors.audit.report import Audit, percent
-from kfs.factors.audit.row_experiments import Counts
+from kfs.factors.audit.row_experiments import Counts, Run
 from kfs.factors.rows.row_map import AuditResult
 from kfs.factors.trace.trace import Trace
 from kfs.problem.data import Batch, axis_to_cut

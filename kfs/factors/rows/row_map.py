@@ -291,6 +291,9 @@ class RowQuery:
     row_map: RowMap | None = None  # the row map, if it is known by construction
     needs_rows: bool = True  # whether the row map is needed even if the rule does not use it
     waits: bool = False  # whether the rows that count have to be measured, or are known only with the targets
+    number: int = 0  # index among all uses of the pass
+    place: int | None = None  # index among the uses that the audit recorded, if it was looked up there
+    not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not mark as padding
 
     @property
     def rows(self) -> int:
@@ -465,7 +468,6 @@ class RowSource:
     Attributes:
         takes_probes: Whether the callback that was returned last also takes the probes that measure row maps.
         counting_rows: Whether the vectors being sent back show which rows count.
-        next_use: Index of the next use among those that the audit recorded.
         asked: All queries of uses, in order. Only audits need them.
         opened: The pending queries.
         observed: Pending queries of results on constants, whose numbers are measured one by one.
@@ -488,13 +490,12 @@ class RowSource:
         self.auditing = auditing
         self.takes_probes = False
         self.counting_rows = False
-        self.next_use = 0
         self.asked: list[RowQuery] = []
         self.opened: list[PendingQuery] = []
         self.observed: list[PendingQuery] = []
         self.questions: list[tuple[Question, bool, list[PendingQuery]]] = []
         self._known = known
-        self._next_meeting = 0
+        self._next = {False: 0, True: 0}  # index of the next use, and of the next meeting, among those of the audit
         self._occurrences: Counter[tuple[Any, str]] = Counter()  # of pairs in questions
 
     def receiver(self, query: RowQuery, start: Start) -> Receiver:
@@ -519,12 +520,9 @@ class RowSource:
     def _look_up(self, query: RowQuery) -> StridedRows | None:
         """Return the known row map of the next query; `None` if there is none, or if it is for another operation."""
         assert self._known is not None  # noqa: S101 (the caller has checked)
-        if query.meeting:
-            known, place = self._known.meetings, self._next_meeting
-            self._next_meeting += 1
-        else:
-            known, place = self._known.uses, self.next_use
-            self.next_use += 1
+        known = self._known.meetings if query.meeting else self._known.uses
+        query.place = place = self._next[query.meeting]
+        self._next[query.meeting] += 1
         if place >= len(known) or known[place].what != query.what:
             return None
         row_maps, key = self._known.row_maps, (query.meeting, place, self.num_data, query.leading)

@@ -82,8 +82,7 @@ class Discovery(ABC):
         self.tracker = trace.tracker
         self.num_data = num_data
         self.batch_axis = batch_axis
-        constants, inputs = ((), ()) if known is None else (known.constants, known.inputs)
-        self.marks = Marks(self.tracker, num_data, batch_axis, constants, inputs)
+        self.marks = Marks(self.tracker, num_data, batch_axis, known)
         self.is_data = self.marks.is_data
         self.as_data = self.marks.as_data
         self.unexplained: set[tuple[str, str]] = set()

@@ -5,7 +5,7 @@ identity of their storage and by the offset in it, never by an address alone, be
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from kfs.factors.rows.row_map import AuditResult
 from kfs.problem.whole_parameters import is_sharded
 
 # Operations whose result depends on no tensor's values, or only on those of the first tensor.
@@ -181,8 +182,7 @@ class Marks:
         tracker: Has the parameters, which do not depend on data.
         num_data: Number of examples in the batch.
         batch_axis: Position of the batch axis in inputs, if not the first.
-        constants: Indices of the inputs that are the same for all examples.
-        known: Whether each of the first inputs depends on data, from an audit.
+        known: Result of an audit, if there was one.
 
     Attributes:
         inputs: Shape of every input, and whether it is treated as data.
@@ -193,14 +193,12 @@ class Marks:
         tracker: Tracker,
         num_data: int,
         batch_axis: int | None = None,
-        constants: Collection[int] = (),
-        known: Sequence[bool] = (),
+        known: AuditResult | None = None,
     ) -> None:
         self.inputs: list[tuple[tuple[int, ...], bool]] = []
         self.tracker = tracker
         self.num_data = num_data
         self.batch_axis = batch_axis
-        self._constants = constants
         self._known = known
         self._marked: list[weakref.ref[Tensor]] = []
 
@@ -224,9 +222,10 @@ class Marks:
         nodes = first > 1 and t.is_floating_point()  # a batch of graphs has any number of nodes
         data = divides or elsewhere or nodes or self.num_data == first
         place = len(self.inputs)
-        if place < len(self._known):  # the audit has determined it
-            data = self._known[place]
-        data = data and place not in self._constants
+        if self._known is not None:
+            if place < len(self._known.inputs):
+                data = self._known.inputs[place]
+            data = data and place not in self._known.constants
         self.inputs.append((tuple(t.shape), data))
         return self.as_data(t, data)
 
