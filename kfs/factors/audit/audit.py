@@ -385,14 +385,11 @@ class _Audit:
                 distrusted=before.distrusted,
             )
         axis = self.batch_axis
-        tried = RowExperiments(self.run, self.x, self.num_data, self.trace, axis, known, counts, routes)
-        rules = tried.rules()
-        if self.num_data == 1:  # a single example's rows are all rows
-            rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
+        known = RowExperiments(self.run, self.x, self.num_data, self.trace, axis, known, counts, routes).result()
         # A few short sequences do not distinguish row rules.
         are_many = self.num_data == FEW and most_positions >= _ENOUGH * self.num_data
-        self.rules_hold = are_many and hold_for(rules, whats)
-        return replace(known, rows=rules, has_mask=tried.has_mask, checked=tried.checked)
+        self.rules_hold = are_many and hold_for(known.rows, whats)
+        return known
 
     def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, CapturedPass, GradientSums, Sequence[Tensor | None]]:
         """Run the model until answers are stable: which results have a row per example, and which inputs are constant.

@@ -35,7 +35,6 @@ _ROUNDS, _FEWEST = 8, 2
 # A row that never had a gradient still counts if chance explains this with more than this probability, judging by rows
 # of the same use that had one sometimes.
 _CHANCE = 1e-3
-Rules = tuple[tuple[What, RowRule], ...]
 # Evaluates the model within a context. Takes inputs, the number of examples, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
 
@@ -54,7 +53,6 @@ class _Seen:
 
     query: RowQuery
     row_map: RowMap
-    not_padding: Tensor | None  # which positions inputs do not mark as padding
     arrived: list[Tensor] = field(default_factory=list)  # gradients of a vector, and of its multiple
     sizes: list[Tensor] = field(default_factory=list)  # see `gradient_sizes`
     dtype: torch.dtype = torch.float32  # of gradients
@@ -93,12 +91,12 @@ class _Seen:
     def evidence(self) -> Hashable:
         """Everything in a use that `rule` depends on."""
         inner = self.row_map.inner if isinstance(self.row_map, StridedRows) else None
-        tensors = (*self.rows, *(() if self.not_padding is None else (self.not_padding,)))
+        tensors = [*self.rows, *([] if self.query.not_padding is None else [self.query.not_padding])]
         return inner, self.rows[0].shape, *(t.numpy().tobytes() for t in tensors)
 
     def rule(self, masks: Sequence[BatchMasks], routes: bool) -> tuple[RowRule, bool]:
         """Return the row rule of the use, and whether it explains all missing gradients."""
-        cares = self.not_padding
+        cares = self.query.not_padding
         if all(bool((rows if cares is None else rows | ~cares).all()) for rows in self.rows):
             return ALL, True
         if not any(bool(rows.any()) for rows in self.rows):  # no prediction depends on it; for other examples, some may
@@ -140,12 +138,11 @@ class RowExperiments:
         mask = self.counts.source.find(self.x, self.num_data)
         mask = None if mask is None else mask.cpu()
         self.mask = None if mask is None or not mask.any() else mask
-        self.has_mask = mask is None or self.mask is not None
-        self.checked: int | None = None
+        self._ignores_mask = mask is not None and self.mask is None
         self._generator = torch.Generator()
 
-    def rules(self) -> Rules:
-        """Return the row rule of every use, in order."""
+    def result(self) -> AuditResult:
+        """Return the results of the audit, with the row rule of every use."""
         # Find a rule for every use from one round of experiments.
         masks, seen = self._all()
         # Layers of a model are often alike.
@@ -170,9 +167,12 @@ class RowExperiments:
         if self.routes and any(rule.kind == "measured" for rule in rules.values()):
             # Even if all rows count here, rows of other batches may be unused slots.
             rules = {n: rule if self._is_regular(seen[n].query) else MEASURED for n, rule in rules.items()}
-        self.checked = min((n for n, one in seen.items() if self._shows_padding(one, rules[n])), default=None)
+        checked = min((n for n, one in seen.items() if self._shows_padding(one, rules[n])), default=None)
+        if self.num_data == 1:  # a single example's rows are all rows
+            rules = {n: self.known.otherwise if rule == ALL else rule for n, rule in rules.items()}
         uses = range(max(seen, default=-1) + 1)
-        return tuple((seen[n].query.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
+        rows = tuple((seen[n].query.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
+        return replace(self.known, rows=rows, has_mask=not self._ignores_mask, checked=checked)
 
     def _shows_padding(self, one: _Seen, rule: RowRule) -> bool:
         """Whether gradients of a use would show padding that these examples lack: in tokens or other inputs."""
@@ -275,7 +275,7 @@ class RowExperiments:
         seen: dict[int, _Seen] = {}
 
         def observe(query: RowQuery, row_map: RowMap, _: Receiver) -> Receiver:
-            seen[query.number] = found = _Seen(query, row_map, query.not_padding)
+            seen[query.number] = found = _Seen(query, row_map)
             return lambda g: found.arrived.append(g[0])
 
         one = CapturedPass(self.trace, [], self.num_data, self.batch_axis, self.known, observer=observe, noise=noise)
@@ -355,7 +355,7 @@ class RowExperiments:
 def _read(uses: Iterable[_Seen]) -> None:
     """Set the rows of all uses, on the CPU: rules are found by many small computations. One copy moves all numbers."""
     uses = [use for use in uses if use.sizes]
-    tensors = [t for use in uses for t in (*use.sizes, use.not_padding) if t is not None]
+    tensors = [t for use in uses for t in (*use.sizes, use.query.not_padding) if t is not None]
     if not tensors:
         return
     flat = torch.cat([t.flatten() for t in tensors])  # promotes booleans and all dtypes of gradients to one
@@ -364,11 +364,11 @@ def _read(uses: Iterable[_Seen]) -> None:
         shape = (use.query.rows, use.query.positions)
         sizes = torch.stack([next(parts).view(2, *shape) for _ in use.sizes], 1)
         use.rows = are_gradients(sizes, use.dtype).unbind()
-        if use.not_padding is not None:
-            use.not_padding = next(parts).view(use.not_padding.shape) > 0
+        if use.query.not_padding is not None:
+            use.query.not_padding = next(parts).view(use.query.not_padding.shape) > 0
 
 
-def hold_for(rules: Rules, uses: Sequence[What]) -> bool:
+def hold_for(rules: Sequence[tuple[What, RowRule]], uses: Sequence[What]) -> bool:
     """Whether rules hold for inputs of any size, given the uses of a pass."""
     if any(rule.kind in {"positions", "measured"} for _, rule in rules):
         return False
