@@ -125,24 +125,23 @@ class Trace:
         if found is not None:
             return found
         found = []
-        left = list(planned)
-        while left:
-            plan = left.pop(0)
-            if plan.mixes and not self.mixing:
-                raise ModelError(
-                    f"F.{plan.operation} is called with training=True: the prediction for one example depends on the "
-                    "rest of its batch.",
-                    "Call model.eval() first, or pass training=False.",
-                )
-            bias = plan.bias
-            name = bias.layout.weight if bias is not None and plan.joins else None
-            may_join = self.joint_bias and plan.layout.weight not in self.both_ways
-            layout, side = self.block_map.place(plan.layout, name if may_join else None)
-            fits = self.block_map.admit(layout)
-            joint = name is not None and layout.bias == name and side == "A"
-            settled = replace(plan, layout=layout, side=side, ones=joint, fits=fits)
-            found.append(replace(settled, narrow=call.narrow, dtype=like.dtype, device=like.device))
-            if bias is not None and not joint:
-                left.insert(0, bias)
+        for plan in planned:
+            left: Plan | None = plan
+            while left is not None:  # the weight's plan, and the bias's if it does not join
+                if left.mixes and not self.mixing:
+                    raise ModelError(
+                        f"F.{left.operation} is called with training=True: the prediction for one example depends on "
+                        "the rest of its batch.",
+                        "Call model.eval() first, or pass training=False.",
+                    )
+                bias = left.bias
+                name = bias.layout.weight if bias is not None and left.joins else None
+                may_join = self.joint_bias and left.layout.weight not in self.both_ways
+                layout, side = self.block_map.place(left.layout, name if may_join else None)
+                fits = self.block_map.admit(layout)
+                joint = name is not None and layout.bias == name and side == "A"
+                settled = replace(left, layout=layout, side=side, ones=joint, fits=fits)
+                found.append(replace(settled, narrow=call.narrow, dtype=like.dtype, device=like.device))
+                left = None if joint else bias
         self.plans[key] = self.ready[key] = found
         return found
