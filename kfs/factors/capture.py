@@ -273,8 +273,7 @@ class CapturedPass(Discovery):
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
         waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
-        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows, waits)
-        query.number = number
+        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows, waits, number)
         observe = self._observer
         if observe is not None:
             query.not_padding = plan.inputs.not_padding(x)

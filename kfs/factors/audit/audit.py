@@ -56,6 +56,19 @@ from kfs.problem.isolation import uncompiled
 from kfs.runtime.precision import IN_HALF_PRECISION, at_least_float32, tolerance_for
 from kfs.runtime.sync import numbers
 
+log = logging.getLogger("kfs.factors")
+# Number of audited examples. Two show whether examples mix; with four, row orders are seldom regular by chance.
+FEW = 4
+# A gradient may be off by this many rounding errors of its terms: those of k terms add up to about the root of k, here
+# of 10,000. In half precision, two: one for the sum, and one for the factors of the products.
+_ROUNDINGS = 100
+_ROUNDINGS_IN_HALF_PRECISION = 2
+# Maximum number of passes in which answers to questions may change. Most answers are right at once: models have only a
+# few tables that are repeated over the batch.
+_ROUNDS = 10
+# With this many positions of each example, all row rules make different predictions.
+_ENOUGH = 4
+_MEASURED = "rows are measured in every batch"
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -198,21 +211,6 @@ def difference_of(a: Tensor, b: Tensor) -> float:
     size = float(a.abs().max()) if a.numel() else 0.0
     distance = float((a - b).abs().max()) if a.numel() else 0.0
     return distance / size if size > 0 else float(distance > 0)
-
-
-log = logging.getLogger("kfs.factors")
-# Number of audited examples. Two show whether examples mix; with four, row orders are seldom regular by chance.
-FEW = 4
-# A gradient may be off by this many rounding errors of its terms: those of k terms add up to about the root of k, here
-# of 10,000. In half precision, two: one for the sum, and one for the factors of the products.
-_ROUNDINGS = 100
-_ROUNDINGS_IN_HALF_PRECISION = 2
-# Maximum number of passes in which answers to questions may change. Most answers are right at once: models have only a
-# few tables that are repeated over the batch.
-_ROUNDS = 10
-# With this many positions of each example, all row rules make different predictions.
-_ENOUGH = 4
-_MEASURED = "rows are measured in every batch"
 
 
 @dataclass

@@ -390,16 +390,14 @@ class PendingQuery:
         if self.source.auditing and self.first is None:
             self.first = g
         if not self.source.counting_rows:
-            if self.known is None:
+            if self.known is None:  # which example does each row belong to?
                 g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
                 self.dtype, self.device = g.dtype, g.device
                 self.probed.append(project(g[0]))
-        elif self.query.rule.kind != "measured":
-            return
-        elif self.of_vector is None:
-            self.of_vector = g[0]
-        else:
-            # The gradients of a vector and of its multiple are there: which rows have one?
+        elif self.query.rule.kind == "measured":  # which rows have a gradient? Compare two vectors.
+            if self.of_vector is None:
+                self.of_vector = g[0]
+                return
             found = are_gradients(gradient_sizes(self.of_vector, g[0]), g.dtype)
             self.has_gradient = found.reshape(self.query.rows, self.query.positions)
             self.of_vector = None
