@@ -18,7 +18,7 @@ from benchmarks.report import medians, synchronize
 from kfs import KFAC, EmpiricalRisk
 from kfs.conformance import Adapter, find
 from kfs.errors import ModelError
-from kfs.factors.audit import Audits, forget_audits
+from kfs.factors.audit import Audits, forget_audits, predictor
 from kfs.factors.rules import new_trace
 
 PATIENCE = 20  # peers that take longer than this many forward+backwards are not measured again
@@ -160,7 +160,7 @@ def audit_seconds(problem: Batches, params: list[str] | None, repeats: int) -> f
 
     def run() -> None:
         forget_audits()
-        Audits(problem.model, trace).of_batch(risk, batch)
+        Audits(problem.model, trace).of(predictor(risk, batch), batch.x, len(batch.y))
 
     with autocast(problem), risk.untouched(first_order=True), torch.enable_grad():
         return medians({"audit": run}, repeats, "audit")["audit"]

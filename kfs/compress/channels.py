@@ -299,21 +299,22 @@ def _removed(
     for name in {*inputs, *outputs}:
         module = _layer_with(result.get_submodule(name), inputs.get(name), outputs.get(name))
         result = replace_module(result, name, module)
-    # Report the new size of each layer.
-    report = []
-    for layer in layers:
-        groups, d_B, d_A = layer.matrix.shape
-        rows, columns = d_B, d_A
-        if layer.name in outputs:
-            rows = int(outputs[layer.name].sum())
-        if layer.name in inputs:
-            left = inputs[layer.name]
-            columns -= int((~left).sum()) * (layer.layout.column_size // len(left))
-        form = "unchanged" if (rows, columns) == (d_B, d_A) else "smaller"
-        shape = f"{rows} x {columns} of {d_B} x {d_A}"
-        increase = increases.get(layer.name, 0.0)
-        report.append(LayerRow(layer.name, layer.size, groups * rows * columns, 0, shape, form, increase))
-    return result, report
+    rows = [
+        _row_of(layer, inputs.get(layer.name), outputs.get(layer.name), increases.get(layer.name, 0.0))
+        for layer in layers
+    ]
+    return result, rows
+
+
+def _row_of(layer: Layer, inputs: Tensor | None, outputs: Tensor | None, increase: float) -> LayerRow:
+    """Return the row of the report for a layer, given which inputs and outputs are left; `None` if all are."""
+    groups, d_B, d_A = layer.matrix.shape
+    rows = d_B if outputs is None else int(outputs.sum())
+    lost = 0 if inputs is None else int((~inputs).sum()) * (layer.layout.column_size // len(inputs))
+    columns = d_A - lost
+    form = "unchanged" if (rows, columns) == (d_B, d_A) else "smaller"
+    shape = f"{rows} x {columns} of {d_B} x {d_A}"
+    return LayerRow(layer.name, layer.size, groups * rows * columns, 0, shape, form, increase)
 
 
 def _kept_columns(reader: Layer, left: Tensor) -> Tensor:

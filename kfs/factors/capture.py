@@ -21,7 +21,6 @@ the graph of the predictions. It also returns all parameters that predictions de
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from math import prod
@@ -37,19 +36,9 @@ from kfs.errors import ModelError
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.accumulate.statistic import Adder, Statistic, all_of
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
-from kfs.factors.rows.measure import MeasureRows
-from kfs.factors.rows.row_map import (
-    AuditResult,
-    GuessRows,
-    KnownRows,
-    Receiver,
-    RowMap,
-    RowQuery,
-    RowSource,
-    StridedRows,
-)
+from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, RowQuery, RowSource, StridedRows
 from kfs.factors.trace.discovery import Discovery, Interception
-from kfs.factors.trace.plan import Plan, Read
+from kfs.factors.trace.plan import Plan
 from kfs.factors.trace.trace import MOST_PLANS, Trace, no_rule
 from kfs.problem.data import Batch
 from kfs.problem.isolation import uncompiled
@@ -145,19 +134,8 @@ class Show(torch.autograd.Function):
         return g.new_empty(0), None
 
 
-@dataclass(frozen=True)
-class Used:
-    """One use of a parameter in a pass."""
-
-    number: int  # index among all uses of the pass
-    query: RowQuery
-    by_construction: bool  # whether rows are in the order of examples by construction
-    known: int  # index among the uses that the audit recorded
-    not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not mark as padding
-
-
-# Called for every use with its row map and gradient callback; returns the callback to use.
-Observer = Callable[[Used, RowMap, Receiver], Receiver]
+# Called for every use with its query, row map and gradient callback; returns the callback to use.
+Observer = Callable[[RowQuery, RowMap, Receiver], Receiver]
 
 
 class CapturedPass(Discovery):
@@ -169,10 +147,10 @@ class CapturedPass(Discovery):
         num_data: Number of examples in the batch.
         batch_axis: Position of the batch axis in activations, if not the first.
         known: Result of an audit. `None` to guess row maps from lengths.
-        rows: The row source. By default, the one that `known` calls for.
+        auditing: Whether the pass is an audit; see `RowSource`.
         masks: The masks that determine which rows count. By default, all do.
         padding: Records padding that no row rule explains. If not given, it is not looked for.
-        observer: Called for every use, if given.
+        observer: Called for every use, if given. A pass with an observer does not look for padding.
         noise: Adds noise to the outputs of all uses, if given.
 
     Attributes:
@@ -189,7 +167,7 @@ class CapturedPass(Discovery):
         num_data: int,
         batch_axis: int | None = None,
         known: AuditResult | None = None,
-        rows: RowSource | None = None,
+        auditing: bool = False,
         masks: BatchMasks | None = None,
         padding: DeferredChecks | None = None,
         observer: Observer | None = None,
@@ -205,9 +183,9 @@ class CapturedPass(Discovery):
         self.masks = masks or BatchMasks()
         if known is not None and not known.has_mask:
             self.masks.mask = None
-        inputs = ((), ()) if known is None else (known.constants, known.inputs)
-        super().__init__(trace, num_data, batch_axis, *inputs)
-        self._rows = rows
+        super().__init__(trace, num_data, batch_axis, known)
+        self._auditing = auditing
+        self._rows: RowSource | None = None
         self.statistics = statistics
         # The adder of each plan. That of a single statistic is kept across batches.
         self._adders: dict[Plan, Adder] = statistics[0].adders if len(statistics) == 1 else {}
@@ -224,11 +202,11 @@ class CapturedPass(Discovery):
         counting = known if any([one.counts_rows for one in statistics]) else None  # noqa: C419
         self._counts_rows = counting is not None and self.masks.leave_out(counting.row_rules)
         self._distrusts = counting is not None and counting.distrusted
+        self._observer = observer
         self._padding: PaddingCheck | None = None
-        self._observers = [] if observer is None else [observer]
         if counting is not None and counting.checked is not None and padding is not None:
             self._padding = PaddingCheck(counting.checked, padding)
-            self._observers.append(self._padding.observe)
+            self._observer = self._padding.observe
         self._uses = 0  # number of uses so far
         self._context = ExitStack()
 
@@ -252,12 +230,8 @@ class CapturedPass(Discovery):
     def rows(self) -> RowSource:
         """The row source. It is made when it is needed: most passes need none."""
         if self._rows is None:
-            num_data, axis, known = self.num_data, self.batch_axis, self._known
-            measure = partial(MeasureRows, num_data, axis, self.masks, mixing=self.trace.mixing)
-            self._rows = (
-                GuessRows(num_data, axis, self.masks)
-                if known is None
-                else KnownRows(num_data, axis, self.masks, known, measure)
+            self._rows = RowSource(
+                self.num_data, self.batch_axis, self.masks, self._known, self.trace.mixing, self._auditing
             )
         return self._rows
 
@@ -267,23 +241,23 @@ class CapturedPass(Discovery):
         self._uses += 1
         if not plan.fits:
             self.rows.takes_probes = True  # audits send nothing else back
-            return lambda _: self._note_conflict(plan)
+            return partial(self._note_conflict, plan)
         adder = self._adders.get(plan)
         if adder is None:
-            every = []
             for statistic in self.statistics:
                 if plan not in statistic.adders:
                     statistic.adders[plan] = statistic.adder_of(plan)
-                every.append(statistic.adders[plan])
+            every = [statistic.adders[plan] for statistic in self.statistics]
             adder = self._adders[plan] = every[0] if len(every) == 1 else all_of(every)
         checked = self._padding is not None and number == self._padding.place
         if self._needs_rows or self._counts_rows or self._distrusts or checked:
             receive = self._add_rows(number, adder, plan, x, by_construction)
         else:
             receive = adder(x, None)
-        return receive if plan.read is None else _reading(plan.read, x, receive)
+        read = plan.read
+        return receive if read is None else lambda g: receive(read(g, x))
 
-    def _note_conflict(self, plan: Plan) -> None:
+    def _note_conflict(self, plan: Plan, _: Tensor) -> None:
         """Record a use that contradicts other uses of its parameter."""
         for statistic in self.statistics:
             statistic.note_conflict(plan)
@@ -299,20 +273,15 @@ class CapturedPass(Discovery):
         if self._distrusts and not by_construction and rule.kind != "positions":
             rule = MEASURED
         waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
-        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows, waits)
-        used = (
-            Used(number, query, by_construction, self.rows.next_use, plan.inputs.not_padding(x))
-            if self._observers
-            else None
-        )
+        query = RowQuery(what, leading, False, rule, plan.inputs.per_row, row_map, self._needs_rows, waits, number)
+        observe = self._observer
+        if observe is not None:
+            query.not_padding = plan.inputs.not_padding(x)
 
         def start(row_map: RowMap) -> Receiver:
             with full_precision(plan.device.type):
                 receive = adder(x, row_map)
-            if used is not None:
-                for observe in self._observers:
-                    receive = observe(used, row_map, receive)
-            return receive
+            return receive if observe is None else observe(query, row_map, receive)
 
         return self.rows.receiver(query, start)
 
@@ -339,19 +308,20 @@ class CapturedPass(Discovery):
     ) -> Sequence[Tensor | None]:
         """Measure the row maps that are not known yet. Arguments are those of `send_back` and `backward`.
 
+        In an audit, the statistics accumulate the gradients of the first probe.
+
         Returns:
             Gradients of the first probe with respect to the tensors in `also`.
         """
-        if self._rows is None or not self._rows.has_pending:
+        if self._rows is None or not (self._rows.opened or self._rows.observed):
             return [None] * len(also)
         predictions = f if isinstance(f, Tensor) else like
         assert predictions is not None  # noqa: S101 (callers without predictions pass `like`)
         found: list[Sequence[Tensor | None]] = []
-
-        def send(v: Tensor) -> None:
-            found.append(self.backward(f, v.unsqueeze(0), True, () if found else also, Phase.PROBING))
-
-        self._rows.measure(predictions, send)
+        with full_precision(predictions.device.type):
+            for v in self._rows.measure(predictions):
+                found.append(self.backward(f, v.unsqueeze(0), True, () if found else also, Phase.PROBING))
+            self.pass_derived()
         return found[0] if found else [None] * len(also)
 
     def send_back(
@@ -426,21 +396,16 @@ class CapturedPass(Discovery):
             return torch.autograd.grad(f, also, vectors[0], retain_graph=keep_graph, allow_unused=True) if also else ()
         self.keeps_graph = keep_graph
         self.columns = len(vectors)
-
-        def send(v: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
-
         found: Sequence[Tensor | None] = ()
         with full_precision(vectors.device.type):
             self.phase = phase
             try:
-                if also:
-                    every = (handle, *also)
-                    found = torch.autograd.grad(f, every, vectors[0], retain_graph=keep_graph, allow_unused=True)[1:]
-                elif self.columns > 1:
+                if self.columns > 1:
+                    send = partial(torch.autograd.grad, f, handle, retain_graph=keep_graph, materialize_grads=True)
                     vmap(send)(vectors)
                 else:
-                    send(vectors[0])
+                    every = (handle, *also)
+                    found = torch.autograd.grad(f, every, vectors[0], retain_graph=keep_graph, allow_unused=True)[1:]
                 if self.derived:
                     self.pass_derived()
             finally:
@@ -454,7 +419,7 @@ class CapturedPass(Discovery):
             statistic.finish_batch()
         if self._padding is not None:
             self._padding.finish()
-        if self._rows is not None and self._rows.has_pending:
+        if self._rows is not None:
             self._rows.forget()
 
 
@@ -508,11 +473,11 @@ class PaddingCheck:
         self._with_gradient: Tensor | None = None  # which rows have a gradient so far
         self._should_count: list[Tensor] = []  # which rows should have one
 
-    def observe(self, used: Used, row_map: RowMap, receive: Receiver) -> Receiver:
+    def observe(self, query: RowQuery, row_map: RowMap, receive: Receiver) -> Receiver:
         """Return a callback that also records which rows of the use have a gradient in any column."""
-        if used.number != self.place:
+        if query.number != self.place:
             return receive
-        self._should_count = [t.flatten() for t in (row_map.counted, used.not_padding) if t is not None]
+        self._should_count = [t.flatten() for t in (row_map.counted, query.not_padding) if t is not None]
 
         def look(g: Tensor) -> None:
             found = (g != 0).any(-1).flatten(1).any(0)
@@ -560,17 +525,10 @@ def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> tuple[set[tuple[str,
                 found.add((name, function))
         if isinstance(node, Tap._backward_cls):
             function = None
-        elif isinstance(node, BackwardCFunction) and not _waits_for_gradients(node):
-            function = type(node).__name__.removesuffix("Backward")
+        elif isinstance(node, BackwardCFunction):
+            kind: Any = type(node)
+            # `fully_shard` puts an identity around modules, which waits for gradients.
+            if not kind._forward_cls.__module__.startswith("torch.distributed.fsdp."):
+                function = kind.__name__.removesuffix("Backward")
         waiting += [(following, function) for following, _ in node.next_functions]
     return found, reached
-
-
-def _waits_for_gradients(node: Any) -> bool:
-    """Whether a function is the identity that `fully_shard` puts around modules."""
-    return str(type(node)._forward_cls.__module__).startswith("torch.distributed.fsdp.")
-
-
-def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:
-    """Return a receiver that converts gradients before it passes them on."""
-    return lambda g: receive(read(g, x))

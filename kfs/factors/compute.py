@@ -38,7 +38,7 @@ from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, ke
 from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.statistic import Statistic, add_up_over_ranks, reset
-from kfs.factors.audit import Audits, Counts
+from kfs.factors.audit import Audits, Counts, predictor
 from kfs.factors.capture import CapturedPass, forward
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, details, naming
 from kfs.factors.layout import Key, Side
@@ -477,7 +477,7 @@ class Passes:
         def run(batch: Batch) -> None:
             # For a single example, PyTorch computes some gradients wrongly; likewise with instance norms.
             with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
-                known = audits.of_batch(risk, batch) if settings.audit else None
+                known = audits.of(predictor(risk, batch), batch.x, len(batch.y)) if settings.audit else None
                 # Step 1: forward pass, in which all operations with parameters are found.
                 # Step 2: input-based factors; the pass adds inputs to their sums while the model runs.
                 f, one = forward(risk, batch, trace, [sums], settings.batch_axis, known, self._ignored, self._padding)
@@ -518,7 +518,9 @@ class Passes:
                         around.close()
                     yield batch
         progress.read_counts()
-        progress.audit = audits.close(distrust=_wrong(self._padding))
+        if _wrong(self._padding):
+            audits.distrust()
+        progress.audit = audits.report
         # Step 5: return the factors. They are the sums, which `kfs.factors.block` scales.
 
     @contextmanager
@@ -548,8 +550,7 @@ class Passes:
         self._risk.finite(f, batch)
         if self._seen is not None:
             self._seen(f)
-        audits.compare(f)
-        return audits.follow_up(self._risk, batch, one.operations)
+        return audits.follow_up(self._risk, batch, f, one.operations)
 
 
 def _why_not_replayed(risk: EmpiricalRisk, settings: Settings) -> str:

@@ -15,7 +15,7 @@ from kfs.display.describe import DescribedByTables, Description, Table, counted,
 from kfs.errors import DataError, KfsError, ModelError
 from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
-from kfs.factors.audit import Audit, Audits
+from kfs.factors.audit import Audit, Audits, predictor
 from kfs.factors.blocks.block_diagonal import kind_and_size
 from kfs.factors.capture import forward
 from kfs.factors.compute import not_covered, shared_with
@@ -189,17 +189,17 @@ def inspect(
     settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
     with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
         audits = Audits(risk.model, new_trace(risk.params, joint_bias), batch_axis)
-        for batch in risk.batches():
-            # Without values there is nothing to audit.
-            known = audits.of_batch(risk, batch) if audit and risk.device.type != "meta" else None
-            few = _audited_part(batch, known, audits.report, batch_axis)
-            used = batch if few is None else few
+        (batch,) = risk.batches()
+        known = None
+        if audit and risk.device.type != "meta":  # without values, there is nothing to audit
+            known = audits.of(predictor(risk, batch), batch.x, len(batch.y))
+        used = _audited_part(batch, known, audits.report, batch_axis)
+        sums, why_not = _uses(risk, used, settings, known)
+        with_block = {name for block in sums.blocks.values() for name in block.layout.params}
+        # The other examples may use parameters that these do not.
+        if used is not batch and (why_not or risk.params.keys() - with_block):
+            used = batch
             sums, why_not = _uses(risk, used, settings, known)
-            with_block = {name for block in sums.blocks.values() for name in block.layout.params}
-            # The other examples may use parameters that these do not.
-            if few is not None and (why_not or risk.params.keys() - with_block):
-                used = batch
-                sums, why_not = _uses(risk, used, settings, known)
     rows = []
     for name, p in risk.params.items():
         blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]
@@ -211,20 +211,18 @@ def inspect(
     return Inspection(tuple(rows), audits.report, risk.about.partition(" ")[0], covered, len(used.y))
 
 
-def _audited_part(
-    batch: Batch, known: AuditResult | None, report: Audit | None, batch_axis: int | None
-) -> Batch | None:
-    """Return the audited examples of a batch, if all other examples are used in the same way; otherwise `None`.
+def _audited_part(batch: Batch, known: AuditResult | None, report: Audit | None, batch_axis: int | None) -> Batch:
+    """Return the audited examples of a batch, if all other examples are used in the same way; otherwise the batch.
 
     Shapes of factors do not depend on the number of examples, so a few are enough.
     """
-    if known is None or report is None or report.num_data >= len(batch.y):
-        return None
-    if any(place.inner is None for place in (*known.uses, *known.meetings)):  # rows depend on the data
-        return None
     num_data = len(batch.y)
+    if known is None or report is None or report.num_data >= num_data:
+        return batch
+    if any(place.inner is None for place in (*known.uses, *known.meetings)):  # rows depend on the data
+        return batch
     if not can_be_cut(batch.x, num_data, report.num_data, batch_axis):  # unlike a batch of this shape before
-        return None
+        return batch
     last = range(num_data - report.num_data, num_data)
     return Batch(cut(batch.x, num_data, last, batch_axis), batch.y[last.start :], batch.first + last.start)
 

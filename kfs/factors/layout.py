@@ -14,6 +14,7 @@ together:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -76,9 +77,11 @@ class Layout:
         """The block's name: the module's if the block has its weight and bias, else the weight's; with a row range."""
         module, _, leaf = self.weight.rpartition(".")
         is_module = module and leaf == "weight" and self.bias is not None
-        index = str(self.rows[0]) if self.is_one_of_stack else f"{self.rows[0]}:{self.rows[1]}"
-        part = "" if self._has_all_rows else f"[{index}]"
-        return (module if is_module else self.weight) + part
+        name = module if is_module else self.weight
+        start, stop = self.rows
+        if (start, stop) == (0, self.shape[0]):
+            return name
+        return f"{name}[{start}]" if self.is_one_of_stack else f"{name}[{start}:{stop}]"
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -93,20 +96,23 @@ class Layout:
             shapes[self.bias] = (self.shape[0], size // self.shape[0]) if self.bias_has_rows else (size,)
         return shapes
 
+    @cached_property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """The shape `[groups, d_B, d_A]`; a bias counts as a column."""
+        lengths = [self.rows[1] - self.rows[0], *self.shape[1:]]
+        in_order = [lengths[axis] for axis in self.order]
+        rows, columns = prod(in_order[: self.split]), prod(in_order[self.split :])
+        return self.groups, rows // self.groups, columns + (self.bias is not None)
+
     @property
     def row_size(self) -> int:
         """`d_B`: number of rows of the matrix (of one group), the size of the gradient-based factor."""
-        return prod(self._sizes[: self.split]) // self.groups
+        return self.matrix_shape[1]
 
     @property
     def column_size(self) -> int:
         """Number of columns of the matrix without the bias."""
-        return prod(self._sizes[self.split :])
-
-    @property
-    def matrix_shape(self) -> tuple[int, int, int]:
-        """The shape `[groups, d_B, d_A]`; a bias counts as a column."""
-        return self.groups, self.row_size, self.column_size + (self.bias is not None)
+        return self.matrix_shape[2] - (self.bias is not None)
 
     def matrix(self, columns: Mapping[str, Tensor]) -> Tensor:
         """Read tensors `[columns, *shape]` as matrices.
@@ -151,11 +157,8 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Whether the matrix is the whole parameter as stored in memory, with the bias beside it."""
-        return self.groups == 1 and self._has_all_rows and self.order == tuple(range(len(self.shape)))
-
-    @property
-    def _has_all_rows(self) -> bool:
-        return self.rows == (0, self.shape[0])
+        all_rows = self.rows == (0, self.shape[0])
+        return self.groups == 1 and all_rows and self.order == tuple(range(len(self.shape)))
 
     @property
     def is_one_of_stack(self) -> bool:
@@ -181,13 +184,7 @@ class Layout:
     @property
     def bias_has_rows(self) -> bool:
         """Whether the block has the rows of its bias that it has of its weight, and not all of them."""
-        return not self._has_all_rows and self.order[0] == 0
-
-    @property
-    def _sizes(self) -> list[int]:
-        """Axis lengths of the block's part of the weight, in the order of axes."""
-        sizes = [self.rows[1] - self.rows[0], *self.shape[1:]]
-        return [sizes[axis] for axis in self.order]
+        return self.rows != (0, self.shape[0]) and self.order[0] == 0
 
     def views(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return views of the weight's rows with axes in order, and of the bias entries that belong to them."""

@@ -48,7 +48,7 @@ def test_audits_need_a_batch() -> None:
     unused = Audits(model, new_trace(risk.params))
     batch = next(iter(risk.batches()))
     assert unused.report is None
-    assert unused.follow_up(risk, batch, 0) == set()
+    assert unused.follow_up(risk, batch, batch.x, 0) == set()
 
 
 class Toggled(nn.Module):

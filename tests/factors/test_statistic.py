@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from kfs.factors import KFAC
 from kfs.factors.accumulate import FactorSums, PerDatumSums, PlannedUse, Receiver, Squares, Statistic, Total, reset
 from kfs.factors.accumulate.block_sums import RoleCounts
-from kfs.factors.capture import CapturedPass, Used, forward
+from kfs.factors.capture import CapturedPass, forward
 from kfs.factors.compute import sweep
 from kfs.factors.rows import RowMap
+from kfs.factors.rows.row_map import RowQuery
 from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
 from kfs.problem.risk import EmpiricalRisk
@@ -166,8 +167,8 @@ def test_a_pass_without_statistics_finds_row_maps() -> None:
     model, x = Tied(), torch.randint(5, (4,))
     found: list[tuple[str, list[int]]] = []
 
-    def observe(used: Used, row_map: RowMap, receive: Receiver) -> Receiver:
-        found.append((used.query.what[1], row_map.index(used.query.rows).tolist()))
+    def observe(query: RowQuery, row_map: RowMap, receive: Receiver) -> Receiver:
+        found.append((query.what[1], row_map.index(query.rows).tolist()))
         return receive
 
     with CapturedPass(new_trace(dict(model.named_parameters())), [], 4, observer=observe) as one:

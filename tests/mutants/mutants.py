@@ -489,8 +489,8 @@ _MUTANTS = [
     ),
     capture(
         "factors/rows/measure.py",
-        "while BASE**digits < num_data:",
-        "while BASE ** (digits + 1) < num_data:",
+        "while digits == 0 or BASE**digits < num_data:",
+        "while digits == 0 or BASE ** (digits + 1) < num_data:",
         "too few digits for many examples",
     ),
     capture(

@@ -18,10 +18,11 @@ example, such as a table that is repeated over the batch.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from math import isfinite, isnan, nan, prod
+from functools import partial
+from math import isfinite, nan, prod
 from typing import Any
 
 import torch
@@ -30,15 +31,24 @@ from torch.overrides import TorchFunctionMode
 
 from kfs.errors import ModelError
 from kfs.factors.accumulate.inputs import Use
-from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.accumulate.statistic import Adder, PlannedUse, Statistic, in_block
 from kfs.factors.audit.report import Audit, AuditedUse, percent
-from kfs.factors.audit.row_experiments import Counts, RowExperiments, hold_for
+from kfs.factors.audit.row_experiments import Counts, RowExperiments, Run, hold_for
 from kfs.factors.capture import CapturedPass, hidden_uses
 from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.counted import ALL, RowRule
-from kfs.factors.rows.measure import Measured, MeasureRows, PendingQuery, probes
-from kfs.factors.rows.row_map import AuditResult, KnownUse, Question, Receiver, RowMap, RowQuery, StridedRows, What
+from kfs.factors.rows.measure import probes
+from kfs.factors.rows.row_map import (
+    AuditResult,
+    KnownUse,
+    PendingQuery,
+    Question,
+    Receiver,
+    RowMap,
+    RowQuery,
+    StridedRows,
+    What,
+)
 from kfs.factors.trace.trace import Trace
 from kfs.factors.trace.tracking import Tracker, tensors_of
 from kfs.problem.data import can_be_cut, cut
@@ -46,6 +56,19 @@ from kfs.problem.isolation import uncompiled
 from kfs.runtime.precision import IN_HALF_PRECISION, at_least_float32, tolerance_for
 from kfs.runtime.sync import numbers
 
+log = logging.getLogger("kfs.factors")
+# Number of audited examples. Two show whether examples mix; with four, row orders are seldom regular by chance.
+FEW = 4
+# A gradient may be off by this many rounding errors of its terms: those of k terms add up to about the root of k, here
+# of 10,000. In half precision, two: one for the sum, and one for the factors of the products.
+_ROUNDINGS = 100
+_ROUNDINGS_IN_HALF_PRECISION = 2
+# Maximum number of passes in which answers to questions may change. Most answers are right at once: models have only a
+# few tables that are repeated over the batch.
+_ROUNDS = 10
+# With this many positions of each example, all row rules make different predictions.
+_ENOUGH = 4
+_MEASURED = "rows are measured in every batch"
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -74,7 +97,26 @@ class GradientSums(Statistic):
             self.operations.setdefault(name, set()).add(plan.operation)
             if plan.narrow is not None or plan.dtype in _HALF:
                 self.narrow.add(name)
-        return _Add(self, plan).add
+        key = plan.layout.key
+
+        def add(x: Any, _: RowMap | None) -> Receiver:
+            one_datum = StridedRows.batch_first(1, prod(plan.inputs.leading(x)))
+            has_numbers = isinstance(x, Tensor) and x.is_floating_point()
+
+            def receive(g: Tensor) -> None:
+                g = g[0].to(at_least_float32(g.dtype))
+                inputs = x.to(g.dtype) if has_numbers else x
+                use = Use(plan.inputs, inputs, one_datum, plan.ones)
+                (total,) = in_block(plan, torch.cat(list(use.gradients(g))))
+                layout, before = self.totals.get(key, (plan.layout, None))
+                self.totals[key] = (layout, total if before is None else before.add_(total))
+                # Terms may cancel, but rounding errors are proportional to the size of the terms.
+                length = inputs.norm() * plan.inputs.overlap**0.5 if has_numbers else one_datum.inner**0.5
+                self.sizes[key] = length * g.norm() + self.sizes.get(key, 0.0)
+
+            return receive
+
+        return add
 
     def note_conflict(self, plan: PlannedUse) -> None:
         """Record a use that is inconsistent with other uses of its parameter."""
@@ -91,71 +133,28 @@ class GradientSums(Statistic):
             size of the terms that it is a sum of.
         """
         names = [name for name in exact if name in self.operations]
-        unseen = {name: exact[name].numel() for name in names}
-        norms: list[Tensor] = [exact[name].norm() for name in names]
-        parts: list[tuple[str, Key]] = []
-        for key, (layout, total) in self.totals.items():
-            for name, g, found in _parts(layout, exact, total):
-                norms.append((found - g.reshape(found.shape).to(found.dtype)).norm())
-                parts.append((name, key))
-                unseen[name] -= g.numel()
-        keys = list(self.sizes)
-        norms += [self.sizes[key] for key in keys]
-        values = numbers(norms)  # one synchronization
-        sizes = dict(zip(names, values, strict=False))
-        terms_of = dict(zip(keys, values[len(names) + len(parts) :], strict=True))
-        squares, terms = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-        for (name, key), distance in zip(parts, values[len(names) :], strict=False):
-            squares[name] += distance**2
-            terms[name] += terms_of[key]
-        partly = [name for name in names if unseen[name]]  # entries without block should have no gradient
-        for name, rest in zip(partly, numbers([self._rest(name, exact).norm() for name in partly]), strict=True):
-            squares[name] += rest**2
-        return {name: (squares[name] ** 0.5, sizes[name], terms[name]) for name in names}
-
-    def _rest(self, name: str, exact: Mapping[str, Tensor]) -> Tensor:
-        """Return the gradient of a parameter, with zeros at entries that blocks have."""
-        rest = {other: g.clone() if other == name else g for other, g in exact.items()}
+        blocks: dict[str, list[tuple[Layout, Tensor]]] = {name: [] for name in names}
         for layout, total in self.totals.values():
-            for other, g, _ in _parts(layout, rest, total) if name in layout.params else ():
-                if other == name:
-                    g.zero_()
-        return rest[name]
-
-
-@dataclass
-class _Add:
-    """Accumulates the uses of one plan."""
-
-    sums: GradientSums
-    plan: PlannedUse
-
-    def add(self, x: Any, row_map: RowMap | None) -> Receiver:
-        one_datum = StridedRows.batch_first(1, prod(self.plan.inputs.leading(x)))
-        key = self.plan.layout.key
-
-        def receive(g: Tensor) -> None:
-            g = g[0].to(at_least_float32(g.dtype))
-            has_numbers = isinstance(x, Tensor) and x.is_floating_point()
-            inputs = x.to(g.dtype) if has_numbers else x
-            use = Use(self.plan.inputs, inputs, one_datum, self.plan.ones)
-            (total,) = in_block(self.plan, torch.cat(list(use.gradients(g))))
-            layout, before = self.sums.totals.get(key, (self.plan.layout, None))
-            self.sums.totals[key] = (layout, total if before is None else before.add_(total))
-            # Terms may cancel, but rounding errors are proportional to the size of the terms.
-            length = inputs.norm() * self.plan.inputs.overlap**0.5 if has_numbers else one_datum.inner**0.5
-            self.sums.sizes[key] = length * g.norm() + self.sums.sizes.get(key, 0.0)
-
-        return receive
-
-
-def _parts(layout: Layout, exact: Mapping[str, Tensor], total: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Generate each parameter of a block: its name, a view of its gradient by autograd, and of the sum."""
-    W, b = layout.views({name: exact[name].unsqueeze(0) for name in layout.params})
-    inputs = layout.column_size
-    yield layout.weight, W, total[..., :inputs]
-    if layout.bias is not None and b is not None:
-        yield layout.bias, b, total[..., inputs:]
+            for name in layout.params:
+                blocks[name].append((layout, total))
+        norms = []
+        for name in names:
+            # Subtract the sums of all blocks; entries without block should have no gradient. One copy at a time.
+            left = exact[name].to(at_least_float32(exact[name].dtype), copy=True)
+            for layout, total in blocks[name]:
+                W, b = layout.views({n: (left if n == name else exact[n]).unsqueeze(0) for n in layout.params})
+                if b is None or name == layout.weight:
+                    W -= total[..., : layout.column_size].reshape(W.shape)
+                else:
+                    b -= total[..., layout.column_size :].reshape(b.shape)
+            norms += [left.norm(), exact[name].norm()]
+        values = iter(numbers([*norms, *self.sizes.values()]))  # one synchronization
+        distances = {name: (next(values), next(values)) for name in names}
+        terms = dict.fromkeys(names, 0.0)
+        for (layout, _), size in zip(self.totals.values(), values, strict=True):
+            for name in layout.params:
+                terms[name] += size
+        return {name: (*distances[name], terms[name]) for name in names}
 
 
 class Results(TorchFunctionMode):
@@ -209,20 +208,6 @@ def mixing_error(cause: str) -> ModelError:
     )
 
 
-def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
-    """Compare the predictions for a whole batch with those for its last examples alone.
-
-    Raises:
-        ModelError: If they differ.
-    """
-    difference = difference_of(f[len(f) - len(few) :], few)
-    if difference > tolerance:
-        raise mixing_error(
-            f"The predictions for the last {len(few)} examples differ by {percent(difference)} if computed in a "
-            f"batch of {len(f)}."
-        )
-
-
 def difference_of(a: Tensor, b: Tensor) -> float:
     """Return the relative difference of two results, at entries where both are finite."""
     if a.shape != b.shape:
@@ -235,23 +220,6 @@ def difference_of(a: Tensor, b: Tensor) -> float:
     return distance / size if size > 0 else float(distance > 0)
 
 
-log = logging.getLogger("kfs.factors")
-# Number of audited examples. Two show whether examples mix; with four, row orders are seldom regular by chance.
-FEW = 4
-# A gradient may be off by this many rounding errors of its terms: those of k terms add up to about the root of k, here
-# of 10,000. In half precision, two: one for the sum, and one for the factors of the products.
-_ROUNDINGS = 100
-_ROUNDINGS_IN_HALF_PRECISION = 2
-# Maximum number of passes in which answers to questions may change. Most answers are right at once: models have only a
-# few tables that are repeated over the batch.
-_ROUNDS = 10
-# With this many positions of each example, all row rules make different predictions.
-_ENOUGH = 4
-_MEASURED = "rows are measured in every batch"
-# Evaluates the model within a context. Takes inputs, the number of examples, and the context.
-Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
-
-
 @dataclass
 class Audited:
     """The results of an audit, and what they apply to."""
@@ -262,11 +230,6 @@ class Audited:
     counts: Counts | None = None  # the source of masks and ignored targets
     rules_hold: bool = False  # whether row rules hold for inputs of other sizes
     ways: set[int] = field(default_factory=set)  # hashes of the operation sequences of the passes that it covers
-
-    @property
-    def is_conclusive(self) -> bool:
-        """Whether all numbers were finite; otherwise, other examples have to be audited."""
-        return not any(map(isnan, (self.report.predictions, *self.report.gradients.values())))
 
 
 class NotRepeatableError(ModelError):
@@ -303,57 +266,43 @@ def audit(
     Raises:
         ModelError: If a rule runs a different operation than the user's, or if examples mix.
     """
+    examples = partial(_Audit, run, trace=trace, batch_axis=batch_axis, halves=halves, counts=counts, earlier=earlier)
     with uncompiled():
         if num_data > FEW and not whole and can_be_cut(x, num_data, FEW, batch_axis):
             try:
-                part = cut(x, num_data, range(num_data - FEW, num_data), batch_axis)
-                return _Audit(run, part, FEW, trace, batch_axis, halves, counts=counts, earlier=earlier).result()
+                return examples(cut(x, num_data, range(num_data - FEW, num_data), batch_axis), FEW).result()
             except Exception:
                 log.debug("The audit of %d examples did not go through; now all %d.", FEW, num_data, exc_info=True)
         if num_data == 1 and can_be_cut(x, 1, 1, batch_axis):
             # One example does not show which rows belong to it, and which are shared by all examples. Two copies of it
-            # do.
+            # do, but they do not show whether examples mix.
             try:
-                twice = cut(x, 1, [0, 0], batch_axis)
-                one = _Audit(run, twice, 2, trace, batch_axis, halves, counts=counts, earlier=earlier)
-                return _of_one_datum(*one.result())
+                audited, f = examples(cut(x, 1, [0, 0], batch_axis), 2).result()
+                return replace(audited, report=replace(audited.report, num_data=1)), f[:1]
             except Exception:
                 log.debug("The audit of two copies of an example did not go through; now one.", exc_info=True)
-        every = _Audit(run, x, num_data, trace, batch_axis, halves, whole=True, counts=counts, earlier=earlier)
-        return every.result()
+        return examples(x, num_data, whole=True).result()
 
 
-def _of_one_datum(audited: Audited, f: Tensor) -> tuple[Audited, Tensor]:
-    """Convert the audit of two copies of an example to one of that example: copies do not show whether examples mix."""
-    return replace(audited, report=replace(audited.report, num_data=1)), f[:1]
-
-
+@dataclass
 class _Audit:
-    """One audit, of all examples in a batch."""
+    """One audit, of all examples in `x`. Arguments are those of `audit`."""
 
-    def __init__(
-        self,
-        run: Run,
-        x: Any,
-        num_data: int,
-        trace: Trace,
-        batch_axis: int | None,
-        halves: bool,
-        whole: bool = False,
-        counts: Counts | None = None,
-        earlier: AuditResult | None = None,
-    ) -> None:
-        self.run = run
-        self.counts = counts
-        self.earlier = earlier
+    run: Run
+    x: Any
+    num_data: int
+    trace: Trace
+    batch_axis: int | None
+    halves: bool
+    counts: Counts | None
+    earlier: AuditResult | None
+    whole: bool = False  # whether these are all examples of a batch
+
+    def __post_init__(self) -> None:
+        self.trace = self.trace.renewed()
+        self.params = self.trace.tracker.params
+        self.halves = self.halves and self.num_data > 1
         self.rules_hold = False
-        self.x = x
-        self.num_data = num_data
-        self.trace = trace.renewed()
-        self.batch_axis = batch_axis
-        self.halves = halves and num_data > 1
-        self.whole = whole
-        self.params = trace.tracker.params
 
     def result(self) -> tuple[Audited, Tensor]:
         """Run the audit."""
@@ -365,27 +314,32 @@ class _Audit:
         predictions = self._compare_predictions(f.detach(), tolerance)
         gradients, unexplained = self._compare_gradients(f, one, sums, dict(zip(names, exact, strict=True)), tolerance)
         # Store what later batches need: row maps, answers, uses that are not covered.
-        opened, asked = list(self.rows.opened), list(self.rows.asked)
-        uses = [pending for pending in opened if not pending.query.meeting]
+        opened, asked = list(one.rows.opened), list(one.rows.asked)
+        known_uses: dict[bool, list[KnownUse]] = {False: [], True: []}
+        for pending in opened:
+            query, found = pending.query, pending.measured
+            certain = pending.certain and not one.routes and found is not None and found.has_votes
+            inner = pending.inner if certain else None
+            known_uses[query.meeting].append(KnownUse(query.what, query.leading, self.num_data, inner))
         known = replace(
             self.known,
-            answers={question: answer for question, answer, _ in self.rows.questions},
-            uses=tuple(self._placed(pending, one.routes) for pending in uses),
-            meetings=tuple(self._placed(pending, one.routes) for pending in opened if pending.query.meeting),
+            answers={question: answer for question, answer, _ in one.rows.questions},
+            uses=tuple(known_uses[False]),
+            meetings=tuple(known_uses[True]),
             unexplained=frozenset(unexplained),
             inputs=tuple(is_data for _, is_data in one.marks.inputs),
             both_ways=frozenset(self.trace.both_ways),
         )
         # Find out which rows count, by further passes.
         mixes = any(pending.measured is not None and pending.measured.mixes for pending in opened)
-        self.rows.forget()
+        one.rows.forget()
         known = self._with_row_rules(known, asked, one.routes, mixes)
         source = self.counts.source if self.counts is not None and known.has_mask else None
         report = Audit(
             self.num_data,
             predictions,
             gradients,
-            tuple(self._audited_uses(uses, known, one.routes)),
+            tuple(self._audited_uses([pending for pending in opened if not pending.query.meeting], known)),
             tolerance,
             missed=tuple(name for name in gradients if name in dict(unexplained)),
             unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None and name not in gradients),
@@ -393,17 +347,27 @@ class _Audit:
         )
         return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
 
-    def _audited_uses(self, queries: Sequence[PendingQuery], known: AuditResult, routes: bool) -> Iterator[AuditedUse]:
+    def _audited_uses(self, queries: Sequence[PendingQuery], known: AuditResult) -> Iterator[AuditedUse]:
         """Generate the report of all measured uses."""
         rules: dict[What, list[RowRule]] = {}
         for what, rule in known.rows:
             rules.setdefault(what, []).append(rule)
-        for pending in queries:
-            operation, parameter = pending.query.what
-            rules_left = rules.get(pending.query.what)
-            order, counted = self._rows(pending, routes), str(rules_left.pop(0)) if rules_left else ""
-            both = [order] if order == _MEASURED or not counted else [order, counted]
-            yield AuditedUse(parameter, operation, ", ".join(both), _misfit(pending))
+        for pending, use in zip(queries, known.uses, strict=True):
+            query, found = pending.query, pending.measured
+            shared = query.rows // self.num_data
+            if found is not None and not found.has_votes:
+                order = "no gradient"
+            elif use.inner is None:
+                order = _MEASURED
+            elif use.inner == shared:
+                order = "batch first" if shared > 1 else "one row per example"
+            else:
+                order = "batch last" if use.inner == 1 else f"{use.inner} of {shared} rows of an example together"
+            rules_left = rules.get(query.what)
+            counted = str(rules_left.pop(0)) if rules_left else ""
+            rows = order if order == _MEASURED or not counted else f"{order}, {counted}"
+            operation, parameter = query.what
+            yield AuditedUse(parameter, operation, rows, 0.0 if found is None else found.worst)
 
     def _with_row_rules(self, known: AuditResult, asked: Sequence[RowQuery], routes: bool, mixes: bool) -> AuditResult:
         """Add the row rule of every use."""
@@ -427,14 +391,11 @@ class _Audit:
                 distrusted=before.distrusted,
             )
         axis = self.batch_axis
-        tried = RowExperiments(self.run, self.x, self.num_data, self.trace, axis, known, counts, routes)
-        rules = tried.rules()
-        if self.num_data == 1:  # a single example's rows are all rows
-            rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
+        known = RowExperiments(self.run, self.x, self.num_data, self.trace, axis, known, counts, routes).result()
         # A few short sequences do not distinguish row rules.
         are_many = self.num_data == FEW and most_positions >= _ENOUGH * self.num_data
-        self.rules_hold = are_many and hold_for(rules, whats)
-        return replace(known, rows=rules, has_mask=tried.has_mask, checked=tried.checked)
+        self.rules_hold = are_many and hold_for(known.rows, whats)
+        return known
 
     def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, CapturedPass, GradientSums, Sequence[Tensor | None]]:
         """Run the model until answers are stable: which results have a row per example, and which inputs are constant.
@@ -450,21 +411,24 @@ class _Audit:
             sums = GradientSums()
             one = self._new_pass(sums)
             f = self.run(one.mark(self.x), self.num_data, one)
-            exact = self._send_back(f, one, params)
+            if one.rows.opened or one.rows.observed:
+                exact = one.measure_rows(f, also=params)
+            else:
+                exact = one.backward(f, next(probes(f, self.num_data)).unsqueeze(0), also=params)
             # Repeat the pass if weights are used both ways, or if answers to questions were wrong.
             both_ways = self.trace.block_map.both_ways
             if not self.trace.both_ways >= both_ways:
                 self.trace.learn(both_ways)
                 continue
-            changed = self._changed_answers()
+            changed = self._changed_answers(one)
             if changed and rounds < _ROUNDS:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
             # If examples mix, an input may be the same for all examples: try other inputs as constants.
-            mixed = [query for query in self.rows.opened if query.measured is not None and query.measured.mixes]
+            mixed = [query for query in one.rows.opened if query.measured is not None and query.measured.mixes]
             if not mixed or self.trace.mixing:
                 return f, one, sums, exact
-            first = first or list(self.rows.opened)
+            first = first or list(one.rows.opened)
             constants = self._more_constants(one)
             if constants is None:
                 raise self._mixing(first)
@@ -473,41 +437,22 @@ class _Audit:
     def _new_pass(self, sums: GradientSums) -> CapturedPass:
         """Return a pass that measures all row maps. Blocks are placed anew in every pass."""
         self.trace.restart_blocks()
-        mixing = self.trace.mixing
-        self.rows = MeasureRows(
-            self.num_data, self.batch_axis, answers=self.known.answers, mixing=mixing, keeps_first=True
-        )
-        return CapturedPass(self.trace, [sums], self.num_data, self.batch_axis, self.known, self.rows)
+        return CapturedPass(self.trace, [sums], self.num_data, self.batch_axis, self.known, auditing=True)
 
-    def _send_back(self, f: Tensor, one: CapturedPass, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Measure row maps, sum gradients times inputs, and return gradients by autograd for the same vectors."""
-        if self.num_data == 1 or not self.rows.need_probes:
-            return one.backward(f, next(probes(f, self.num_data)).unsqueeze(0), also=params)
-        exact = one.measure_rows(f, also=params)
-        with full_precision(f.device.type):
-            self.rows.replay()
-            one.pass_derived()
-        return exact
-
-    def _changed_answers(self) -> dict[Question, bool]:
+    def _changed_answers(self, one: CapturedPass) -> dict[Question, bool]:
         """Return corrections of wrong answers."""
         changed: dict[Question, bool] = {}
-        for question, answer, queries in self.rows.questions:
+        for question, answer, queries in one.rows.questions:
             found = [query.measured for query in queries if query.measured is not None and query.measured.has_votes]
             if not found:
                 continue
-            mixes = any(one.mixes for one in found)
-            if (answer and mixes) or (not answer and not mixes and any(map(self._has_rows_of_data, found))):
+            mixes = any(measured.mixes for measured in found)
+            # In half precision, a single number often seems to belong to one example by chance, but then other examples
+            # have none.
+            has_rows = any(measured.is_precise or 2 * measured.number_of_owners > self.num_data for measured in found)
+            if mixes if answer else has_rows and not mixes:
                 changed[question] = not answer
         return changed
-
-    def _has_rows_of_data(self, found: Measured) -> bool:
-        """Whether there is a row for every example, given that rows do not mix examples.
-
-        In half precision, a single number often seems to belong to one example by chance, but then other examples have
-        none.
-        """
-        return found.is_precise or 2 * found.number_of_owners > self.num_data
 
     def _more_constants(self, one: CapturedPass) -> frozenset[int] | None:
         """Return the next set of inputs to try as constants; `None` if all were tried.
@@ -523,10 +468,19 @@ class _Audit:
 
     def _compare_predictions(self, f: Tensor, tolerance: float) -> float:
         """Compare predictions with those of the model without capture, for half of the examples if possible."""
-        chosen = self._half()
-        plain = self._alone(chosen)
-        if plain is not None and difference_of(plain, f[chosen]) <= tolerance:
-            return difference_of(plain, f[chosen])
+        # Choose the last examples: a model may favor early ones, for example if experts have limited capacity.
+        every = range(self.num_data)
+        chosen = list(every[: -(self.num_data // 2) - 1 : -1] if self.halves else every)
+        plain: Tensor | None = None  # if the batch cannot be cut, such as ragged graphs
+        if not self.halves or can_be_cut(self.x, self.num_data, len(chosen), self.batch_axis):
+            try:
+                x = cut(self.x, self.num_data, chosen, self.batch_axis) if self.halves else self.x
+                plain = self.run(x, len(chosen), None).detach()
+            except Exception:
+                if not self.whole:
+                    raise
+        if plain is not None and (difference := difference_of(plain, f[chosen])) <= tolerance:
+            return difference
         # Find the cause: a rule, or the other half of the examples.
         difference = difference_of(self.run(self.x, self.num_data, None).detach(), f)
         if difference > tolerance:
@@ -537,27 +491,6 @@ class _Audit:
             f"The predictions for {len(chosen)} examples are not the same in a batch with "
             f"{self.num_data - len(chosen)} others."
         )
-
-    def _half(self) -> list[int]:
-        """Return the examples to evaluate alone, last ones first.
-
-        A model may favor early examples, for example if experts have limited capacity.
-        """
-        if not self.halves:
-            return list(range(self.num_data))
-        return list(range(self.num_data))[: -(self.num_data // 2) - 1 : -1]
-
-    def _alone(self, chosen: list[int]) -> Tensor | None:
-        """Return predictions for some examples alone; `None` if the batch cannot be cut, such as ragged graphs."""
-        if self.halves and not can_be_cut(self.x, self.num_data, len(chosen), self.batch_axis):
-            return None
-        try:
-            x = cut(self.x, self.num_data, chosen, self.batch_axis) if self.halves else self.x
-            return self.run(x, len(chosen), None).detach()
-        except Exception:
-            if not self.whole:
-                raise
-            return None
 
     def _compare_gradients(
         self, f: Tensor, one: CapturedPass, sums: GradientSums, exact: Mapping[str, Tensor | None], tolerance: float
@@ -586,20 +519,18 @@ class _Audit:
                 continue
             differences[name] = distance / size if size > 0 else torch.inf
             if differences[name] > max(tolerance, tolerance_for(precision, f.device)):
-                unexplained.add((name, self._missed(name, f, sums, differences[name])))
+                seen = ", ".join(sorted(sums.operations[name]))
+                hidden = sorted(
+                    {function for parameter, function in hidden_uses(f, self.params)[0] if parameter == name}
+                )
+                other = ", ".join(hidden) or "something that PyTorch hides"
+                why = f"the gradient differs by {percent(differences[name])} from the sum over all uses that were seen"
+                unexplained.add((name, f"it is used by {seen} and by {other}, or {seen} was misread ({why})"))
         # A parameter without a use here may still have a block, because inputs of other shapes may take another path.
         unseen = [name for name, g in gradients.items() if name not in sums.operations and bool(g.any())]
         missed = "it is used by something that was not seen: PyTorch hides it, or it does not depend on data"
         unexplained.update((name, missed) for name in unseen if name not in left_out)
         return differences, unexplained
-
-    def _missed(self, name: str, f: Tensor, sums: GradientSums, difference: float) -> str:
-        """Describe which use may have been missed."""
-        seen = ", ".join(sorted(sums.operations[name]))
-        hidden = sorted({function for parameter, function in hidden_uses(f, self.params)[0] if parameter == name})
-        other = ", ".join(hidden) or "something that PyTorch hides"
-        what_differs = f"the gradient differs by {percent(difference)} from the sum over all uses that were seen"
-        return f"it is used by {seen} and by {other}, or {seen} was misread ({what_differs})"
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Return the error that names the first operation whose result differs under capture."""
@@ -616,35 +547,17 @@ class _Audit:
 
     def _mixing(self, opened: Sequence[PendingQuery]) -> ModelError:
         """Return the error that names the operations between which examples mix."""
-        queries = [pending for pending in opened if pending.measured is not None]
-        last = max(place for place, pending in enumerate(queries) if pending.measured.mixes)  # type: ignore[union-attr]
-        operation, parameter = queries[last].query.what
-        after = (
-            f", and before {queries[last + 1].query.what[0]} ({queries[last + 1].query.what[1]!r})"
-            if last + 1 < len(queries)
-            else ""
-        )
+        queries = [(pending.query.what, pending.measured) for pending in opened if pending.measured is not None]
+        last = max(place for place, (_, found) in enumerate(queries) if found.mixes)
+        (operation, parameter), found = queries[last]
+        after = ""
+        if last + 1 < len(queries):
+            (following, of_parameter), _ = queries[last + 1]
+            after = f", and before {following} ({of_parameter!r})"
         return mixing_error(
             f"Examples mix after {operation} ({parameter!r}){after}: a row of its output influences the predictions "
-            f"for several examples (gradients are off by {percent(_misfit(queries[last]))})."
+            f"for several examples (gradients are off by {percent(found.worst)})."
         )
-
-    def _placed(self, pending: PendingQuery, routes: bool) -> KnownUse:
-        """Return the row map of a query in the form that later batches use."""
-        certain = pending.certain and not routes and pending.measured is not None and pending.measured.has_votes
-        return KnownUse(pending.query.what, pending.query.leading, self.num_data, pending.inner if certain else None)
-
-    def _rows(self, pending: PendingQuery, routes: bool) -> str:
-        """Describe the order of rows for the report."""
-        inner = self._placed(pending, routes).inner
-        if pending.measured is not None and not pending.measured.has_votes:
-            return "no gradient"
-        if inner is None:
-            return _MEASURED
-        shared = pending.query.rows // self.num_data
-        if inner == shared:
-            return "batch first" if shared > 1 else "one row per example"
-        return "batch last" if inner == 1 else f"{inner} of {shared} rows of an example together"
 
 
 @contextmanager
@@ -659,7 +572,3 @@ def _without_hooks(params: Any) -> Iterator[None]:
     finally:
         for one, before in zip(hooks, kept, strict=True):
             one.update(before)
-
-
-def _misfit(pending: PendingQuery) -> float:
-    return 0.0 if pending.measured is None else pending.measured.worst

@@ -3,7 +3,7 @@
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from math import isnan
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from kfs.factors.audit.audit import FEW, Audited, Run, audit, compare_whole
-from kfs.factors.audit.report import Audit
-from kfs.factors.audit.row_experiments import Counts
+from kfs.factors.audit.audit import FEW, Audited, audit, difference_of, mixing_error
+from kfs.factors.audit.report import Audit, percent
+from kfs.factors.audit.row_experiments import Counts, Run
 from kfs.factors.rows.row_map import AuditResult
 from kfs.factors.trace.trace import Trace
 from kfs.problem.data import Batch, axis_to_cut
@@ -35,9 +35,9 @@ class _Done(dict[Any, Audited]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.uncounted: set[Any] = set()  # attributes that passes change, which are ignored
         self.of_sizes: dict[Any, Audited] = {}  # audits whose row rules hold for inputs of any size
-        self._latest: dict[Any, Any] = {}
+        self._ignored: set[Any] = set()  # attributes that passes change
+        self._latest: frozenset[Any] = frozenset()  # attributes, with their values
         self._states: set[int] = set()
 
     def state(self, model: Any) -> int:
@@ -47,30 +47,25 @@ class _Done(dict[Any, Audited]):
         batch.
         """
         now = self._attributes(model)
-        state = hash(frozenset(now.items()))
-        if state not in self._states and len(self._states) >= _MOST_STATES:
-            self.leave_out(changes := _changes(self._latest, now))
-            log.info(
-                "Audits no longer depend on attributes that change all the time: %s.", {name for _, name in changes}
-            )
+        if hash(now) not in self._states and len(self._states) >= _MOST_STATES:
+            names = {name for _, name in self.ignore_changes(model)}
+            log.info("Audits no longer depend on attributes that change all the time: %s.", names)
             now = self._attributes(model)
-            state = hash(frozenset(now.items()))
-        self._states.add(state)
+        self._states.add(hash(now))
         self._latest = now
-        return state
+        return hash(now)
 
-    def leave_out(self, attributes: set[Any]) -> None:
-        """Ignore some attributes from now on."""
-        self.uncounted |= attributes
-        self._states.clear()
+    def ignore_changes(self, model: Any) -> set[Any]:
+        """Ignore the attributes that have changed since the last call of `state` from now on, and return them."""
+        changes = {attribute for attribute, _ in self._latest ^ self._attributes(model)}
+        if changes:
+            self._ignored |= changes
+            self._states.clear()
+        return changes
 
-    def changed(self, model: Any) -> set[Any]:
-        """Return the attributes that have changed since the last call of `state`."""
-        return _changes(self._latest, self._attributes(model))
-
-    def _attributes(self, model: Any) -> dict[Any, Any]:
+    def _attributes(self, model: Any) -> frozenset[Any]:
         found = attributes_of(model) if isinstance(model, Module) else {}
-        return {name: value for name, value in found.items() if name not in self.uncounted}
+        return frozenset((attribute, value) for attribute, value in found.items() if attribute not in self._ignored)
 
 
 # All audits of this process, by model.
@@ -107,15 +102,19 @@ class Audits:
         self._halves = halves
         self._done = _done(model)
         self._model = model
-        self._key = (_described(model, trace), batch_axis, halves)
+        modules = model.modules() if isinstance(model, Module) else ()
+        self._key = (  # everything but inputs that audits depend on
+            tuple((id(module), type(module), module.training) for module in modules),
+            tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in trace.tracker.params.items()),
+            trace.joint_bias,
+            trace.mixing,
+            batch_axis,
+            halves,
+        )
         self._state = self._done.state(model)
         self._seen: list[Audited] = []
         self._predictions: Tensor | None = None
         self._current: Audited | None = None
-
-    def of_batch(self, risk: EmpiricalRisk, batch: Batch) -> AuditResult:
-        """Return the audit results that apply to a batch of a risk; see `of`."""
-        return self.of(partial(_evaluate, risk, batch), batch.x, len(batch.y))
 
     def of(self, run: Run, x: Any, num_data: int) -> AuditResult:
         """Return the audit results that apply to a batch; run an audit if there are none.
@@ -144,10 +143,11 @@ class Audits:
                 earlier=None if earlier is None else earlier.known,
             )
             # Store the results in the cache. Attributes that the audit itself changed do not count from now on.
-            if found.is_conclusive and found.rules_hold:
+            # If a number is not finite, other examples have to be audited.
+            is_conclusive = not any(map(isnan, (found.report.predictions, *found.report.gradients.values())))
+            if is_conclusive and found.rules_hold:
                 self._done.of_sizes[of_sizes] = found
-            if changed := self._done.changed(self._model):
-                self._done.leave_out(changed)
+            if self._done.ignore_changes(self._model):
                 self._state = self._done.state(self._model)
             key, loose = self._keys(x, num_data)
             if len(self._done) >= _MOST_SHAPES:
@@ -155,7 +155,7 @@ class Audits:
             # A batch that cannot be cut, such as ragged graphs, usually has a new shape, so it is cached by the loose
             # key.
             cannot_be_cut = found.whole and num_data > FEW
-            if found.is_conclusive:
+            if is_conclusive:
                 self._done[loose if cannot_be_cut else key] = found
         self._current = found
         if all(found is not one for one in self._seen):
@@ -163,16 +163,10 @@ class Audits:
             self.report = found.report if self.report is None else self.report.merged(found.report)
         return found.known
 
-    def close(self, distrust: bool = False) -> Audit | None:
-        """Return the merged report, after the last batch.
-
-        Args:
-            distrust: Whether batches had padding that the audited examples lacked. Then, which rows count is measured
-                in every batch from now on.
-        """
-        for one in self._seen if distrust else ():
+    def distrust(self) -> None:
+        """Measure which rows count in every batch from now on: there is padding that audited examples lacked."""
+        for one in self._seen:
             one.known = replace(one.known, distrusted=True)
-        return self.report
 
     def are_done(self, x: Any, num_data: int) -> bool:
         """Whether `of` finds results for such a batch in the cache."""
@@ -189,26 +183,43 @@ class Audits:
         return found if self._counts is None or found.counts == self._counts else None
 
     def _keys(self, x: Any, num_data: int) -> tuple[Any, Any]:
-        """Return the cache key of an audit, with and without sizes of inputs."""
+        """Return the cache key of an audit, with and without the shape of one example's inputs."""
         kind = self.trace.device_type
         context = (self._key, self._state, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-        strict, less_strict = _shapes(x, num_data, self._batch_axis)
-        return (context, strict), (context, less_strict)
+        shapes, ranks = [], []
+        for t in tensors_in(x):
+            axis = axis_to_cut(t.shape, num_data, self._batch_axis)
+            shapes.append((axis, *(length for place, length in enumerate(t.shape) if place != axis)))
+            ranks.append((t.dtype, t.ndim))
+        loose = (context, tuple(ranks), without_tensors(x))
+        return (tuple(shapes), loose), loose
 
-    def follow_up(self, risk: EmpiricalRisk, batch: Batch, operations: int) -> set[tuple[str, str]]:
-        """Audit a batch if the model took a new execution path for its shape, as with `if x.sum() > 0: ...`.
+    def follow_up(self, risk: EmpiricalRisk, batch: Batch, f: Tensor, operations: int) -> set[tuple[str, str]]:
+        """Follow up an audit, right after the forward pass of a batch.
+
+        The predictions are compared with those of the audit, for its examples alone. If the model took a new execution
+        path for this shape of inputs, as with `if x.sum() > 0: ...`, this path is audited.
 
         Args:
             risk: Model and parameters.
-            batch: The batch, right after its forward pass.
+            batch: The batch.
+            f: Predictions.
             operations: Hash of the operations in that pass.
 
         Returns:
             `(parameter, why)` of uses that were missed or misread.
 
         Raises:
-            ModelError: If the audit fails.
+            ModelError: If the audit fails, or if the predictions differ.
         """
+        few, self._predictions = self._predictions, None
+        if few is not None and self._halves:
+            difference = difference_of(f[len(f) - len(few) :], few)
+            if difference > self._seen[-1].report.tolerance:
+                raise mixing_error(
+                    f"The predictions for the last {len(few)} examples differ by {percent(difference)} if computed in "
+                    f"a batch of {len(f)}."
+                )
         found = self._current
         if found is None or operations in found.ways or len(found.ways) >= _MOST_WAYS:
             return set()
@@ -216,19 +227,9 @@ class Audits:
         found.ways.add(operations)
         if is_first:  # the pass that the audit was run for
             return set()
-        run = partial(_evaluate, risk, batch)
+        run = predictor(risk, batch)
         other, _ = audit(run, batch.x, len(batch.y), self.trace, self._batch_axis, self._halves, whole=True)
         return set(other.known.unexplained)
-
-    def compare(self, f: Tensor) -> None:
-        """Compare the predictions for a whole batch with those for its last examples alone, right after an audit.
-
-        Raises:
-            ModelError: If they differ.
-        """
-        few, self._predictions = self._predictions, None
-        if few is not None and self._halves:
-            compare_whole(f, few, self._seen[-1].report.tolerance)
 
 
 def distrust(model: Any, known: AuditResult) -> None:
@@ -243,12 +244,14 @@ def forget_audits() -> None:
     _DONE.clear()
 
 
-def _evaluate(
-    risk: EmpiricalRisk, batch: Batch, x: Any, num_data: int, within: AbstractContextManager[Any] | None
-) -> Tensor:
-    """Evaluate the model of a risk on a part of a batch, or on two copies of a single example."""
-    y = batch.y[:num_data] if num_data <= len(batch.y) else torch.cat([batch.y, batch.y])
-    return risk.predict(risk.params, batch._replace(x=x, y=y), within=within)
+def predictor(risk: EmpiricalRisk, batch: Batch) -> Run:
+    """Return the function that evaluates the model of a risk on a part of a batch, or on two copies of one example."""
+
+    def run(x: Any, num_data: int, within: AbstractContextManager[Any] | None) -> Tensor:
+        y = batch.y[:num_data] if num_data <= len(batch.y) else torch.cat([batch.y, batch.y])
+        return risk.predict(risk.params, batch._replace(x=x, y=y), within=within)
+
+    return run
 
 
 def _done(model: Any) -> _Done:
@@ -257,31 +260,3 @@ def _done(model: Any) -> _Done:
         return _DONE.setdefault(model, _Done())
     except TypeError:  # no weak reference, or no hash
         return _Done()
-
-
-def _changes(one: dict[Any, Any], other: dict[Any, Any]) -> set[Any]:
-    """Return the names of attributes that differ."""
-    return {name for name, _ in one.items() ^ other.items()}
-
-
-def _described(model: Any, trace: Trace) -> Any:
-    """Return everything but inputs that the audits of a model depend on: its modules, and the tracked parameters."""
-    modules = model.modules() if isinstance(model, Module) else ()
-    params = trace.tracker.params.items()
-    return (
-        tuple((id(module), type(module), module.training) for module in modules),
-        tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in params),
-        trace.joint_bias,
-        trace.mixing,
-    )
-
-
-def _shapes(x: Any, num_data: int, batch_axis: int | None) -> tuple[Any, Any]:
-    """Return the shapes of one example's inputs with their dtypes, and dtypes and numbers of axes alone."""
-    shapes, ranks = [], []
-    for t in tensors_in(x):
-        axis = axis_to_cut(t.shape, num_data, batch_axis)
-        shapes.append((axis, *(length for place, length in enumerate(t.shape) if place != axis)))
-        ranks.append((t.dtype, t.ndim))
-    loose = (tuple(ranks), without_tensors(x))
-    return (tuple(shapes), loose), loose

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.factors.capture import CapturedPass, Used
+from kfs.factors.capture import CapturedPass
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule, matching_rule
 from kfs.factors.rows.measure import MULTIPLE, are_gradients, gradient_sizes, probes
-from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, StridedRows, What
+from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, RowQuery, StridedRows, What
 from kfs.factors.trace.trace import Trace
 from kfs.problem.data import MaskSource
 from kfs.runtime.nested import mapped, tensors_in
@@ -35,7 +35,6 @@ _ROUNDS, _FEWEST = 8, 2
 # A row that never had a gradient still counts if chance explains this with more than this probability, judging by rows
 # of the same use that had one sometimes.
 _CHANCE = 1e-3
-Rules = tuple[tuple[What, RowRule], ...]
 # Evaluates the model within a context. Takes inputs, the number of examples, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
 
@@ -52,19 +51,14 @@ class Counts:
 class _Seen:
     """The rows of a use that had gradients, for each vector that was sent back."""
 
-    used: Used
+    query: RowQuery
     row_map: RowMap
-    not_padding: Tensor | None  # which positions inputs do not mark as padding
     arrived: list[Tensor] = field(default_factory=list)  # gradients of a vector, and of its multiple
     sizes: list[Tensor] = field(default_factory=list)  # see `gradient_sizes`
     dtype: torch.dtype = torch.float32  # of gradients
     rows: Sequence[Tensor] = ()  # booleans, [rows, positions of a row], on the CPU; see `_read`
     times: list[Tensor] = field(default_factory=list)  # in how many repetitions each row had a gradient
     rounds: int = 1
-
-    def receive(self, g: Tensor) -> None:
-        """Store gradients `[1, *leading, ..., features]`."""
-        self.arrived.append(g[0])
 
     def note(self) -> None:
         """Record sizes of gradients, after a vector and its multiple were sent back."""
@@ -97,12 +91,12 @@ class _Seen:
     def evidence(self) -> Hashable:
         """Everything in a use that `rule` depends on."""
         inner = self.row_map.inner if isinstance(self.row_map, StridedRows) else None
-        tensors = (*self.rows, *(() if self.not_padding is None else (self.not_padding,)))
+        tensors = [*self.rows, *([] if self.query.not_padding is None else [self.query.not_padding])]
         return inner, self.rows[0].shape, *(t.numpy().tobytes() for t in tensors)
 
     def rule(self, masks: Sequence[BatchMasks], routes: bool) -> tuple[RowRule, bool]:
         """Return the row rule of the use, and whether it explains all missing gradients."""
-        cares = self.not_padding
+        cares = self.query.not_padding
         if all(bool((rows if cares is None else rows | ~cares).all()) for rows in self.rows):
             return ALL, True
         if not any(bool(rows.any()) for rows in self.rows):  # no prediction depends on it; for other examples, some may
@@ -144,12 +138,11 @@ class RowExperiments:
         mask = self.counts.source.find(self.x, self.num_data)
         mask = None if mask is None else mask.cpu()
         self.mask = None if mask is None or not mask.any() else mask
-        self.has_mask = mask is None or self.mask is not None
-        self.checked: int | None = None
+        self._ignores_mask = mask is not None and self.mask is None
         self._generator = torch.Generator()
 
-    def rules(self) -> Rules:
-        """Return the row rule of every use, in order."""
+    def result(self) -> AuditResult:
+        """Return the results of the audit, with the row rule of every use."""
         # Find a rule for every use from one round of experiments.
         masks, seen = self._all()
         # Layers of a model are often alike.
@@ -173,16 +166,19 @@ class RowExperiments:
         rules = {number: self._final(seen[number], *found[number]) for number in seen}
         if self.routes and any(rule.kind == "measured" for rule in rules.values()):
             # Even if all rows count here, rows of other batches may be unused slots.
-            rules = {n: rule if self._is_regular(seen[n].used) else MEASURED for n, rule in rules.items()}
-        self.checked = min((n for n, one in seen.items() if self._shows_padding(one, rules[n])), default=None)
+            rules = {n: rule if self._is_regular(seen[n].query) else MEASURED for n, rule in rules.items()}
+        checked = min((n for n, one in seen.items() if self._shows_padding(one, rules[n])), default=None)
+        if self.num_data == 1:  # a single example's rows are all rows
+            rules = {n: self.known.otherwise if rule == ALL else rule for n, rule in rules.items()}
         uses = range(max(seen, default=-1) + 1)
-        return tuple((seen[n].used.query.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
+        rows = tuple((seen[n].query.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
+        return replace(self.known, rows=rows, has_mask=not self._ignores_mask, checked=checked)
 
     def _shows_padding(self, one: _Seen, rule: RowRule) -> bool:
         """Whether gradients of a use would show padding that these examples lack: in tokens or other inputs."""
         inputs = tensors_in(self.x)
         plausible = len(inputs) > 1 or any(t.ndim > 1 and not t.is_floating_point() for t in inputs)
-        several = one.used.query.rows * one.used.query.positions > self.num_data and not one.used.by_construction
+        several = one.query.rows * one.query.positions > self.num_data and one.query.row_map is None
         # Zeros mean nothing if values determine which rows have gradients, or if every batch is measured anyway.
         return plausible and several and one.rounds == 1 and rule.kind not in {"positions", "measured"}
 
@@ -199,7 +195,9 @@ class RowExperiments:
             again = {}
         result = dict(found)
         for number, (rule, exact) in found.items():
-            if rule.kind == "positions" and not (exact and _same_rows(seen[number], again.get(number))):
+            other = again.get(number)
+            same = other is not None and torch.equal(seen[number].rows[0], other.rows[0])
+            if rule.kind == "positions" and not (exact and same):
                 result[number] = (ALL, False)
         return result
 
@@ -224,31 +222,33 @@ class RowExperiments:
         # Do values determine which rows have gradients? If no repetition was possible, assume so, unless the data
         # select rows.
         by_values = one.chance > _CHANCE or (one.rounds == 1 and not self.routes)
-        if rule.kind == "positions" and one.used.by_construction:  # derived parameters have no noise
+        by_construction = one.query.row_map is not None
+        if rule.kind == "positions" and by_construction:  # derived parameters have no noise
             return self.known.otherwise
         if rule.kind == "positions" and by_values:
             return ALL
         # If all rows have gradients whenever all targets count, such batches need not be measured.
         measured = replace(MEASURED, whole=bool(one.rows[0].all()) and (self.mask is None or bool(self.mask.all())))
-        if not exact and not by_values and not one.used.by_construction:  # neither values nor a rule explain it
+        if not exact and not by_values and not by_construction:  # neither values nor a rule explain it
             return measured
         rule = self._trusted(one, rule)
         # If the order of rows differs from batch to batch, a mask cannot be matched with rows.
-        return rule if rule == ALL or self._is_regular(one.used) else measured
+        return rule if rule == ALL or self._is_regular(one.query) else measured
 
     def _trusted(self, one: _Seen, rule: RowRule) -> RowRule:
         """Return the mask's rule if the user computes the mask and no padding of these examples can show it."""
         if not callable(self.counts.source.mask) or self.mask is None or not self.mask.all():
             return rule
-        size = one.used.query.rows * one.used.query.positions // self.num_data
+        size = one.query.rows * one.query.positions // self.num_data
         fits = size > 1 and size % self.mask.shape[1] == 0
         return RowRule("mask") if rule.kind in {"all", "data"} and fits else rule
 
-    def _is_regular(self, used: Used) -> bool:
+    def _is_regular(self, query: RowQuery) -> bool:
         """Whether the rows of a use are in a regular order in all batches."""
-        if used.by_construction or self.num_data == 1:
+        if query.row_map is not None or self.num_data == 1:
             return True
-        return used.known < len(self.known.uses) and self.known.uses[used.known].inner is not None
+        place, uses = query.place, self.known.uses
+        return place is not None and place < len(uses) and uses[place].inner is not None
 
     def _all(self, noise: torch.Generator | None = None) -> tuple[list[BatchMasks], dict[int, _Seen]]:
         """Run all experiments, and return masks, and rows with gradients by the index of the use."""
@@ -264,7 +264,7 @@ class RowExperiments:
             log.debug("The experiment with another mask failed.", exc_info=True)
             return masks, seen
         for number, one in seen.items():
-            if number in of_other and one.used == of_other[number].used:
+            if number in of_other and one.query == of_other[number].query:
                 one.rows = (*one.rows, *of_other[number].rows)
         return (masks + more if of_other else masks), seen
 
@@ -274,9 +274,9 @@ class RowExperiments:
         """Run the model once, send some vectors back, and return their masks and the rows that had gradients."""
         seen: dict[int, _Seen] = {}
 
-        def observe(used: Used, row_map: RowMap, _: Receiver) -> Receiver:
-            seen[used.number] = _Seen(used, row_map, used.not_padding)
-            return seen[used.number].receive
+        def observe(query: RowQuery, row_map: RowMap, _: Receiver) -> Receiver:
+            seen[query.number] = found = _Seen(query, row_map)
+            return lambda g: found.arrived.append(g[0])
 
         one = CapturedPass(self.trace, [], self.num_data, self.batch_axis, self.known, observer=observe, noise=noise)
         f = self.run(one.mark(x), self.num_data, one)
@@ -355,25 +355,20 @@ class RowExperiments:
 def _read(uses: Iterable[_Seen]) -> None:
     """Set the rows of all uses, on the CPU: rules are found by many small computations. One copy moves all numbers."""
     uses = [use for use in uses if use.sizes]
-    tensors = [t for use in uses for t in (*use.sizes, use.not_padding) if t is not None]
+    tensors = [t for use in uses for t in (*use.sizes, use.query.not_padding) if t is not None]
     if not tensors:
         return
     flat = torch.cat([t.flatten() for t in tensors])  # promotes booleans and all dtypes of gradients to one
     parts = iter(flat.cpu().split([t.numel() for t in tensors]))
     for use in uses:
-        shape = (use.used.query.rows, use.used.query.positions)
+        shape = (use.query.rows, use.query.positions)
         sizes = torch.stack([next(parts).view(2, *shape) for _ in use.sizes], 1)
         use.rows = are_gradients(sizes, use.dtype).unbind()
-        if use.not_padding is not None:
-            use.not_padding = next(parts).view(use.not_padding.shape) > 0
+        if use.query.not_padding is not None:
+            use.query.not_padding = next(parts).view(use.query.not_padding.shape) > 0
 
 
-def _same_rows(one: _Seen, other: _Seen | None) -> bool:
-    """Whether the same rows had gradients for the first vector."""
-    return other is not None and other.rows[0].shape == one.rows[0].shape and torch.equal(one.rows[0], other.rows[0])
-
-
-def hold_for(rules: Rules, uses: Sequence[What]) -> bool:
+def hold_for(rules: Sequence[tuple[What, RowRule]], uses: Sequence[What]) -> bool:
     """Whether rules hold for inputs of any size, given the uses of a pass."""
     if any(rule.kind in {"positions", "measured"} for _, rule in rules):
         return False

@@ -128,8 +128,9 @@ class BatchMasks:
     def are_complete(self) -> bool:
         """Whether the host knows that all targets count and that the mask has all positions."""
         if self._complete is None:
-            targets = None if self._all_count else self._targets
-            self._complete = not (self.pending or _may_be_false(targets) or _may_be_false(self.mask))
+            masks = [t for t in (None if self._all_count else self._targets, self.mask) if t is not None]
+            known = not self.pending and not any(sync.is_asynchronous(t.device) for t in masks)
+            self._complete = known and all(bool(t.all()) for t in masks)
         return self._complete
 
     def hidden(self, size: int, outer: bool) -> Tensor | None:
@@ -254,11 +255,6 @@ def matching_rule(
         if covers and number < fewest and rule.kind != "positions":
             best, fewest = rule, number
     return best, False
-
-
-def _may_be_false(t: Tensor | None) -> bool:
-    """Whether some boolean is false or its value is not known to the host."""
-    return t is not None and (sync.is_asynchronous(t.device) or not t.all())
 
 
 def _spread(found: Tensor, size: int, outer: bool) -> Tensor | None:

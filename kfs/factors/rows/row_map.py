@@ -7,11 +7,11 @@ which example a row belongs to, rows are brought into the form `[batch, shared]`
 A row has one position, or several: a convolution reads all positions of an image off one row. Not all of them need to
 count (see `kfs.factors.rows.counted`).
 
-A pass gets row maps from a row source:
-
-- `GuessRows` guesses row maps from lengths of axes, if there was no audit.
-- `KnownRows` looks row maps up in the result of an audit. What the audit left open is measured in the same pass.
-- `MeasureRows`, in `kfs.factors.rows.measure`, measures row maps by sending vectors back.
+The `RowSource` of a pass answers all its row queries. Without an audit, it guesses row maps from lengths of axes. With
+one, it looks them up in its result. What the audit left open, such as the rows of experts that the data choose, is
+measured in every pass (see `kfs.factors.rows.measure`). The audit itself starts from an empty result, so it measures
+everything. A query whose row map has to be measured waits: after the forward pass, the source sends probes back,
+determines the row maps of all pending queries, and starts them.
 """
 
 from abc import ABC, abstractmethod
@@ -19,17 +19,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kfs.errors import DataError
 from kfs.factors.rows.counted import ALL, BatchMasks, RowRule
+from kfs.factors.rows.measure import (
+    MULTIPLE,
+    Measured,
+    are_gradients,
+    gradient_sizes,
+    measured,
+    nearest_order,
+    obeys,
+    probes,
+    project,
+    regular_order,
+)
 from kfs.runtime import sync
+
+CPU = torch.device("cpu")
 
 
 class RowMap(ABC):
@@ -72,9 +86,11 @@ class RowMap(ABC):
     def in_order(self, rows: int) -> bool:
         """Whether there is exactly one row for each example, in the order of the examples."""
 
-    @abstractmethod
-    def counting(self, counted: Tensor | None) -> "RowMap":
+    def counting(self, counted: Tensor | None) -> Self:
         """Return the same row map, with `counted` positions."""
+        other = copy(self)
+        object.__setattr__(other, "counted", counted)  # the copy of a frozen dataclass, too
+        return other
 
     def numbers_counted(self, dtype: torch.dtype) -> Tensor:
         """Return ones for positions that count and zeros elsewhere, `[batch, shared, positions of a row]`."""
@@ -135,10 +151,6 @@ class StridedRows(RowMap):
         """Whether there is exactly one row for each example."""
         return rows == self.num_data
 
-    def counting(self, counted: Tensor | None) -> "StridedRows":
-        """Return the same row map, with `counted` positions."""
-        return replace(self, counted=counted)
-
     def from_data(self, t: Tensor, rows: int) -> Tensor:
         """Invert `by_datum`: map `[batch, shared * k]` to `[rows, k]`."""
         outer = rows // (self.num_data * self.inner)
@@ -187,12 +199,6 @@ class IndexedRows(RowMap):
         """Conservatively `False`: rows may be in any order."""
         return False
 
-    def counting(self, counted: Tensor | None) -> "IndexedRows":
-        """Return the same row map, with `counted` positions."""
-        other = copy(self)
-        other.counted = counted
-        return other
-
     @cached_property
     def _counts(self) -> Tensor:
         with sync.allow_sync():
@@ -211,6 +217,24 @@ class IndexedRows(RowMap):
         places = order.new_full((self.num_data, most), len(self._row_map))
         places[sorted_owners, position] = order
         return places
+
+
+class UnknownRows(RowMap):
+    """Row map that could not be determined; raises on first use."""
+
+    def __init__(self, error: DataError, num_data: int) -> None:
+        self.error = error
+        self.num_data = num_data
+
+    def by_datum(self, *_: Any, **__: Any) -> Any:
+        """Raise the stored error."""
+        raise self.error
+
+    counts = most = index = by_datum
+
+    def in_order(self, rows: int) -> bool:
+        """Conservatively `False`: rows may be in any order."""
+        return False
 
 
 def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) -> StridedRows:
@@ -248,8 +272,6 @@ def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) ->
 Receiver = Callable[[Tensor], None]
 # Called with a row map as soon as it is known; returns the gradient callback.
 Start = Callable[[RowMap], Receiver]
-# Sends one vector back to all taps.
-Send = Callable[[Tensor], object]
 # Identifies a query: the operation, and the parameter that it uses.
 What = tuple[str, str]
 # Identifies the question "does the result of an operation on a parameter and constants have a row for every example?":
@@ -269,6 +291,9 @@ class RowQuery:
     row_map: RowMap | None = None  # the row map, if it is known by construction
     needs_rows: bool = True  # whether the row map is needed even if the rule does not use it
     waits: bool = False  # whether the rows that count have to be measured, or are known only with the targets
+    number: int = 0  # index among all uses of the pass
+    place: int | None = None  # index among the uses that the audit recorded, if it was looked up there
+    not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not mark as padding
 
     @property
     def rows(self) -> int:
@@ -336,123 +361,172 @@ class AuditResult:
         return self.rows[number][1] if fits else self.otherwise
 
 
-class UnknownRows(RowMap):
-    """Row map that could not be determined; raises on first use."""
+@dataclass(eq=False)
+class PendingQuery:
+    """A query that waits: takes gradients of probes until its row map is measured, then those to accumulate."""
 
-    def __init__(self, error: DataError, num_data: int) -> None:
-        self.error = error
-        self.num_data = num_data
+    query: RowQuery
+    known: RowMap | None  # the row map, if only the rows that count have to be measured or to be set
+    start: Start
+    source: "RowSource"
+    has_gradient: Tensor | None = None  # which positions have a gradient, `[rows, positions]`
+    of_vector: Tensor | None = None  # gradients of the first of the two vectors that determine `has_gradient`
+    receiver: Receiver | None = None
+    probed: list[Tensor] = field(default_factory=list)
+    first: Tensor | None = None  # gradients of the first probe, in an audit
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+    measured: Measured | None = None  # `None` if no gradient arrived
+    # The example of each row, or -1; `None` if positions of a row belong to different examples.
+    row_map: Tensor | None = None
+    inner: int | None = None  # consecutive rows of one example, if rows are in a regular order
+    certain: bool = True  # whether no other regular order fits
 
-    def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
-        """Raise the stored error."""
-        raise self.error
+    def receive(self, g: Tensor) -> None:
+        """Process gradients `[columns, *leading, ..., features]`: of probes, or, once started, those to accumulate."""
+        if self.receiver is not None:
+            self.receiver(g)
+            return
+        if self.source.auditing and self.first is None:
+            self.first = g
+        if not self.source.counting_rows:
+            if self.known is None:  # which example does each row belong to?
+                g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
+                self.dtype, self.device = g.dtype, g.device
+                self.probed.append(project(g[0]))
+        elif self.query.rule.kind == "measured":  # which rows have a gradient? Compare two vectors.
+            if self.of_vector is None:
+                self.of_vector = g[0]
+                return
+            found = are_gradients(gradient_sizes(self.of_vector, g[0]), g.dtype)
+            self.has_gradient = found.reshape(self.query.rows, self.query.positions)
+            self.of_vector = None
 
-    def counts(self, rows: int, like: Tensor) -> Tensor:
-        """Raise the stored error."""
-        raise self.error
+    def find_order(self, found: Measured) -> None:
+        """Derive the order of rows from a measurement."""
+        num_data, leading = self.source.num_data, self.query.leading
+        self.measured = found
+        self.row_map = found.row_map
+        if len(found.row_map) != self.query.rows:  # rows of several positions, which should agree
+            positions = found.row_map.reshape(self.query.rows, -1)
+            largest = positions.amax(1) if positions.numel() else positions.new_full((self.query.rows,), -1)
+            agree = (positions == largest.unsqueeze(1)) | (positions < 0)
+            self.row_map = largest if bool(agree.all()) else None
+        if self.source.mixing and found.mixes:
+            self.inner = nearest_order(self.probed, num_data, leading)
+        elif self.row_map is not None:
+            self.inner, self.certain = regular_order(self.row_map, num_data, leading)
+            self.certain = self.certain and found.has_votes
+        self.probed.clear()
 
-    def most(self, rows: int) -> int:
-        """Raise the stored error."""
-        raise self.error
+    def begin(self) -> None:
+        """Start with the row map that is known, measured or guessed, and the positions that count."""
+        query, source = self.query, self.source
+        if query.rule.kind == "measured" and self.has_gradient is None:  # no prediction that counts depends on the rows
+            nothing = torch.zeros(query.rows, query.positions, dtype=torch.bool)
+            self.has_gradient = nothing.to(source.masks.device, non_blocking=True)
+        counted, row_map = self.has_gradient, self.known
+        if row_map is None and self.inner is not None:
+            has_votes = self.measured is not None and self.measured.has_votes
+            row_map = StridedRows(source.num_data, self.inner, complete=self.certain or not has_votes)
+        if row_map is not None:
+            row_map = source.counted(row_map, query) if counted is None else row_map.counting(counted)
+        elif self.measured is None:  # predictions do not depend on these rows
+            self.certain = False
+            row_map = source.guessed(query)
+        elif self.row_map is not None:
+            row_map = IndexedRows(self.row_map.to(self.device), source.num_data)
+            if query.rule.kind == "data" and (of_data := source.masks.counted(query.rule, 1)) is not None:
+                index = row_map.index(query.rows)
+                counted = of_data[index.clamp(min=0)] & (index >= 0).unsqueeze(1)
+                counted = counted.expand(-1, query.positions)
+            row_map = row_map.counting(counted)
+        else:
+            operation, parameter = query.what
+            error = DataError(
+                f"One input of {operation} (parameter {parameter!r}) has positions that belong to different data.",
+                "Use KFAC with sharing='expand', which needs no row map, or leave the parameter out with params=.",
+            )
+            row_map = UnknownRows(error, source.num_data)
+        self.receiver = self.start(row_map)
 
-    def index(self, rows: int) -> Tensor:
-        """Raise the stored error."""
-        raise self.error
 
-    def in_order(self, rows: int) -> bool:
-        """Conservatively `False`: rows may be in any order."""
-        return False
-
-    def counting(self, counted: Tensor | None) -> "UnknownRows":
-        """Return the same row map, with `counted` positions."""
-        other = copy(self)
-        other.counted = counted
-        return other
-
-
-class RowSource(ABC):
+class RowSource:
     """Gives row maps to the uses of one pass.
 
     Args:
         num_data: Number of examples.
         axis: Position of the batch axis in activations, if given. It is used if nothing is measured.
         masks: The masks that determine which rows count. By default, all do.
-        answers: Whether results of operations on constants have a row for every example, as far as known.
+        known: The result of an audit. `None` to guess row maps from lengths.
+        mixing: Whether examples may mix.
+        auditing: Whether the pass is an audit: record all queries and questions, measure results on constants, and pass
+            on the gradients of the first probe once row maps are known.
 
     Attributes:
         takes_probes: Whether the callback that was returned last also takes the probes that measure row maps.
-        has_pending: Whether queries wait for `measure`.
+        counting_rows: Whether the vectors being sent back show which rows count.
+        asked: All queries of uses, in order. Only audits need them.
+        opened: The pending queries.
+        observed: Pending queries of results on constants, whose numbers are measured one by one.
+        questions: Questions with their answers, and the pending queries that depend on them. Only audits need them.
     """
-
-    takes_probes = False
-    has_pending = False
 
     def __init__(
         self,
         num_data: int,
         axis: int | None = None,
         masks: BatchMasks | None = None,
-        answers: Mapping[Question, bool] | None = None,
+        known: AuditResult | None = None,
+        mixing: bool = False,
+        auditing: bool = False,
     ) -> None:
         self.num_data = num_data
         self.axis = axis
         self.masks = masks or BatchMasks()
-        self._answers = answers or {}
-        self._asked: Counter[tuple[Any, str]] = Counter()
+        self.mixing = mixing
+        self.auditing = auditing
+        self.takes_probes = False
+        self.counting_rows = False
+        self.asked: list[RowQuery] = []
+        self.opened: list[PendingQuery] = []
+        self.observed: list[PendingQuery] = []
+        self.questions: list[tuple[Question, bool, list[PendingQuery]]] = []
+        self._known = known
+        self._next = {False: 0, True: 0}  # index of the next use, and of the next meeting, among those of the audit
+        self._occurrences: Counter[tuple[Any, str]] = Counter()  # of pairs in questions
 
-    @abstractmethod
     def receiver(self, query: RowQuery, start: Start) -> Receiver:
         """Call `start` with the row map as soon as it is known, and return the gradient callback."""
-
-    def observe(self, what: What, shape: tuple[int, ...]) -> Receiver | None:
-        """Return a callback that measures the row map of a result on constants; `None` if it need not be measured."""
-        return None
-
-    @property
-    def next_use(self) -> int:
-        """Index of the next use among those that the audit recorded."""
-        return 0
-
-    @property
-    def need_probes(self) -> bool:
-        """Whether probes have to be sent back before the vectors of the curvature."""
-        return False
-
-    def measure(self, predictions: Tensor, send: Send) -> None:  # noqa: B027 (most have nothing to measure)
-        """Determine the row maps that are not known yet, after the forward pass."""
-
-    def forget(self) -> None:  # noqa: B027 (most hold nothing)
-        """Drop all queries, which may hold activations."""
-
-    @contextmanager
-    def with_axis(self, axis: int | None) -> Iterator[None]:
-        """Override the batch axis in this context; it is used if nothing is measured."""
-        before = self.axis
-        self.axis = before if axis is None else axis
-        try:
-            yield
-        finally:
-            self.axis = before
-
-    @contextmanager
-    def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
-        """Ask whether the result of an operation on a parameter and constants has a row for every example.
-
-        The answer comes from an audit; without one, it is `guess`. Queries opened in this context depend on it.
-        """
-        yield self._answer(func, name, guess)[1]
-
-    def _answer(self, func: Any, name: str, guess: bool) -> tuple[Question, bool]:
-        """Return a question with its answer."""
-        question = (func, name, self._asked[func, name])
-        self._asked[func, name] += 1
-        return question, self._answers.get(question, guess)
-
-    def without_audit(self, query: RowQuery) -> RowMap | None:
-        """Return a row map that needs no audit: by construction, or of a single example."""
+        if self.auditing and not query.meeting:
+            self.asked.append(query)
         if self.num_data == 1:
-            return StridedRows.batch_first(1, query.rows)
-        return query.row_map
+            row_map: RowMap | None = StridedRows.batch_first(1, query.rows)
+        else:
+            row_map = query.row_map or (self.guessed(query) if self._known is None else self._look_up(query))
+        # If only the rows with gradients matter, no row map is needed.
+        if row_map is None and not query.needs_rows and query.rule.kind in {"all", "measured"}:
+            error = DataError("The row map of this input was not measured.", "Use sharing='expand'.")
+            row_map = UnknownRows(error, self.num_data)
+        self.takes_probes = row_map is None or query.waits
+        if row_map is not None and not query.waits:
+            return start(self.counted(row_map, query))
+        pending = PendingQuery(query, row_map, start, self)
+        self.opened.append(pending)
+        return pending.receive
+
+    def _look_up(self, query: RowQuery) -> StridedRows | None:
+        """Return the known row map of the next query; `None` if there is none, or if it is for another operation."""
+        assert self._known is not None  # noqa: S101 (the caller has checked)
+        known = self._known.meetings if query.meeting else self._known.uses
+        query.place = place = self._next[query.meeting]
+        self._next[query.meeting] += 1
+        if place >= len(known) or known[place].what != query.what:
+            return None
+        row_maps, key = self._known.row_maps, (query.meeting, place, self.num_data, query.leading)
+        if key not in row_maps:
+            row_maps[key] = known[place].row_map(self.num_data, query.leading)
+        return row_maps[key]
 
     def guessed(self, query: RowQuery) -> RowMap:
         """Guess a row map from lengths; if this is not possible, it raises on first use."""
@@ -471,84 +545,99 @@ class RowSource(ABC):
             return row_map
         return row_map.counting(row_map.from_data(found.expand(row_map.num_data, -1), rows))
 
+    def observe(self, what: What, shape: tuple[int, ...]) -> Receiver | None:
+        """Return a callback that measures the row map of a result on constants; `None` if it need not be measured."""
+        if not self.auditing:
+            return None
+        pending = PendingQuery(RowQuery(what, shape, meeting=True), None, lambda _: lambda _: None, self)
+        self.observed.append(pending)
+        self.takes_probes = True
+        return lambda g: pending.receive(g.unsqueeze(-1))
 
-class GuessRows(RowSource):
-    """Guesses row maps from lengths of axes."""
+    @contextmanager
+    def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
+        """Ask whether the result of an operation on a parameter and constants has a row for every example.
 
-    def receiver(self, query: RowQuery, start: Start) -> Receiver:
-        """Start with a guess."""
-        return start(self.counted(self.without_audit(query) or self.guessed(query), query))
+        The answer comes from an audit; without one, it is `guess`. Queries opened in this context depend on it.
+        """
+        question = (func, name, self._occurrences[func, name])
+        self._occurrences[func, name] += 1
+        answer = guess if self._known is None else self._known.answers.get(question, guess)
+        opened, observed = len(self.opened), len(self.observed)
+        yield answer
+        if self.auditing:
+            self.questions.append((question, answer, self.opened[opened:] if answer else self.observed[observed:]))
 
-
-class KnownRows(RowSource):
-    """Looks row maps up in the result of an audit.
-
-    Args:
-        num_data: As in `RowSource`.
-        axis: Likewise.
-        masks: Likewise.
-        known: The result of the audit.
-        measure: Makes the source that measures what the audit left open, such as experts that the data choose.
-    """
-
-    def __init__(
-        self,
-        num_data: int,
-        axis: int | None,
-        masks: BatchMasks,
-        known: AuditResult,
-        measure: Callable[[], RowSource],
-    ) -> None:
-        super().__init__(num_data, axis, masks, known.answers)
-        self._known = known
-        self._new_source = measure
-        self._others: RowSource | None = None
-        self._next = {False: 0, True: 0}  # index of the next use, and of the next meeting, among those of the audit
-
-    @property
-    def next_use(self) -> int:
-        """Index of the next use among those that the audit recorded."""
-        return self._next[False]
-
-    def receiver(self, query: RowQuery, start: Start) -> Receiver:
-        """Start with the row map that is known; otherwise let it be measured."""
-        row_map = self.without_audit(query) or self._look_up(query)
-        # If only the rows with gradients matter, no row map is needed.
-        if row_map is None and not query.needs_rows and query.rule.kind in {"all", "measured"}:
-            error = DataError("The row map of this input was not measured.", "Use sharing='expand'.")
-            row_map = UnknownRows(error, self.num_data)
-        self.takes_probes = row_map is None or query.waits
-        if row_map is not None and not self.takes_probes:
-            return start(self.counted(row_map, query))
-        self._others = self._others or self._new_source()
-        self.has_pending = True
-        return self._others.receiver(replace(query, row_map=row_map), start)
+    @contextmanager
+    def with_axis(self, axis: int | None) -> Iterator[None]:
+        """Override the batch axis in this context; it is used if nothing is measured."""
+        before = self.axis
+        self.axis = before if axis is None else axis
+        try:
+            yield
+        finally:
+            self.axis = before
 
     @property
     def need_probes(self) -> bool:
-        """Whether anything has to be measured with vectors."""
-        return self._others is not None and self._others.need_probes
+        """Whether probes have to be sent back, to measure row maps or which rows count."""
+        return any(one.known is None or one.query.rule.kind == "measured" for one in (*self.opened, *self.observed))
 
-    def measure(self, predictions: Tensor, send: Send) -> None:
-        """Measure the row maps that the audit did not determine."""
-        if self._others is not None:
-            self._others.measure(predictions, send)
+    def measure(self, predictions: Tensor) -> Iterator[Tensor]:
+        """Generate probes, to be sent back; then determine the row maps of all pending queries, and start them."""
+        pending = [*self.opened, *self.observed]
+        unknown = [one for one in pending if one.known is None]
+        # Which rows have a gradient? Send back a vector and a multiple of it.
+        if any(one.query.rule.kind == "measured" for one in pending):
+            self.counting_rows = True
+            try:
+                v = self.masks.of_predictions(next(probes(predictions, self.num_data)))
+                yield from (v, MULTIPLE * v)
+            finally:
+                self.counting_rows = False
+        # Which example does each row belong to? Send back vectors that are scaled differently for each example.
+        if unknown:
+            count = 0
+            for v in probes(predictions, self.num_data):
+                yield v
+                count += 1
+            self._find_row_maps(unknown, count)
+        for one in pending:
+            one.begin()
+        # In an audit, the gradients of the first probe are accumulated, too; those of the latest use came first.
+        for one in reversed(self.opened):
+            if one.first is not None and one.receiver is not None:
+                one.receiver(one.first)
+
+    def _find_row_maps(self, unknown: list[PendingQuery], count: int) -> None:
+        """Compute the row maps of all queries that have received all probes, given their number."""
+        kinds: dict[Any, list[PendingQuery]] = {}
+        for pending in unknown:
+            if len(pending.probed) == count:
+                kinds.setdefault((pending.dtype, pending.probed[0].shape[1]), []).append(pending)
+        # Gradients in float32 that came through operations in half precision are no more precise than those.
+        lowest = max((dtype for dtype, _ in kinds), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+        for (dtype, _), some in kinds.items():
+            # All rows are processed together, and on the CPU: these are many small computations.
+            # Squares of vanishing gradients need the range of float64.
+            gradients = [torch.cat([pending.probed[i] for pending in some]).cpu().double() for i in range(count)]
+            lengths = [len(pending.probed[0]) for pending in some]
+            found_at = measured(gradients, lengths, self.num_data, dtype, lowest)
+            for pending, found in zip(some, found_at, strict=True):
+                pending.find_order(found)
+        # If too few rows have gradients, assume the order of another query with the same leading axes.
+        orders = {one.query.leading: one.inner for one in self.opened if one.certain and one.inner is not None}
+        for pending in unknown:
+            inner = orders.get(pending.query.leading)
+            if inner is None or (pending.certain and pending.inner is not None):
+                continue
+            fits = pending.row_map is not None and obeys(pending.row_map, inner, self.num_data)
+            if fits or pending.measured is None:
+                pending.inner, pending.certain = inner, True
 
     def forget(self) -> None:
         """Drop all queries, which may hold activations."""
-        if self._others is not None:
-            self._others.forget()  # its queries refer to it, and taps to its queries
-        self._others = None
-        self.has_pending = False
-
-    def _look_up(self, query: RowQuery) -> StridedRows | None:
-        """Return the known row map of the next query; `None` if there is none, or if it is for another operation."""
-        known = self._known.meetings if query.meeting else self._known.uses
-        place = self._next[query.meeting]
-        self._next[query.meeting] += 1
-        if place >= len(known) or known[place].what != query.what:
-            return None
-        row_maps, key = self._known.row_maps, (query.meeting, place, self.num_data, query.leading)
-        if key not in row_maps:
-            row_maps[key] = known[place].row_map(self.num_data, query.leading)
-        return row_maps[key]
+        self.asked.clear()
+        self.opened.clear()
+        self.observed.clear()
+        self.questions.clear()

@@ -182,7 +182,7 @@ class _Following:
             mine = [data == n for n in range(seen.num_data)]
             return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum)[0] for of_datum in mine], 1))
 
-        opened = seen.open(RowQuery(self.what, shape, meeting=True), start)
+        opened = seen.rows.receiver(RowQuery(self.what, shape, meeting=True), start)
         return seen.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
 
     def _derived(self) -> Tensor:
@@ -380,7 +380,7 @@ class _Computed:
         for step in plans[self.key] or ():
             plan = step.plan if isinstance(step, Broadcast) else step
             assert plan is not None  # noqa: S101 (derived parameters are treated as data)
-            for one in seen.trace.settle_once(plan, self.call, plain):
+            for one in seen.trace.settled(plan, [plan], self.call, plain):
                 with full_precision(plain.device.type):
                     receive = seen.use(one, prepared(one, args, kwargs), by_construction=True)
                 if isinstance(step, Broadcast):
@@ -412,7 +412,7 @@ def _use_per_datum(seen: Discovery, call: Call, argument: Argument, like: Tensor
     if key not in plans:
         inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
         plans[key] = Plan(call.name, layout, inputs, read=by_rows)
-    (plan,) = seen.trace.settle_once(plans[key], call, like)
+    (plan,) = seen.trace.settled(plans[key], [plans[key]], call, like)
     return seen.use(plan, None, by_construction=True)
 
 

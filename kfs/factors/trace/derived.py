@@ -149,7 +149,7 @@ def tap_broadcast(seen: "Discovery", step: Broadcast, t: Tensor, call: Call) -> 
             collect = derived.collector()
         return tap_spread(seen, z, (call.name, step.argument.name or ""), step.spread, collect)
     with full_precision(z.device.type):
-        (plan,) = seen.trace.settle_once(step.plan, call, z)
+        (plan,) = seen.trace.settled(step.plan, [step.plan], call, z)
         receive = seen.use(plan, None)
     return seen.tap(z, receive)
 
@@ -164,7 +164,7 @@ def tap_spread(
         return lambda g: collect(read(g.squeeze(-1)))
 
     # Every number is a row of its own, because the batch axis may be any axis.
-    receive = seen.open(RowQuery(what, tuple(z.shape), meeting=True), start)
+    receive = seen.rows.receiver(RowQuery(what, tuple(z.shape), meeting=True), start)
     return seen.tap(z, lambda g: receive(g.unsqueeze(-1)))
 
 

@@ -13,9 +13,8 @@ where gradients are still per example.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from functools import cache
-from inspect import Signature, signature
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from kfs.factors.accumulate.outer_products import full_precision
-from kfs.factors.rows.row_map import Receiver, RowQuery, RowSource, Start
+from kfs.factors.rows.row_map import AuditResult, Receiver, RowSource
 from kfs.factors.trace.derived import tap_broadcast
 from kfs.factors.trace.plan import Broadcast, Call, Copy, Plan, Rewrite, argument_at, describe, with_argument
 from kfs.factors.trace.trace import Rule, Trace, no_rule
@@ -61,8 +60,7 @@ class Discovery(ABC):
         trace: Has tracked parameters, rules and plans.
         num_data: Number of examples in the batch.
         batch_axis: Position of the batch axis in inputs, if not the first.
-        constants: Indices of the inputs that are the same for all examples.
-        inputs: Whether each input is data; empty if not known yet.
+        known: Result of an audit, if there was one.
 
     Attributes:
         unexplained: `(parameter, why)` of uses that no rule covers; complete after a backward pass.
@@ -78,14 +76,13 @@ class Discovery(ABC):
         trace: Trace,
         num_data: int,
         batch_axis: int | None = None,
-        constants: Collection[int] = (),
-        inputs: tuple[bool, ...] = (),
+        known: AuditResult | None = None,
     ) -> None:
         self.trace = trace
         self.tracker = trace.tracker
         self.num_data = num_data
         self.batch_axis = batch_axis
-        self.marks = Marks(self.tracker, num_data, batch_axis, constants, inputs)
+        self.marks = Marks(self.tracker, num_data, batch_axis, known)
         self.is_data = self.marks.is_data
         self.as_data = self.marks.as_data
         self.unexplained: set[tuple[str, str]] = set()
@@ -114,10 +111,6 @@ class Discovery(ABC):
     def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
         """Return `z` with a tap that shows its gradients to a receiver, including those of probes if `probed`."""
 
-    def open(self, query: RowQuery, start: Start) -> Receiver:
-        """Open a row query, and return its gradient callback, which the next tap takes."""
-        return self.rows.receiver(query, start)
-
     def intercepting(self) -> "Interception":
         """Return the mode in which operations reach this pass; rules enter it again around parts of an operation."""
         return Interception(self)
@@ -134,20 +127,7 @@ class Discovery(ABC):
             indices = inputs if len(inputs) == 1 else inputs[1:]
         return any(self.is_data(t) for t in indices if not t.is_floating_point())
 
-    def run_use(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
-        """Run an operation that uses a tracked parameter, with its cached plan if there is one."""
-        key = self.key_of(func, args, kwargs, inputs, sources)
-        plans = self.trace.ready.get(key) or self.trace.plans_of(key)
-        if plans is None:
-            result = self._run_unsettled(key, func, args, kwargs)
-            self.marks.note(func, inputs, args, result)
-            return result
-        out = func(*args, **kwargs)
-        for plan in plans:
-            out = self._tap_output(plan, args, kwargs, out)
-        return out
-
-    def _run_unsettled(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_unsettled(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that uses a tracked parameter and has no settled plan; settle it if the output is tapped."""
         kind = self.trace.device_type
         call = Call(func, self.num_data, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
@@ -174,7 +154,7 @@ class Discovery(ABC):
         out = func(*args, **kwargs)
         if planned[0].follows:
             return self._follow(planned, call, key, args, kwargs, out)
-        return self._settle_and_tap(planned, call, key, args, kwargs, out)
+        return self.tapped(self.trace.settled(key, planned, call, out), args, kwargs, out)
 
     def _follow(
         self,
@@ -186,34 +166,15 @@ class Discovery(ABC):
         out: Tensor,
     ) -> Any:
         """Track the output of an operation on constants as a derived parameter, unless it has a row per example."""
-        func = call.func
         with full_precision(self.trace.device_type):
-            x = prepared(planned[0], args, kwargs)
-        leading, axis = planned[0].inputs.leading(x), self.batch_axis or 0
+            leading = planned[0].inputs.leading(prepared(planned[0], args, kwargs))
+        axis = self.batch_axis or 0
         guess = self.num_data > 1 and leading[axis : axis + 1] == (self.num_data,)
-        with self.rows.question(func, planned[0].layout.weight, guess) as has_data:
-            if has_data:  # the input does not depend on data, but it has a row for every example
-                tapped = self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
-                return self.marks.mark(tapped)
-            return self.trace.fallback(self, func, args, kwargs)
-
-    def _settle_and_tap(
-        self,
-        planned: tuple[Plan, ...],
-        call: Call,
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Tensor,
-    ) -> Tensor:
-        """Settle plans, and return the operation's output with a tap for each."""
-        settled = self.trace.plans_of(key)
-        if settled is None:
-            settled = [one for plan in planned for one in self.trace.settle(plan, call, out)]
-            self.trace.plans[key] = settled
-        for plan in settled:
-            out = self._tap_output(plan, args, kwargs, out)
-        return out
+        with self.rows.question(call.func, planned[0].layout.weight, guess) as has_data:
+            if not has_data:
+                return self.trace.fallback(self, call.func, args, kwargs)
+            settled = self.trace.settled((key, "rows of data"), planned, call, out)
+            return self.marks.mark(self.tapped(settled, args, kwargs, out))
 
     def key_of(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Return the cache key of a plan: operation, arguments, number of examples and `autocast`."""
@@ -232,19 +193,21 @@ class Discovery(ABC):
             key.append(without_tensors((args, tuple(kwargs.items()))))
         return tuple(key)
 
-    def _tap_output(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-        """Accumulate the inputs of a use, and return the operation's output with a tap."""
-        if plan.narrow is not None:
-            with full_precision(plan.device.type):
-                receive = self.use(plan, prepared(plan, args, kwargs))
-        else:  # without autocast, only the graph has to be switched off, which is faster in this way
-            torch._C._set_grad_enabled(False)
-            try:
-                place = plan.plain_input
-                receive = self.use(plan, prepared(plan, args, kwargs) if place is None else args[place])
-            finally:
-                torch._C._set_grad_enabled(True)
-        return self.tap(out, receive)
+    def tapped(self, plans: list[Plan], args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        """Accumulate the inputs of uses, and return the operation's output with a tap for each."""
+        for plan in plans:
+            if plan.narrow is not None:
+                with full_precision(plan.device.type):
+                    receive = self.use(plan, prepared(plan, args, kwargs))
+            else:  # without autocast, only the graph has to be switched off, which is faster in this way
+                torch._C._set_grad_enabled(False)
+                try:
+                    place = plan.plain_input
+                    receive = self.use(plan, prepared(plan, args, kwargs) if place is None else args[place])
+                finally:
+                    torch._C._set_grad_enabled(True)
+            out = self.tap(out, receive)
+        return out
 
     def _track_copy(self, copy: Copy, result: Any, key: Any) -> Any:
         """Track a copy of a whole parameter as the parameter; views are tracked already."""
@@ -290,15 +253,19 @@ class Interception(TorchFunctionMode):
             # A mask made by torch.ones_like(weight) depends on the parameter's shape, but not on its values.
             sources = [] if func in SHAPES_ONLY else list(map(seen.tracker.find, inputs))
             if any(sources):
-                return seen.run_use(func, args, kwargs, inputs, sources)
+                key = seen.key_of(func, args, kwargs, inputs, sources)
+                plans = seen.trace.ready.get(key) or seen.trace.plans_of(key)
+                if plans is not None:
+                    return seen.tapped(plans, args, kwargs, func(*args, **kwargs))
+                result = seen.run_unsettled(key, func, args, kwargs)
+                seen.marks.note(func, inputs, args, result)
+                return result
         result = func(*args, **kwargs)
         seen.marks.note(func, inputs, args, result)
         return result
 
 
-@cache
-def _signature(rule: Rule) -> Signature:
-    return signature(rule)
+_signature = cache(signature)
 
 
 def takes(rule: Rule, args: Any, kwargs: Any) -> bool:
@@ -312,10 +279,7 @@ def takes(rule: Rule, args: Any, kwargs: Any) -> bool:
 
 def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the input of a plan's operation as `prepare` computes it; `None` if the plan has no arguments."""
-    tensors = [
-        args[argument.place[0]] if argument.is_positional else argument_at(argument.place, args, kwargs)  # type: ignore[index]
-        for argument in plan.arguments
-    ]
+    tensors = [argument_at(argument.place, args, kwargs) for argument in plan.arguments]
     if plan.prepare is not None:
         return plan.prepare(*tensors)
     return tensors[0] if tensors else None

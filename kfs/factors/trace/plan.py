@@ -12,7 +12,6 @@ names, never values, and it runs nothing. It returns
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -99,11 +98,6 @@ class Argument:
         source = (tuple(p.shape), tuple(p.stride()), p.dtype)
         derived = tracked.derived is not None
         return replace(one, name=tracked.name, offset=offset, source=source, derived=derived)
-
-    @cached_property
-    def is_positional(self) -> bool:
-        """Whether it is a positional argument, not an element of a list."""
-        return len(self.place) == 1 and isinstance(self.place[0], int)
 
     @property
     def ndim(self) -> int:
@@ -192,8 +186,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Find out whether the input is a positional argument as it is: its index, or `None`."""
-        plain = self.prepare is None and len(self.arguments) == 1 and self.arguments[0].is_positional
-        self.plain_input: Any = self.arguments[0].place[0] if plain else None
+        place = self.arguments[0].place if self.prepare is None and len(self.arguments) == 1 else ()
+        self.plain_input: Any = place[0] if len(place) == 1 and isinstance(place[0], int) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ shapes and strides of its arguments, the `autocast` state and the number of exam
 are dropped when a parameter's storage changes.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -60,12 +60,10 @@ class Trace:
         self.rules = rules
         self.fallback = fallback
         self.block_map = BlockMap() if block_map is None else block_map
-        # Results of rules, by key of a call; a list of settled plans as soon as the output of the call was tapped.
+        # Results of rules, by key of a call; a list of settled plans as soon as the output of the call was tapped. The
+        # key of plans of broadcast and derived parameters is the rule's plan.
         self.plans: dict[Any, Any] = {}
-        # Settled plans of broadcast and derived parameters and their uses, by the rule's plan.
-        self._settled: dict[Plan, tuple[Plan, ...]] = {}
-        self.ready: dict[Any, list[Plan]] = {}  # settled plans by key of a call, as far as all of them are placed
-        self._placed: set[Plan] = set()  # settled plans whose blocks are in `block_map`
+        self.ready: dict[Any, list[Plan]] = {}  # the settled plans whose blocks are all in `block_map`
         # By the hash of a pass's operations: `(parameter, why)` of the hidden uses found in it, and the parameters that
         # predictions depend on.
         self.hidden_uses: dict[Any, tuple[set[tuple[str, str]], set[str]]] = {}
@@ -90,15 +88,12 @@ class Trace:
     def forget_plans(self) -> None:
         """Drop everything that depends on the storage of parameters."""
         self.plans.clear()
-        self._settled.clear()
-        self._placed.clear()
         self.ready.clear()
         self.hidden_uses.clear()
 
     def restart_blocks(self) -> None:
         """Forget which blocks exist, but keep plans: a training step may use other rows of a parameter."""
         self.block_map = BlockMap()
-        self._placed.clear()
         self.ready.clear()
 
     def plans_of(self, key: Any) -> list[Plan] | None:
@@ -107,59 +102,46 @@ class Trace:
         if type(plans) is not list:
             return None
         for plan in plans:
-            if plan not in self._placed and not self._admit(plan):
+            if plan.fits and not self.block_map.admit(plan.layout):
                 return None
         self.ready[key] = plans
         return plans
 
-    def _admit(self, plan: Plan) -> bool:
-        """Add the block of a settled plan to the existing ones if it fits, and return whether it does."""
-        fits = not plan.fits or self.block_map.admit(plan.layout)
-        if fits:
-            self._placed.add(plan)
-        return fits
+    def settled(self, key: Any, planned: Iterable[Plan], call: Call, like: Tensor) -> list[Plan]:
+        """Return the settled plans of a call; settle them if there are none that fit the existing blocks.
 
-    def settle(self, plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
-        """Choose the block of a use: a joint block for weight and bias, or one for each.
+        A plan is settled when the block of its use has been chosen: a joint block for weight and bias, or one for each.
 
         Args:
-            plan: The plan that a rule returned.
-            call: The call that it belongs to.
+            key: The key of the call.
+            planned: The plans that a rule returned.
+            call: The call that they belong to.
             like: The operation's output, for its dtype and device.
 
         Returns:
-            One plan, or two if there is a bias that does not join the weight's block.
+            One plan for each of `planned`, or two if there is a bias that does not join the weight's block.
         """
-        if plan.mixes and not self.mixing:
-            raise ModelError(
-                f"F.{plan.operation} is called with training=True: the prediction for one example depends on the rest "
-                "of its batch.",
-                "Call model.eval() first, or pass training=False.",
-            )
-        bias = plan.bias
-        name = bias.layout.weight if bias is not None and plan.joins else None
-        may_join = self.joint_bias and plan.layout.weight not in self.both_ways
-        layout, side = self.block_map.place(plan.layout, name if may_join else None)
-        fits = self.block_map.admit(layout)
-        joint = name is not None and layout.bias == name and side == "A"
-        settled = replace(
-            plan,
-            layout=layout,
-            side=side,
-            ones=joint,
-            fits=fits,
-            narrow=call.narrow,
-            dtype=like.dtype,
-            device=like.device,
-        )
-        self._placed.add(settled)
-        if bias is None or joint:
-            return (settled,)
-        return (settled, *self.settle(bias, call, like))
-
-    def settle_once(self, plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
-        """Settle a plan of a broadcast or derived parameter; the result is kept, by the plan."""
-        settled = self._settled.get(plan)
-        if settled is None or not all(one in self._placed or self._admit(one) for one in settled):
-            settled = self._settled[plan] = self.settle(plan, call, like)
-        return settled
+        found = self.ready.get(key) or self.plans_of(key)
+        if found is not None:
+            return found
+        found = []
+        for plan in planned:
+            left: Plan | None = plan
+            while left is not None:  # the weight's plan, and the bias's if it does not join
+                if left.mixes and not self.mixing:
+                    raise ModelError(
+                        f"F.{left.operation} is called with training=True: the prediction for one example depends on "
+                        "the rest of its batch.",
+                        "Call model.eval() first, or pass training=False.",
+                    )
+                bias = left.bias
+                name = bias.layout.weight if bias is not None and left.joins else None
+                may_join = self.joint_bias and left.layout.weight not in self.both_ways
+                layout, side = self.block_map.place(left.layout, name if may_join else None)
+                fits = self.block_map.admit(layout)
+                joint = name is not None and layout.bias == name and side == "A"
+                settled = replace(left, layout=layout, side=side, ones=joint, fits=fits)
+                found.append(replace(settled, narrow=call.narrow, dtype=like.dtype, device=like.device))
+                left = None if joint else bias
+        self.plans[key] = self.ready[key] = found
+        return found

@@ -5,7 +5,7 @@ identity of their storage and by the offset in it, never by an address alone, be
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from kfs.factors.rows.row_map import AuditResult
 from kfs.problem.whole_parameters import is_sharded
 
 # Operations whose result depends on no tensor's values, or only on those of the first tensor.
@@ -104,15 +105,14 @@ class Tracker:
 
     def has_moved(self) -> bool:
         """Return whether any parameter's storage has changed, and update the records if so."""
-        now = [(p.untyped_storage()._cdata, p.data_ptr(), p.shape, p.stride(), p.dtype) for p in self._own]
-        if now == self._places:
+        if _places_of(self._own) == self._places:
             return False
         self._register()
         return True
 
     def add(self, tracked: Tracked) -> None:
         """Track another tensor with a storage of its own, for this batch."""
-        storage = _storage(tracked.tensor)
+        storage = tracked.tensor.untyped_storage()._cdata
         self._by_storage[storage] = [tracked]
         self._added.add(storage)
 
@@ -150,10 +150,10 @@ class Tracker:
         self._sharded = {name for name, p in self.params.items() if is_sharded(p)}
         own = {name: p for name, p in self.params.items() if name not in self._sharded}
         self._own = list(own.values())
-        self._places = [_place(p) for p in self._own]
+        self._places = _places_of(self._own)
         for name, p in own.items():
             if p.numel():
-                self._by_storage.setdefault(_storage(p), []).append(Tracked(name, p, name))
+                self._by_storage.setdefault(p.untyped_storage()._cdata, []).append(Tracked(name, p, name))
 
     def _unsharded(self, t: Tensor) -> list[Tracked] | None:
         """Track the unsharded parameters that `fully_shard` substitutes for sharded ones while the model runs.
@@ -166,19 +166,13 @@ class Tracker:
             return None
         for name, p in self.model.named_parameters():
             if name in self._sharded and not is_sharded(p):
-                self._by_storage.setdefault(_storage(p), [Tracked(name, p, name)])
-        return self._by_storage.get(_storage(t))
+                self._by_storage.setdefault(p.untyped_storage()._cdata, [Tracked(name, p, name)])
+        return self._by_storage.get(t.untyped_storage()._cdata)
 
 
-def _storage(t: Tensor) -> int:
-    """Return the identity of a tensor's storage."""
-    identity: int = t.untyped_storage()._cdata
-    return identity
-
-
-def _place(t: Tensor) -> tuple[Any, ...]:
-    """Return the storage, address, shape, strides and dtype of a tensor."""
-    return t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride(), t.dtype
+def _places_of(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Return the storage, address, shape, strides and dtype of each tensor."""
+    return [(t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 class Marks:
@@ -188,8 +182,7 @@ class Marks:
         tracker: Has the parameters, which do not depend on data.
         num_data: Number of examples in the batch.
         batch_axis: Position of the batch axis in inputs, if not the first.
-        constants: Indices of the inputs that are the same for all examples.
-        known: Whether each of the first inputs depends on data, from an audit.
+        known: Result of an audit, if there was one.
 
     Attributes:
         inputs: Shape of every input, and whether it is treated as data.
@@ -200,14 +193,12 @@ class Marks:
         tracker: Tracker,
         num_data: int,
         batch_axis: int | None = None,
-        constants: Collection[int] = (),
-        known: Sequence[bool] = (),
+        known: AuditResult | None = None,
     ) -> None:
         self.inputs: list[tuple[tuple[int, ...], bool]] = []
         self.tracker = tracker
         self.num_data = num_data
         self.batch_axis = batch_axis
-        self._constants = constants
         self._known = known
         self._marked: list[weakref.ref[Tensor]] = []
 
@@ -231,9 +222,10 @@ class Marks:
         nodes = first > 1 and t.is_floating_point()  # a batch of graphs has any number of nodes
         data = divides or elsewhere or nodes or self.num_data == first
         place = len(self.inputs)
-        if place < len(self._known):  # the audit has determined it
-            data = self._known[place]
-        data = data and place not in self._constants
+        if self._known is not None:
+            if place < len(self._known.inputs):
+                data = self._known.inputs[place]
+            data = data and place not in self._known.constants
         self.inputs.append((tuple(t.shape), data))
         return self.as_data(t, data)
 
