@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from operator import add
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +22,8 @@ from kfs.files import UnfitError
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
 
-Role = TypeVar("Role")
-
-
-class RoleCounts(NamedTuple):
-    """All numbers on the host that are sums over the data of a role: attributes of `RoleSums`."""
-
-    counted: float = 0.0
-    positions: float = 0.0
-    inverse_squares: Tensor | float = 0.0
-    ones: float = 0.0
-
-    def plus(self, other: "RoleCounts") -> "RoleCounts":
-        """Return the counts over the data of both."""
-        return RoleCounts(*map(add, self, other))
+# All sums over the data of a role that are numbers: attributes of `RoleSums`.
+COUNTS = ("counted", "positions", "inverse_squares", "ones")
 
 
 @dataclass
@@ -75,14 +62,9 @@ class RoleSums:
         self.input.ones = ones
 
     @property
-    def counts(self) -> RoleCounts:
-        """All counts, without those on the device that are not read yet."""
-        return RoleCounts(*[getattr(self, name) for name in RoleCounts._fields])
-
-    @counts.setter
-    def counts(self, counts: RoleCounts) -> None:
-        for name, value in zip(RoleCounts._fields, counts, strict=True):
-            setattr(self, name, value)
+    def counts(self) -> dict[str, Tensor | float]:
+        """All counts by name, without those on the device that are not read yet."""
+        return {name: getattr(self, name) for name in COUNTS}
 
     @property
     def on_device(self) -> list[Tensor]:
@@ -101,14 +83,14 @@ class RoleSums:
         self.counted += prod(g.shape[1:-1])
 
     def add_count(self, name: str, count: float | Tensor) -> None:
-        """Add to a count; a tensor is added on its device."""
-        if not isinstance(count, Tensor):
-            setattr(self, name, getattr(self, name) + count)
-            return
-        self.counts_are_read = False
-        if name not in self.counters:
-            self.counters[name] = torch.zeros((), dtype=torch.float64, device=count.device)
-        self.counters[name].add_(count)
+        """Add to a count; a tensor on an accelerator is added there, to avoid synchronizing."""
+        if isinstance(count, Tensor) and sync.is_asynchronous(count.device):
+            self.counts_are_read = False
+            if name not in self.counters:
+                self.counters[name] = torch.zeros((), dtype=torch.float64, device=count.device)
+            self.counters[name].add_(count)
+        else:
+            setattr(self, name, getattr(self, name) + float(count))
 
     def add_positions(self, counts: Tensor) -> None:
         """Add the numbers of positions of some examples, `[batch]`, without synchronizing with the device."""
@@ -123,25 +105,18 @@ class RoleSums:
         """Return the sums over the data of both."""
         read_counts([self, other])
         result = RoleSums(self.input.plus(other.input), self.gradient.plus(other.gradient))
-        result.counts = self.counts.plus(other.counts)
+        for name in COUNTS:
+            setattr(result, name, getattr(self, name) + getattr(other, name))
         return result
 
     def fits(self, other: "RoleSums") -> bool:
         """Whether both sums are stored in the same way."""
-        pairs = (self.input, other.input), (self.gradient, other.gradient)
-        return all(a.total.shape == b.total.shape and a.bias == b.bias for a, b in pairs)
-
-    def complete(self, dtype: torch.dtype | None = None) -> None:
-        """Complete all sums, and move their counts to the host. The counters on the device are discarded."""
-        self.input.complete(dtype)
-        self.gradient.complete(dtype)
-        read_counts([self])
-        self.counters = {}
+        return self.input.fits(other.input) and self.gradient.fits(other.gradient)
 
     def state(self) -> dict[str, Any]:
         """Return all sums and counts, as the content of a file."""
         read_counts([self])
-        return {"input": self.input.state(), "gradient": self.gradient.state(), **self.counts._asdict()}
+        return {"input": self.input.state(), "gradient": self.gradient.state(), **self.counts}
 
     @classmethod
     def from_state(cls, state: Any, sizes: tuple[int, int], groups: int, products: Products) -> "RoleSums":
@@ -151,7 +126,8 @@ class RoleSums:
             for name, size in zip(("input", "gradient"), sizes, strict=True)
         )
         role = cls(inputs, gradients)
-        role.counts = RoleCounts(*[float(state[name]) for name in RoleCounts._fields])
+        for name in COUNTS:
+            setattr(role, name, float(state[name]))
         return role
 
 
@@ -256,22 +232,36 @@ class BlockSums:
             s.convert(where, dtype)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
-        """Complete all sums, and convert them to `dtype` if given."""
+        """Complete all sums, convert them to `dtype` if given, and move counts to the host."""
+        for s in self.sums:
+            s.complete(dtype)
+        read_counts(self.roles.values())
         for role in self.roles.values():
-            role.complete(dtype)
+            role.counters = {}
 
     def shared(self) -> "BlockSums":
         """Return a copy that shares the tensors. Replacing a tensor in one of them does not change the other."""
         roles = {s: replace(r, input=copy(r.input), gradient=copy(r.gradient)) for s, r in self.roles.items()}
         return replace(self, roles=roles, operations=set(self.operations))
 
+    def without_numbers(self) -> "BlockSums":
+        """Return a copy with sums on the meta device, and the counts on the host."""
+        result = self.shared()
+        result.to("meta")
+        for role in result.roles.values():
+            role.counters = {}
+        return result
+
     def turned_to(self, layout: Layout) -> "BlockSums":
         """Return the block in the transposed layout if that is `layout`; otherwise return it unchanged.
 
         The layout of a block depends on the use that came first, and therefore on the data.
         """
-        roles = roles_for(layout, self.layout, self.roles)
-        return self if roles is self.roles else replace(self, layout=layout, roles=roles)
+        own = self.layout
+        if layout == own or layout.bias is not None or layout.groups > 1 or layout != own.turned():
+            return self
+        other: dict[Side, Side] = {"A": "B", "B": "A"}
+        return replace(self, layout=layout, roles={other[side]: role for side, role in self.roles.items()})
 
     def fits(self, other: "BlockSums") -> bool:
         """Whether the roles that both blocks have are stored in the same way."""
@@ -327,12 +317,21 @@ class BlockSums:
         return block
 
 
-def roles_for(wanted: Layout, layout: Layout, roles: dict[Side, Role]) -> dict[Side, Role]:
-    """Return the roles of a block by side, with sides exchanged if `wanted` is the transposed layout."""
-    if wanted == layout or wanted.bias is not None or wanted.groups > 1 or wanted != layout.turned():
-        return roles
-    other: dict[Side, Side] = {"A": "B", "B": "A"}
-    return {other[side]: role for side, role in roles.items()}
+def merge(blocks: dict[Key, BlockSums], more: Iterable[BlockSums], block_map: "BlockMap") -> set[tuple[str, str]]:
+    """Add the sums of more blocks, over other data, to `blocks` with the layouts of `block_map`.
+
+    Returns:
+        `(parameter, operation)` of the uses in blocks that were not added, because they contradict others.
+    """
+    conflicts: set[tuple[str, str]] = set()
+    for block in more:
+        mine = blocks.get(block.layout.key)
+        block = block if mine is None else block.turned_to(mine.layout)  # noqa: PLW2901
+        if not block_map.admit(block.layout) or (mine is not None and not mine.fits(block)):
+            conflicts |= {(block.layout.weight, operation) for operation in block.operations}
+        else:
+            blocks[block.layout.key] = block if mine is None else mine.plus(block)
+    return conflicts
 
 
 def _trace(s: OuterProductSum) -> Tensor:

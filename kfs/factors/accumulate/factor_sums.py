@@ -15,7 +15,7 @@ from torch import Tensor
 from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
-from kfs.factors.accumulate.block_sums import BlockSums, RoleCounts, RoleSums, read_counts
+from kfs.factors.accumulate.block_sums import BlockSums, RoleSums, merge, read_counts
 from kfs.factors.accumulate.inputs import Vectors
 from kfs.factors.accumulate.outer_products import OuterProductSum, check_products, full_precision
 from kfs.factors.accumulate.statistic import (
@@ -30,7 +30,6 @@ from kfs.factors.accumulate.statistic import (
 from kfs.factors.layout import Key, Side
 from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
 from kfs.factors.settings import Settings
-from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
 
 
@@ -109,11 +108,8 @@ class FactorSums(Statistic):
                 total.add_whole(collected.inputs)
                 collected.role.input.merge_in(total)
             # Examples that do not use the parameter do not count.
-            if collected.all_used:
-                collected.role.add_count("counted", len(collected.inputs))
-            else:
-                using = (collected.counts > 0).sum()
-                collected.role.add_count("counted", using if sync.is_asynchronous(using.device) else float(using))
+            using = len(collected.inputs) if collected.all_used else (collected.counts > 0).sum()
+            collected.role.add_count("counted", using)
             if self.settings.fisher == "forward-only":
                 collected.role.add_positions(collected.counts)
 
@@ -150,10 +146,9 @@ class FactorSums(Statistic):
         """
         found: dict[Place, float] = {}
         for key, side, role in self._roles():
-            for name in RoleCounts._fields:
-                value = getattr(role, name)
-                if not isinstance(value, Tensor):
-                    found[key, side, name] = value
+            for name, count in role.counts.items():
+                if not isinstance(count, Tensor):
+                    found[key, side, name] = count
         return found
 
     def add_counts(self, more: Mapping[Place, float]) -> None:
@@ -200,14 +195,8 @@ class FactorSums(Statistic):
         """Add the result of `state`. Uses that contradict each other are recorded as conflicts."""
         self.read_counts()
         self.conflicts |= {(str(name), str(operation)) for name, operation in state["conflicts"]}
-        for one in state["blocks"]:
-            block = BlockSums.from_state(one, self.settings.products)
-            mine = self.blocks.get(block.layout.key)
-            block = block if mine is None else block.turned_to(mine.layout)
-            if not self.block_map.admit(block.layout) or (mine is not None and not mine.fits(block)):
-                self.conflicts |= {(block.layout.weight, operation) for operation in block.operations}
-            else:
-                self.blocks[block.layout.key] = block if mine is None else mine.plus(block)
+        blocks = (BlockSums.from_state(one, self.settings.products) for one in state["blocks"])
+        self.conflicts |= merge(self.blocks, blocks, self.block_map)
 
     def take(self, other: "FactorSums") -> None:
         """Take over the blocks that another pass over the same data has computed."""
@@ -307,7 +296,8 @@ class _Reduce:
             )
         # Sum inputs over positions; the bias coordinate of the sum is the number of positions.
         inputs, counts = self.plan.inputs.sums(x, row_map)  # type: ignore[arg-type]
-        self.role.add_count("positions", self._number(x, row_map.counted))
+        counted = row_map.counted
+        self.role.add_count("positions", self.plan.inputs.positions(x) if counted is None else counted.sum())
         if self.role.input.bias:
             last = counts if self.plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
@@ -327,13 +317,6 @@ class _Reduce:
             return ignore
         leading = len(self.plan.inputs.leading(x))
         return lambda g: self.add_gradients(g, row_map, leading)
-
-    def _number(self, x: Tensor | None, counted: Tensor | None) -> float | Tensor:
-        """Return the number of positions that count; a tensor if reading it would synchronize with the device."""
-        if counted is None:
-            return self.plan.inputs.positions(x)
-        number = counted.sum()
-        return number if sync.is_asynchronous(number.device) else float(number)
 
     def add_gradients(self, g: Tensor, row_map: RowMap, leading: int) -> None:
         """Add gradients `[columns, *leading, ..., features]` to each example's sum."""

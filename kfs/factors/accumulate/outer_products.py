@@ -224,6 +224,11 @@ class OuterProductSum:
         result.computed = set()
         return result
 
+    def zeros_like(self, device: torch.device | str, products: Products) -> "OuterProductSum":
+        """Return an empty sum for the same vectors."""
+        size = self.size - self.bias
+        return OuterProductSum.zeros(size, self._groups, self.diagonal, self.bias, self.total.dtype, device, products)
+
     @property
     def total(self) -> Tensor:
         """The sum. Assigning another tensor moves or converts it."""
@@ -361,10 +366,7 @@ class OuterProductSum:
 
     def on(self, device: torch.device) -> "OuterProductSum":
         """Return a sum on a device for adding vectors: this one, or a new one for `merge_in`."""
-        if self.device == device:
-            return self
-        size, groups = self.size - self.bias, self._groups
-        return OuterProductSum.zeros(size, groups, self.diagonal, self.bias, self.total.dtype, device, self.products)
+        return self if self.device == device else self.zeros_like(device, self.products)
 
     def merge_in(self, other: "OuterProductSum") -> None:
         """Add another sum, unless it is this one; see `on`."""
@@ -372,6 +374,11 @@ class OuterProductSum:
             self.total += other.total.to(self.total.device)
             self.ones += other.ones
             self.computed = None
+
+    def fits(self, other: "OuterProductSum") -> bool:
+        """Whether both sums are stored in the same way."""
+        mine, theirs = ((s.total.shape, s.total.dtype, s.bias) for s in (self, other))
+        return mine == theirs
 
     def plus(self, other: "OuterProductSum") -> "OuterProductSum":
         """Return the sum of two sums of the same vectors, added in float32 or better, without `ones`."""
