@@ -243,12 +243,10 @@ class _Expand:
     def add(self, x: Tensor | None, row_map: RowMap | None) -> Receiver:
         total = self.role.input if self.is_local else self.role.input.on(self.device)
         counted = None if row_map is None else row_map.counted
-        if counted is not None:
-            self.role.add_count("counted", self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
-        elif self.are_vectors:  # shortcut for the most common case
+        if counted is None and self.are_vectors:  # shortcut for the most common case
             self.role.counted += total.add(x, self.ones)  # type: ignore[arg-type]
         else:
-            self.role.add_count("counted", self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
+            self.role.add_count("counted", self.inputs.add_to(total, x, self.ones, counted))  # type: ignore[arg-type]
         if not self.is_local:  # pragma: no cover (tested on a GPU)
             self.role.input.merge_in(total)
         # A bound method that is an attribute would be a cycle, which keeps the sums until a garbage collection.

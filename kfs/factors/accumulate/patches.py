@@ -167,9 +167,11 @@ class Patches(Inputs):
         self.overlap = prod(kernel)
         self.per_row = prod(self.out)
 
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor | None = None) -> float | Tensor:
         """Add the patch covariance."""
         x = total.rounded(self._cropped(x))  # before patches repeat each number
+        if counted is not None:
+            return self._add_counted(total, x, ones, counted)
         positions = len(x) * prod(self.out)
         windows = Windows(self.kernel, self.stride, self.padding, self.dilation, self.out)
         # Choose the method with the fewest operations; shifts do not form the patches.
@@ -188,9 +190,8 @@ class Patches(Inputs):
             total.add_ones(self._sums(x).sum(0), positions)
         return positions
 
-    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+    def _add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
         """Add the patches at positions that count, a few images at a time."""
-        x = total.rounded(self._cropped(x))
         each = self._at_a_time(x, prod(self.kernel) * prod(self.out))
         numbers = []
         for some_x, some in zip(x.split(each), self._in_order_of_patches(counted).split(each), strict=True):
