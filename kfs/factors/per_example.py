@@ -198,7 +198,7 @@ class BlockGradients(Described):
         for theirs in other.parts:
             share = torch.zeros(self.num_data, other.num_data, theirs.shared, dtype=self.dtype, device=self.device)
             for mine in self.parts:
-                share += mine.inner_by_row(theirs)
+                share += mine.inner(theirs, by_row=True)
             if self.whole is not None:
                 step = at_a_time(self.whole, other.num_data * theirs.shared * theirs.g.size * theirs.g.groups)
                 parts = [matrix_inner_by_row(some, theirs) for some in self.whole.split(step)]
@@ -282,7 +282,7 @@ class BlockGradients(Described):
             return "matrices"
         rows = (self.shared, other.shared)
         pairs = (self.num_data, other.num_data)
-        return cheaper(pairs, rows, self._work(other), self.numbers, (False, False))
+        return cheaper(pairs, rows, self._work(other), self.numbers)
 
     def _matrices(self) -> Iterator[Tensor]:
         """Generate matrices, a few examples at a time if there is a single part."""

@@ -339,7 +339,7 @@ class Captured:
         if self.plan.side == "B":
             return RowProducts(rows.g, rows.x)
         if isinstance(rows.x, PlainVectors) and rows.x.size < self.plan.layout.matrix_shape[2]:
-            return replace(rows, x=replace(rows.x, last=0.0))
+            return RowProducts(PlainVectors(rows.x.values, 0.0), rows.g)
         return rows
 
 
