@@ -64,8 +64,8 @@ def agreed_blocks(
         contradict those on other ranks.
     """
     # Move counts to the host, for all blocks at once.
+    read_counts(blocks.values())
     roles = [role for block in blocks.values() for role in block.roles.values()]
-    read_counts(roles)
     on_device = [role for role in roles if isinstance(role.inverse_squares, Tensor)]
     for role, number in zip(on_device, numbers([role.inverse_squares for role in on_device]), strict=True):  # type: ignore[misc]
         role.inverse_squares = number

@@ -71,13 +71,6 @@ class RoleSums:
         """All counts on the device."""
         return [t for t in (*self.counters.values(), self.inverse_squares) if isinstance(t, Tensor)]
 
-    @property
-    def terms(self) -> float:
-        """Number of positions (or examples). Synchronizes with the accelerator if counts are not read yet."""
-        if not self.counts_are_read:
-            read_counts([self])
-        return self.counted
-
     def count(self, g: Tensor) -> None:
         """Count the rows of gradients `[columns, ..., features]`: a receiver that computes no sums."""
         self.counted += prod(g.shape[1:-1])
@@ -103,7 +96,6 @@ class RoleSums:
 
     def plus(self, other: "RoleSums") -> "RoleSums":
         """Return the sums over the data of both."""
-        read_counts([self, other])
         result = RoleSums(self.input.plus(other.input), self.gradient.plus(other.gradient))
         for name in COUNTS:
             setattr(result, name, getattr(self, name) + getattr(other, name))
@@ -115,7 +107,6 @@ class RoleSums:
 
     def state(self) -> dict[str, Any]:
         """Return all sums and counts, as the content of a file."""
-        read_counts([self])
         return {"input": self.input.state(), "gradient": self.gradient.state(), **self.counts}
 
     @classmethod
@@ -129,22 +120,6 @@ class RoleSums:
         for name in COUNTS:
             setattr(role, name, float(state[name]))
         return role
-
-
-def read_counts(roles: Iterable[RoleSums]) -> None:
-    """Add the counters on devices to those on the host, with one synchronization.
-
-    The counters on devices are set to zero in place, because a replayed pass continues to add to them.
-    """
-    unknown = [role for role in roles if not role.counts_are_read]
-    if not unknown:
-        return
-    values = iter(sync.numbers([t for role in unknown for t in role.counters.values()]))
-    for role in unknown:
-        for name, t in role.counters.items():
-            role.add_count(name, next(values))
-            t.zero_()
-        role.counts_are_read = True
 
 
 @dataclass
@@ -186,14 +161,16 @@ class BlockSums:
 
     @property
     def terms(self) -> float:
-        """Number of positions (or examples) over which gradients were summed."""
-        return sum(role.terms for role in self.roles.values())
+        """Number of positions (or examples) over which gradients were summed. It may have to be read from a device."""
+        read_counts([self])
+        return sum(role.counted for role in self.roles.values())
 
     @property
     def work(self) -> float:
         """Number of operations for adding outer products to all sums, with one gradient for each position."""
-        roles = self.roles.values()
-        return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)
+        read_counts([self])
+        sizes = {side: role.input.total.numel() + role.gradient.total.numel() for side, role in self.roles.items()}
+        return sum(2 * role.counted * sizes[side] for side, role in self.roles.items())
 
     @property
     def inputs(self) -> float:
@@ -201,9 +178,9 @@ class BlockSums:
 
         With `reduce`, the sum over `S` positions of an example counts as `S^2` inputs: it is as large as `S` of them.
         """
-        if self.sharing != "reduce":
+        if self.sharing != "reduce" or not self.terms:
             return self.terms
-        return sum(role.positions**2 / role.terms for role in self.roles.values() if role.terms)
+        return sum(role.positions**2 / role.counted for role in self.roles.values() if role.counted)
 
     @property
     def identity_scale(self) -> Tensor | float:
@@ -235,7 +212,7 @@ class BlockSums:
         """Complete all sums, convert them to `dtype` if given, and move counts to the host."""
         for s in self.sums:
             s.complete(dtype)
-        read_counts(self.roles.values())
+        read_counts([self])
         for role in self.roles.values():
             role.counters = {}
 
@@ -269,6 +246,7 @@ class BlockSums:
 
     def plus(self, other: "BlockSums") -> "BlockSums":
         """Return the sums over the data of both. The blocks need not have the same roles."""
+        read_counts([self, other])
         both = {side: role.plus(other.roles[side]) for side, role in self.roles.items() if side in other.roles}
         return replace(self, roles=other.roles | self.roles | both, operations=self.operations | other.operations)
 
@@ -294,6 +272,7 @@ class BlockSums:
 
     def state(self) -> dict[str, Any]:
         """Return the block as the content of a file. Its sums need not be complete."""
+        read_counts([self])
         return {
             "layout": asdict(self.layout),
             "sharing": self.sharing,
@@ -315,6 +294,22 @@ class BlockSums:
         if not block.roles or set(state["pairs"]) - set(sizes):
             raise UnfitError(f"the block {layout.name!r} has no factors")
         return block
+
+
+def read_counts(blocks: Iterable[BlockSums]) -> None:
+    """Add the counters on devices to those on the host, with one synchronization.
+
+    The counters on devices are set to zero in place, because a replayed pass continues to add to them.
+    """
+    unknown = [role for block in blocks for role in block.roles.values() if not role.counts_are_read]
+    if not unknown:
+        return
+    values = iter(sync.numbers([t for role in unknown for t in role.counters.values()]))
+    for role in unknown:
+        for name, t in role.counters.items():
+            role.add_count(name, next(values))
+            t.zero_()
+        role.counts_are_read = True
 
 
 def merge(blocks: dict[Key, BlockSums], more: Iterable[BlockSums], block_map: "BlockMap") -> set[tuple[str, str]]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.inputs import Inputs, Use, Vectors, chosen
-from kfs.factors.accumulate.outer_products import HALF, OuterProductSum, multiplying
+from kfs.factors.accumulate.outer_products import HALF, OuterProductSum, multiplying, rounded
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts, at_a_time
 from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.runtime import sync
@@ -169,7 +169,7 @@ class Patches(Inputs):
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor | None = None) -> float | Tensor:
         """Add the patch covariance."""
-        x = total.rounded(self._cropped(x))  # before patches repeat each number
+        x = rounded(self._cropped(x), total.products)  # before patches repeat each number
         if counted is not None:
             return self._add_counted(total, x, ones, counted)
         positions = len(x) * prod(self.out)
