@@ -92,9 +92,8 @@ def _plan(
     """Plan a linear map of patches to `out` channels, for a layout with `shape`, `order` and `split`."""
     if not x.data:
         return None
-    apart = bias_apart(call, x, weight, bias, trailing=len(patches.out))
-    if apart is not None:
-        return apart
+    if weight.derived:
+        return bias_apart(call, x, bias, trailing=len(patches.out))
     leading = (x.shape[0], prod(patches.out))
     if not weight.tracked:
         return (vector_plan("bias", bias, leading, (), _channels_last),) if is_bias(bias, out) else None

@@ -21,8 +21,7 @@ from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read, Rewrite,
 
 def linear(call: Call, input: Argument, weight: Argument, bias: Argument | None = None) -> Planned:
     """Plan a linear layer with `weight` `[out, in]`."""
-    apart = bias_apart(call, input, weight, bias)
-    return multiply(call, "linear", input, weight, bias) if apart is None else apart
+    return bias_apart(call, input, bias) if weight.derived else multiply(call, "linear", input, weight, bias)
 
 
 def addmm(
@@ -192,12 +191,12 @@ def weight_and_bias(
     return (Plan(operation, layout, inputs, arguments, prepare, read, alone, joins, follows),)
 
 
-def bias_apart(call: Call, x: Argument, weight: Argument, bias: Argument | None, trailing: int = 0) -> Rewrite | None:
-    """Plan to add the bias after the operation if the weight is computed, so that the bias is covered.
+def bias_apart(call: Call, x: Argument, bias: Argument | None, trailing: int = 0) -> Rewrite | None:
+    """Plan to add the bias after an operation whose weight is computed, so that the bias is covered.
 
     The output has `trailing` axes after its features.
     """
-    if not weight.derived or not x.data or bias is None or not bias.tracked:
+    if not x.data or bias is None or not bias.tracked:
         return None
     place = bias.place
 
