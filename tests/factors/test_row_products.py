@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfs.factors.accumulate import (
+from kfs.factors.accumulate.row_products import (
     PlainVectors,
     RowProducts,
     RowVectors,

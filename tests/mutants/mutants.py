@@ -1274,7 +1274,7 @@ _MUTANTS = [
     storage("files.py", 'name += "\'"', "break", "two tensors of one name"),
     storage(
         "factors/checkpoint.py",
-        "if not file.seen.overlaps(self._done):",
+        "if not seen.overlaps(self._done):",
         "if True:",
         "data in two files count twice",
         ("tests/factors/test_checkpoint.py", "tests/distributed/test_resume.py"),
