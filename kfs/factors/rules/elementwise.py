@@ -15,7 +15,7 @@ from torch import Tensor
 from kfs.factors.accumulate.inputs import Rows
 from kfs.factors.layout import Layout
 from kfs.factors.trace.derived import Spread, on_device
-from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read
+from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan, Planned
 from kfs.factors.trace.tracking import is_in_place
 
 
@@ -74,29 +74,10 @@ def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
     return Broadcast(t, shape, Plan(operation, layout, inputs, read=read))
 
 
-def entries_plan(
-    operation: str,
-    parameter: Argument,
-    leading: tuple[int, ...],
-    arguments: tuple[Argument, ...],
-    read: Read,
-    prepare: Callable[..., Any] | None = None,
-    mixes: bool = False,
-) -> Plan:
-    """Plan a use of a whole parameter with several axes, which are the last axes of the result of `read`."""
-    layout = entries_layout(parameter)
-
-    def by_rows(g: Tensor, x: Any) -> Tensor:
-        rows_last: Tensor = read(g, x).flatten(1 + len(leading)).unflatten(-1, (-1, layout.row_size))
-        return rows_last
-
-    inputs = Rows(all_rows(layout, parameter.device), layout.column_size, leading, parameter.dtype, parameter.device)
-    return Plan(operation, layout, inputs, arguments, prepare, by_rows, mixes=mixes)
-
-
-def all_rows(layout: Layout, device: torch.device) -> Tensor | None:
-    """Return the indices of all rows of a parameter; `None` if there is only one."""
-    return torch.arange(layout.column_size, device=device) if layout.column_size > 1 else None
+def all_rows(t: Argument, layout: Layout, leading: tuple[int, ...]) -> Rows:
+    """Return the inputs of a parameter all rows of which are read at every place."""
+    rows = torch.arange(layout.column_size, device=t.device) if layout.column_size > 1 else None
+    return Rows(rows, layout.column_size, leading, t.dtype, t.device)
 
 
 def entries_layout(t: Argument) -> Layout:

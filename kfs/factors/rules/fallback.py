@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.factors.accumulate.inputs import Rows
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.row_map import Receiver, RowMap, RowQuery
 from kfs.factors.rules import elementwise, linear
@@ -386,7 +385,6 @@ def _per_datum_receiver(seen: Discovery, call: Call, argument: Argument, paramet
 def _use_per_datum(seen: Discovery, call: Call, argument: Argument, like: Tensor) -> Receiver:
     """Record a use of all entries of a parameter by every example; gradients are `[columns, N, *shape]`."""
     layout = entries_layout(argument)
-    device = argument.device
 
     def by_rows(g: Tensor, _: Any) -> Tensor:
         rows_last: Tensor = g.reshape(*g.shape[:2], -1, layout.row_size)
@@ -394,8 +392,7 @@ def _use_per_datum(seen: Discovery, call: Call, argument: Argument, like: Tensor
 
     plans, key = seen.trace.plans, ("per example", call.func, layout, call.num_data)
     if key not in plans:
-        inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
-        plans[key] = Plan(call.name, layout, inputs, read=by_rows)
+        plans[key] = Plan(call.name, layout, all_rows(argument, layout, (call.num_data,)), read=by_rows)
     (plan,) = seen.trace.settle_once(plans[key], call, like)
     return seen.use(plan, None, by_construction=True)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.factors.rules.elementwise import entries_plan
+from kfs.factors.rules.elementwise import all_rows, entries_layout
 from kfs.factors.rules.linear import vector_plan
 from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read
 
@@ -149,7 +149,14 @@ def _parameter_plan(
         if parameter.shape != parameter.view.shape:
             return None
         leading = x.shape[: x.ndim - parameter.ndim]
-        return entries_plan(operation, parameter, leading, arguments, read, prepare, mixes)
+        layout = entries_layout(parameter)
+
+        def by_rows(g: Tensor, arguments: Any) -> Tensor:
+            rows_last: Tensor = read(g, arguments).flatten(1 + len(leading)).unflatten(-1, (-1, layout.row_size))
+            return rows_last
+
+        rows = all_rows(parameter, layout, leading)
+        return Plan(operation, layout, rows, arguments, prepare, by_rows, mixes=mixes)
     leading = {
         "last axes": x.shape[:-1],
         "channels": (x.shape[0], prod(x.shape[2:])) if x.ndim > 2 else x.shape[:1],
