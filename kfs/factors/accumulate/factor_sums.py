@@ -24,8 +24,8 @@ from kfs.factors.accumulate.statistic import (
     PlannedUse,
     Statistic,
     Total,
+    add_nothing,
     ignore,
-    without_inputs,
 )
 from kfs.factors.layout import Key, Side
 from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
@@ -65,8 +65,6 @@ class FactorSums(Statistic):
         self.left_out: dict[Key, BlockSums] = {}
         self.needs_rows = settings.sharing != "expand" and not dry
         self.blocks: dict[Key, BlockSums] = {}
-        # `(parameter, operation)` of uses that contradict other uses of the parameter.
-        self.conflicts: set[tuple[str, str]] = set()
         self._collected: dict[tuple[Key, Side], _Collected] = {}
 
     def adder_of(self, plan: PlannedUse) -> Adder:
@@ -87,18 +85,14 @@ class FactorSums(Statistic):
         wide = self.settings.is_diagonal(role.input.size)
         if role.input.diagonal and not plan.inputs.sparse and not wide:
             # The first use had unit vectors, so the factor was created diagonal. It cannot store dense inputs.
-            self.conflicts.add((layout.weight, plan.operation))
+            self.note_conflict(plan)
         if not is_chosen:
-            return without_inputs(ignore)
+            return add_nothing
         if self.dry:
-            return without_inputs(role.count)
+            return lambda _, __: role.count
         if block.sharing == "expand":
             return _expand(plan, role, block.forward_only)
         return _reduce(plan, role, block.forward_only, self._collected)
-
-    def note_conflict(self, plan: PlannedUse) -> None:
-        """Record a use that contradicts other uses of its parameter."""
-        self.conflicts.add((plan.layout.weight, plan.operation))
 
     def finish_forward(self) -> None:
         """Add each example's sum of inputs."""
@@ -276,13 +270,13 @@ def _reduce(
         # Sum inputs over positions; the bias coordinate of the sum is the number of positions.
         inputs, counts = plan.inputs.sums(x, row_map)
         counted = row_map.counted
-        role.add_count("positions", plan.inputs.positions(x) if counted is None else counted.sum())
+        leading = plan.inputs.leading(x)
+        role.add_count("positions", prod(leading) * plan.inputs.per_row if counted is None else counted.sum())
         if role.input.bias:
             last = counts if plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
             inputs = torch.cat([inputs, last], dim=2)
         # If rows are in a regular order and all count, all examples have the same number of positions.
-        leading = plan.inputs.leading(x)
         all_count = counted is None and plan.inputs.not_padding(x) is None
         all_used = isinstance(row_map, StridedRows) and all_count and prod(leading) > 0
         # A parameter may have several uses in a batch; their sums are added.

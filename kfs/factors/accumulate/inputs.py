@@ -49,10 +49,6 @@ class Inputs(ABC):
     def leading(self, x: Any) -> tuple[int, ...]:
         """Return the lengths of the leading axes, along which a row belongs to one example."""
 
-    def positions(self, x: Any) -> int:
-        """Return the total number of positions, according to the shapes alone."""
-        return prod(self.leading(x)) * self.per_row
-
     def not_padding(self, x: Any) -> Tensor | None:
         """Return the mask of positions that are not padding, `[rows, positions of a row]`; `None` if all are."""
         return None
@@ -427,27 +423,16 @@ class Rows(Inputs):
         return (places.unsqueeze(1) * touched).unsqueeze(1), places * len(self.rows_used)
 
     def shared(self, use: Use) -> int:
-        """Return the number of unit vectors."""
-        return 1 if self.rows_used is None else len(self.rows_used)
+        """Return the number of vectors of a place."""
+        return self.per_row
 
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
         """Return unit vectors, or ones. Gradients are summed over places unless `by_place`: their vectors are equal."""
-        places = self._by_datum(use, g)
+        g = g if g.ndim == len(self._leading) + 2 else g.unsqueeze(-2)
+        places = use.row_map.by_datum(g, trailing=2)  # [batch, places, rows, features]
         places = places if by_place else places.sum(1, keepdim=True, dtype=self.zero.dtype)
         gradients = places.flatten(1, 2)
         if self.rows_used is None:
             return _as_rows(gradients.new_ones(*gradients.shape[:2], 1), gradients, ones=False)
         index = self.rows_used.to(gradients.device).repeat(len(gradients), places.shape[1])
         return RowProducts(UnitVectors(index, self.size, gradients.dtype), PlainVectors(gradients.unsqueeze(0)))
-
-    def _by_datum(self, use: Use, g: Tensor) -> Tensor:
-        """Return gradients as `[batch, places, rows, features]`."""
-        g = g if g.ndim == len(self._leading) + 2 else g.unsqueeze(-2)
-        return use.row_map.by_datum(g, trailing=2)
-
-    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
-        """Sum gradients over the places of each example."""
-        sums = self._by_datum(use, g).sum(1, dtype=self.zero.dtype)
-        if self.rows_used is not None:
-            sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows_used, sums)
-        yield sums.transpose(1, 2).unsqueeze(1)

@@ -34,9 +34,8 @@ from kfs.factors.accumulate.statistic import (
     PlannedUse,
     Statistic,
     Total,
-    ignore,
+    add_nothing,
     in_block,
-    without_inputs,
 )
 from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
@@ -143,10 +142,10 @@ class PerDatumSums(Statistic):
         key = plan.layout.key
         self._seen.add(key)
         if key in self._left_out and self._layouts[key] == plan.layout:
-            return without_inputs(ignore)
+            return add_nothing
         if key not in self._moments or self._layouts[key] != plan.layout:
             self._unknown.add(plan.layout.name)
-            return without_inputs(ignore)
+            return add_nothing
         return _show(plan, self._moments[key], self._times_used, self._several_uses)
 
     def note_conflict(self, plan: PlannedUse) -> None:
@@ -227,7 +226,6 @@ class KeptGradients(Statistic):
 
     Attributes:
         layouts: The blocks that are known, or were found.
-        conflicts: `(parameter, operation)` of uses that contradict other uses, or the known blocks.
     """
 
     needs_rows = True
@@ -236,7 +234,6 @@ class KeptGradients(Statistic):
         known = layouts or {}
         super().__init__(known.values())
         self.layouts: dict[Key, Layout] = dict(known)
-        self.conflicts: set[tuple[str, str]] = set()
         self._fixed = bool(known)
         self._columns: list[dict[Key, list[Captured]]] = []
 
@@ -245,13 +242,9 @@ class KeptGradients(Statistic):
         key = plan.layout.key
         if self._fixed and self.layouts.get(key) != plan.layout:
             self.note_conflict(plan)
-            return without_inputs(ignore)
+            return add_nothing
         self.layouts.setdefault(key, plan.layout)
         return _keep(plan, self._columns)
-
-    def note_conflict(self, plan: PlannedUse) -> None:
-        """Take note of a use that does not fit together with other uses of its parameter."""
-        self.conflicts.add((plan.layout.weight, plan.operation))
 
     def take(self) -> "list[dict[Key, list[Captured]]]":
         """Return and discard the gradients of all uses in the last batch: for each column, by block.
