@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.patches import Patches
 from kfs.factors.layout import Layout
-from kfs.factors.rules.linear import bias_apart, is_bias, vector_plan, weight_and_bias
+from kfs.factors.rules.linear import bias_apart, bias_plan, is_bias, weight_and_bias
 from kfs.factors.trace.plan import Argument, Call, Planned
 
 
@@ -93,7 +93,7 @@ def _plan(
     leading = (x.shape[0], prod(patches.out))
     if not weight.tracked:
         channels = layout.row_size * layout.groups
-        return (vector_plan("bias", bias, leading, (), _channels_last),) if is_bias(bias, channels) else None
+        return (bias_plan(bias, leading, _channels_last),) if is_bias(bias, channels) else None
     view = weight.view
     if view is None or weight.shape != view.shape:
         return None
