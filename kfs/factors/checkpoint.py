@@ -247,13 +247,10 @@ def naming(checkpoint: Checkpoint | None) -> Iterator[None]:
     try:
         yield
     except LostRankError as error:
-        way_out = error.way_out
-        if checkpoint is not None:
-            way_out = (
-                "Start the program again, with any number of processes: it continues from the checkpoint "
-                f"{checkpoint.path}."
-            )
-        raise LostRankError(error.cause, way_out) from error
+        if checkpoint is None:
+            raise
+        again = "Start the program again, with any number of processes: it continues from the checkpoint"
+        raise LostRankError(error.cause, f"{again} {checkpoint.path}.") from error
 
 
 @dataclass
@@ -327,13 +324,9 @@ _LISTS = ("blocks", "totals")
 class Journal:
     """Keeps the sums of a pass over the data in files.
 
-    Args:
-        checkpoint: Where and how often to write.
-        risk: Model, loss, data and parameters.
-        settings: The settings of the computation.
-        stage: Name of the pass, `"factors"` or `"eigenvalues"`; with a number, if there are several of them.
-        basis: Digests of the eigenvectors that sums refer to, by block, if any.
-        blocks: Names of the blocks of the pass. `None` for all blocks.
+    `stage` is the name of the pass, `"factors"` or `"eigenvalues"`, with a number if there are several of them. If
+    sums refer to eigenvectors, `basis` has a digest of those of each block. `blocks` are the names of the blocks of
+    the pass; by default, all.
     """
 
     def __init__(
@@ -348,9 +341,7 @@ class Journal:
         path = Path(checkpoint.path)
         self.path = path if stage == "factors" else path.with_name(f"{path.name}.{stage}")
         self.ranks = risk.ranks
-        self.own_path = self.path
-        if self.ranks.are_several:
-            self.own_path = path.with_name(self._name_of(self.ranks.rank))
+        self.own_path = path.with_name(self._name_of(self.ranks.rank)) if self.ranks.are_several else self.path
         self.checkpoint = checkpoint
         self._loss = risk.loss
         self._batch_axis = settings.batch_axis

@@ -26,7 +26,7 @@ Cells (`nn.LSTMCell` and others) run for one time, and are linear maps of input 
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,7 +43,8 @@ from kfs.runtime.precision import at_least_float32
 
 # Gradients with respect to all p, all q, all projected states, the first state, and the first cell state. Gradients
 # that a network does not have are empty.
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, ...]
+_COLUMNS = (1, 1, 1, 0, 0)  # their axes for columns
 
 
 class Slopes(ABC):
@@ -372,9 +373,7 @@ def _send_back(g: Tensor, g_cell: Tensor, kind: type[Slopes], saved: tuple[Any, 
 
 def _on_each(found: Gradients, change: Callable[[Tensor, int], Tensor]) -> Gradients:
     """Apply a function to every non-empty gradient, passing the index of its column axis."""
-    axes = (1, 1, 1, 0, 0)
-    at_p, at_q, *others = [change(t, axis) if t.ndim > 1 else t for t, axis in zip(found, axes, strict=True)]
-    return at_p, at_q, others[0], others[1], others[2]
+    return tuple(change(t, axis) if t.ndim > 1 else t for t, axis in zip(found, _COLUMNS, strict=True))
 
 
 State = tuple[Tensor, ...]
@@ -418,7 +417,7 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
     def body(
         seen: Discovery, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Any:
-        state = _with_batch(seen, hx if states == 2 else (hx,))
+        state = _first_states(seen, hx)
         with seen.intercepting():
             state = step(F.linear(input, w_ih, b_ih), F.linear(state[0], w_hh, b_hh), state)
         return state if states == 2 else state[0]
@@ -431,17 +430,16 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
     return rule
 
 
-def _with_batch(seen: Discovery, state: Iterable[Tensor]) -> State:
+def _first_states(seen: Discovery, hx: Tensor | Sequence[Tensor]) -> State:
     """Return first states that are marked as data: they may be zeros, but they have a batch axis."""
-    return tuple(_as_data(seen, h) for h in state)
-
-
-def _as_data(seen: Discovery, h: Tensor) -> Tensor:
-    """Return a first state that is marked as data; a learned one is expanded over the batch."""
-    if seen.tracker.find(h) is None:
-        return seen.as_data(h)
-    with seen.intercepting():
-        return seen.as_data(torch.zeros_like(h)) + h
+    found = []
+    for h in (hx,) if isinstance(hx, Tensor) else hx:
+        if seen.tracker.find(h) is None:
+            found.append(seen.as_data(h))
+        else:
+            with seen.intercepting():  # a learned state is expanded over the batch
+                found.append(seen.as_data(torch.zeros_like(h)) + h)
+    return tuple(found)
 
 
 def _lstm_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
@@ -472,7 +470,7 @@ class _Network:
     def run(self, seen: Discovery, input: Tensor, hx: Any, params: list[Tensor], *_: Any, **__: Any) -> Any:
         """Run all layers and directions. The operation's other arguments are fields already."""
         _refuse_checkpoint()
-        initial = _with_batch(seen, hx if self.states == 2 else (hx,))
+        initial = _first_states(seen, hx)
         directions = 2 if self.bidirectional else 1
         per = 4 if self.has_biases else 2
         per += self.states == 2 and initial[0].shape[-1] != initial[1].shape[-1]  # a projection
