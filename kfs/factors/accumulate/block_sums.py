@@ -66,11 +66,6 @@ class RoleSums:
         """All counts by name, without those on the device that are not read yet."""
         return {name: getattr(self, name) for name in COUNTS}
 
-    @property
-    def on_device(self) -> list[Tensor]:
-        """All counts on the device."""
-        return [t for t in (*self.counters.values(), self.inverse_squares) if isinstance(t, Tensor)]
-
     def count(self, g: Tensor) -> None:
         """Count the rows of gradients `[columns, ..., features]`: a receiver that computes no sums."""
         self.counted += prod(g.shape[1:-1])
@@ -108,18 +103,6 @@ class RoleSums:
     def state(self) -> dict[str, Any]:
         """Return all sums and counts, as the content of a file."""
         return {"input": self.input.state(), "gradient": self.gradient.state(), **self.counts}
-
-    @classmethod
-    def from_state(cls, state: Any, sizes: tuple[int, int], groups: int, products: Products) -> "RoleSums":
-        """Load the result of `state`, for inputs and gradients of given sizes (without the bias)."""
-        inputs, gradients = (
-            OuterProductSum.from_state(state[name], size, groups, products)
-            for name, size in zip(("input", "gradient"), sizes, strict=True)
-        )
-        role = cls(inputs, gradients)
-        for name in COUNTS:
-            setattr(role, name, float(state[name]))
-        return role
 
 
 @dataclass
@@ -286,13 +269,18 @@ class BlockSums:
         """Load the result of `state`. Further vectors are multiplied in the precision `products`."""
         layout = Layout.from_state(state["layout"])
         block = cls(layout, str(state["sharing"]), bool(state["forward_only"]), operations=set(state["operations"]))
-        rows, columns = layout.row_size, layout.column_size
-        sizes: dict[Side, tuple[int, int]] = {"A": (columns, rows), "B": (rows, columns)}
-        for side, of_side in sizes.items():
-            if side in state["pairs"]:
-                block.roles[side] = RoleSums.from_state(state["pairs"][side], of_side, layout.groups, products)
-        if not block.roles or set(state["pairs"]) - set(sizes):
+        sizes: dict[Side, int] = {"A": layout.column_size, "B": layout.row_size}
+        sides: tuple[tuple[Side, Side], ...] = (("A", "B"), ("B", "A"))  # of inputs, and of gradients
+        pairs = state["pairs"]
+        if not pairs or set(pairs) - set(sizes):
             raise UnfitError(f"the block {layout.name!r} has no factors")
+        for side, other in sides:
+            if side in pairs:
+                inputs = OuterProductSum.from_state(pairs[side]["input"], sizes[side], layout.groups, products)
+                gradients = OuterProductSum.from_state(pairs[side]["gradient"], sizes[other], layout.groups, products)
+                block.roles[side] = role = RoleSums(inputs, gradients)
+                for name in COUNTS:
+                    setattr(role, name, float(pairs[side][name]))
         return block
 
 

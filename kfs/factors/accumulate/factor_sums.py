@@ -130,7 +130,8 @@ class FactorSums(Statistic):
             for side, role in sorted(block.roles.items()) if block.is_local else ():
                 found[key, side, "input"] = Total(role.input.total, not role.input.diagonal)
                 found[key, side, "gradient"] = Total(role.gradient.total, not role.gradient.diagonal)
-                found |= {(key, side, place): Total(t) for place, t in enumerate(role.on_device)}
+                on_device = role.counters | {"inverse_squares": role.inverse_squares}
+                found |= {(key, side, name): Total(t) for name, t in on_device.items() if isinstance(t, Tensor)}
         return found
 
     def counts(self) -> dict[Place, float]:

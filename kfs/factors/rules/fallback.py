@@ -59,6 +59,23 @@ class _Run:
         """Describe a tracked tensor."""
         return Argument.of((), t, self.seen.tracker.get(t), data=False)
 
+    def receiver(self, t: Tensor) -> Receiver:
+        """Return the callback for gradients `[columns, N, *shape]` of the parameter that a tensor is (a view of)."""
+        seen, call, argument, parameter = self.seen, self.call, self.argument(t), self.seen.tracker.get(t)
+        with full_precision(t.device.type):
+            if parameter.derived is not None:
+                return parameter.derived.collector()
+            # Every example uses all entries.
+            layout = entries_layout(argument)
+            plans, key = seen.trace.plans, ("per example", call.func, layout, call.num_data)
+            if key not in plans:
+                rows = all_rows(argument, layout, (call.num_data,))
+                plans[key] = Plan(
+                    call.name, layout, rows, read=lambda g, _: g.reshape(*g.shape[:2], -1, layout.row_size)
+                )
+            (plan,) = seen.trace.settle_once(plans[key], call, parameter.tensor)
+            return seen.use(plan, None, by_construction=True)
+
     def replaced(self, swap: dict[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, with other tensors in place of those with some ids."""
 
@@ -150,10 +167,9 @@ def _may_have_rows(run: _Run, t: Tensor, parameter: Tracked) -> bool:
 def _with_expanded(run: _Run, t: Tensor) -> Any:
     """Run an operation on (a view of) a parameter that was expanded over the batch, treating it as data."""
     seen, argument, parameter = run.seen, run.argument(t), run.seen.tracker.get(t)
-    collect = _per_datum_receiver(seen, run.call, argument, parameter)
     spread = Spread.expanded(argument, tuple(t.shape))
     # A copy has its own storage, so it is not recognized as the parameter again.
-    swap = {id(t): tap_spread(seen, t, (run.call.name, parameter.name), spread, collect).clone()}
+    swap = {id(t): tap_spread(seen, t, (run.call.name, parameter.name), spread, run.receiver(t)).clone()}
     with seen.intercepting():
         result = run.again(swap)
     for one in tensors_of([result]):
@@ -185,10 +201,10 @@ class _Following:
         what = (self.run.call.name, self.parameter.name)
         if func in _ELEMENTWISE:
             spread = Spread.expanded(self.argument, shape)
-            return self._again(tap_spread(seen, self.t.expand(shape), what, spread, self._receiver()))
+            return self._again(tap_spread(seen, self.t.expand(shape), what, spread, self.run.receiver(self.t)))
         if func in _MOVES or func in _CASTS:
             spread = Spread(shape, self._entries_of_result(), tuple(self.parameter.tensor.shape))
-            return tap_spread(seen, self.plain, what, spread, self._receiver())
+            return tap_spread(seen, self.plain, what, spread, self.run.receiver(self.t))
         receive, pull_back = self._back()
 
         def start(row_map: RowMap) -> Receiver:
@@ -210,13 +226,9 @@ class _Following:
         token = (run.func, parameter.token, argument.offset, argument.shape, argument.stride)
         return add_derived(run.seen, self.plain, parameter.name, token, run.call.name, add_use, parameter.also)
 
-    def _receiver(self) -> Receiver:
-        """Return the gradient callback for `[columns, N, *shape of the parameter]`."""
-        return _per_datum_receiver(self.run.seen, self.run.call, self.argument, self.parameter)
-
     def _back(self) -> tuple[Receiver, Callable[[Tensor], list[Tensor]]]:
         """Return the callback for gradients `[columns, N, *shape]` of the argument, and their computation."""
-        return _at_entries(self._receiver(), self.argument), _pull_back(self._again, [self.t], self.plain)
+        return _at_entries(self.run.receiver(self.t), self.argument), _pull_back(self._again, [self.t], self.plain)
 
     def _again(self, value: Tensor) -> Any:
         """Run the operation with another tensor in place of the parameter."""
@@ -315,8 +327,7 @@ class _Computed:
         rest = dict(expanded)
         for t, argument in zip(self.tensors, self.arguments, strict=True):
             if id(t) not in rest and (argument.name not in by_rule or any(t is one for one in self.inputs)):
-                receive = _per_datum_receiver(self.run.seen, self.run.call, argument, self.run.seen.tracker.get(t))
-                rest[id(t)] = t, _at_entries(receive, argument)
+                rest[id(t)] = t, _at_entries(self.run.receiver(t), argument)
 
         def again(*values: Tensor) -> Any:
             return self.run.again(dict(zip(rest, values, strict=True)))
@@ -372,29 +383,6 @@ class _Computed:
                 else:
                     by_rule |= dict.fromkeys(one.layout.params, receive)
         return by_rule, expanded
-
-
-def _per_datum_receiver(seen: Discovery, call: Call, argument: Argument, parameter: Tracked) -> Receiver:
-    """Return the callback for gradients `[columns, N, *shape]` of a parameter, or of a derived one."""
-    with full_precision(argument.device.type):
-        if parameter.derived is None:
-            return _use_per_datum(seen, call, argument, parameter.tensor)
-        return parameter.derived.collector()
-
-
-def _use_per_datum(seen: Discovery, call: Call, argument: Argument, like: Tensor) -> Receiver:
-    """Record a use of all entries of a parameter by every example; gradients are `[columns, N, *shape]`."""
-    layout = entries_layout(argument)
-
-    def by_rows(g: Tensor, _: Any) -> Tensor:
-        rows_last: Tensor = g.reshape(*g.shape[:2], -1, layout.row_size)
-        return rows_last
-
-    plans, key = seen.trace.plans, ("per example", call.func, layout, call.num_data)
-    if key not in plans:
-        plans[key] = Plan(call.name, layout, all_rows(argument, layout, (call.num_data,)), read=by_rows)
-    (plan,) = seen.trace.settle_once(plans[key], call, like)
-    return seen.use(plan, None, by_construction=True)
 
 
 def _probed(seen: Discovery, result: Any, names: set[str], why: str) -> Any:
