@@ -98,17 +98,6 @@ def add_gram(total: Tensor, x: Tensor, products: Products = "auto") -> Strips:
     return strips
 
 
-def add_grouped_gram(total: Tensor, x: Tensor, products: Products = "auto") -> None:
-    """Add the sums of outer products within each group of features; `x`: `[..., G * D]`, `total`: `[G, D, D]`."""
-    if products != "auto":
-        with multiplying(products):
-            add_grouped_gram(total, rounded(x, products))
-        return
-    groups, size = total.shape[:2]
-    x = x.reshape(-1, groups, size).movedim(1, 0).to(total.dtype)
-    total.baddbmm_(x.transpose(1, 2), x)
-
-
 def mirror(total: Tensor, computed: Collection[Strips] | None = None) -> None:
     """Copy the upper triangle of `[..., D, D]` to the lower one, in place, after all products have been added.
 
@@ -311,7 +300,9 @@ class OuterProductSum:
         if self.diagonal:
             total += self._squares(x).view(total.shape)
         elif self._groups > 1:
-            add_grouped_gram(total, x, self.products)
+            x = rounded(x, self.products).reshape(-1, *total.shape[:2]).movedim(1, 0).to(total.dtype)
+            with multiplying(self.products):
+                total.baddbmm_(x.transpose(1, 2), x)
         else:
             computed = add_gram(total, x, self.products)
             if self.computed is not None:
