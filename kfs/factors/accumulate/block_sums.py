@@ -325,9 +325,6 @@ def _trace(s: OuterProductSum) -> Tensor:
 class BlockMap:
     """The layouts of all blocks.
 
-    Args:
-        layouts: Layouts of known blocks.
-
     Attributes:
         both_ways: Weights that are used both directly and transposed, after their bias has joined the block. This is a
             conflict, because the bias is used in one of these ways only.

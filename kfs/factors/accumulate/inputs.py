@@ -342,14 +342,9 @@ class OneHot(Inputs):
 
 
 def _rows_by_token(index: Tensor) -> tuple[Tensor, Tensor]:
-    """Assign one row to all positions of an example that have the same token.
+    """Assign one row to all positions of an example that have the same token, given tokens `[batch, shared]`.
 
-    Args:
-        index: Tokens, `[batch, shared]`.
-
-    Returns:
-        The token of each row, and the row of each position, both `[batch, shared]`. Unused rows have the token of some
-        position, too.
+    Returns the token of each row, and the row of each position. Unused rows have the token of some position, too.
 
     Example:
         >>> tokens, rows = _rows_by_token(torch.tensor([[7, 5, 7, 6]]))

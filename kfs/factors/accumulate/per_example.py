@@ -107,12 +107,7 @@ class Squares(Moment):
 class PerDatumSums(Statistic):
     """Passes per-example gradients to the moment of their block, for blocks that are known.
 
-    Args:
-        settings: Settings of the computation.
-        layouts: The blocks of the first pass.
-        moments: The moment of each block.
-        left_out: Blocks that another pass computes.
-        owners: The owner rank of each block, which keeps its moment. By default, all ranks keep all moments.
+    Blocks that are `left_out` are computed by another pass. If blocks have owners, a rank keeps the moments of its own.
     """
 
     needs_rows = True
@@ -164,11 +159,7 @@ class PerDatumSums(Statistic):
         self._times_used.clear()
 
     def check_complete(self, resumed: bool) -> None:
-        """Check that this pass has seen the same blocks as the first one. A resumed pass may have seen fewer.
-
-        Raises:
-            ModelError: If a block is new, or was not used.
-        """
+        """Raise if this pass has not seen the same blocks as the first one. A resumed pass may have seen fewer."""
         unused = [self._layouts[key].name for key in self._moments if key not in self._seen]
         missing = [] if resumed else unused
         new = sorted(self._unknown) if self.settings.uncovered == "error" else []

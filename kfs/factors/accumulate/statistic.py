@@ -83,8 +83,7 @@ def all_of(adders: Sequence[Adder]) -> Adder:
 class Statistic(ABC):
     """A sum over data that passes accumulate from the uses of tracked parameters.
 
-    Args:
-        layouts: The blocks, if they are known before the first pass.
+    Its constructor takes the layouts of blocks that are known before the first pass.
 
     Attributes:
         needs_rows: Whether any use needs the example that each row belongs to.

@@ -249,14 +249,9 @@ class _Following:
 
 
 def _track_change(run: _Run, t: Tensor, before: Tensor) -> None:
-    """Track the new values of a derived parameter, which an operation has changed in place, as `nn.ReLU(inplace=True)`.
+    """Track the new values of (a view of) a derived parameter, which an operation has changed in place.
 
-    From then on, its memory holds another derived parameter.
-
-    Args:
-        run: The operation.
-        t: (A view of) the derived parameter.
-        before: Its values before the operation.
+    From then on, the memory of the parameter holds another derived one. The values `before` are differentiated.
     """
     old = run.seen.tracker.get(t)
     view = tuple(t.shape), t.stride(), t.storage_offset() - old.tensor.storage_offset()

@@ -13,7 +13,7 @@ projected states. So every weight is used once, at as many shared positions as t
 returns are computed from these products. If one of them were misread, predictions would differ, and the audit would
 notice.
 
-The partial derivatives of all steps are computed at once, too (`slopes_of`). Then only the chain rule remains. The
+The partial derivatives of all steps are computed at once, too (`Slopes`). Then only the chain rule remains. The
 gradient at $h_{t-1}$ consists of the gradient from outside of the recurrence and the gradient from $h_t$, which is
 mostly $W_{hh}^\top$ times the gradient at $q_t$. `Recurrence` runs this loop back in time. It returns the total
 gradients at all $p_t$ and $q_t$, which autograd would give for an explicit loop over times.
