@@ -174,11 +174,7 @@ def _best_factors(K: KFAC, risk: EmpiricalRisk, side: Side, fixed: dict[str, Fac
 class _Contraction(Moment):
     """Sums of `G^T B G` for side A, or of `G A G^T` for side B: dense matrices, or only their diagonals.
 
-    Args:
-        K: Has the block.
-        block: Says which of its sides are diagonal.
-        side: Which side of the block the sum becomes.
-        fixed: The factor in the middle, from the block's other side, with a scale of one. `None` for the identity.
+    `fixed` is the factor in the middle, from the block's other side, with a scale of one. `None` for the identity.
     """
 
     def __init__(self, K: KFAC, block: Block, side: Side, fixed: Factor | None = None) -> None:
@@ -267,9 +263,9 @@ def _moments(
     settings = settings or K.settings
     layouts = {block.layout.key: block.layout for block in K.blocks.values()}
     made = {name: moment for name, block in K.blocks.items() if (moment := make(block)) is not None}
-    sums = PerDatumSums(settings, layouts, {K.blocks[name].layout.key: made[name] for name in made})
     try:
-        sweep(risk, sums, settings, "gradients")
+        moments = {K.blocks[name].layout.key: moment for name, moment in made.items()}
+        sweep(risk, PerDatumSums(settings, layouts, moments), settings, "gradients")
     except WITHOUT_VMAP as error:
         return _moments(K, risk, make, one_by_one(settings, error))
     return made

@@ -23,7 +23,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from inspect import getclosurevars
 from pathlib import Path
@@ -247,13 +247,10 @@ def naming(checkpoint: Checkpoint | None) -> Iterator[None]:
     try:
         yield
     except LostRankError as error:
-        way_out = error.way_out
-        if checkpoint is not None:
-            way_out = (
-                "Start the program again, with any number of processes: it continues from the checkpoint "
-                f"{checkpoint.path}."
-            )
-        raise LostRankError(error.cause, way_out) from error
+        if checkpoint is None:
+            raise
+        again = "Start the program again, with any number of processes: it continues from the checkpoint"
+        raise LostRankError(error.cause, f"{again} {checkpoint.path}.") from error
 
 
 @dataclass
@@ -284,24 +281,21 @@ class Progress:
         self.counted = 0
 
     def add(self, other: "Progress") -> None:
-        """Add the counts of other data."""
+        """Add the counts and findings of other data."""
         self.batches += other.batches
         self.num_data += other.num_data
         self.count += other.count
         self.unexplained |= other.unexplained
         self.reached |= other.reached
+        both = [audit for audit in (self.audit, other.audit) if audit is not None]  # ranks without data have none
+        self.audit = reduce(Audit.merged, both) if both else None
 
     def add_up(self, ranks: Ranks) -> None:
         """Replace all counts by the totals over ranks, after the last batch."""
-        mine = (self.batches, self.num_data, self.count, self.unexplained, self.audit, self.reached)
-        found = ranks.gather("progress", mine)
-        self.batches = sum(one[0] for one in found)
-        self.num_data = sum(one[1] for one in found)
-        self.count = float(sum(one[2] for one in found))
-        self.unexplained = set().union(*(one[3] for one in found))
-        self.reached = set().union(*(one[5] for one in found))
-        audits = [one[4] for one in found if one[4] is not None]  # ranks without data have none
-        self.audit = reduce(Audit.merged, audits) if audits else None
+        total = Progress()
+        for one in ranks.gather("progress", replace(self, counted=0)):
+            total.add(one)
+        vars(self).update(vars(total))
 
     def state(self) -> dict[str, Any]:
         """Return the state to store in a file."""
@@ -327,29 +321,12 @@ class Progress:
 _LISTS = ("blocks", "totals")
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file with sums.
-
-    Attributes:
-        name: Its name.
-        seen: The examples in it.
-    """
-
-    name: str
-    seen: SeenData
-
-
 class Journal:
     """Keeps the sums of a pass over the data in files.
 
-    Args:
-        checkpoint: Where and how often to write.
-        risk: Model, loss, data and parameters.
-        settings: The settings of the computation.
-        stage: Name of the pass, `"factors"` or `"eigenvalues"`; with a number, if there are several of them.
-        basis: Digests of the eigenvectors that sums refer to, by block, if any.
-        blocks: Names of the blocks of the pass. `None` for all blocks.
+    `stage` is the name of the pass, `"factors"` or `"eigenvalues"`, with a number if there are several of them. If
+    sums refer to eigenvectors, `basis` has a digest of those of each block. `blocks` are the names of the blocks of
+    the pass; by default, all.
     """
 
     def __init__(
@@ -364,9 +341,7 @@ class Journal:
         path = Path(checkpoint.path)
         self.path = path if stage == "factors" else path.with_name(f"{path.name}.{stage}")
         self.ranks = risk.ranks
-        self.own_path = self.path
-        if self.ranks.are_several:
-            self.own_path = path.with_name(self._name_of(self.ranks.rank))
+        self.own_path = path.with_name(self._name_of(self.ranks.rank)) if self.ranks.are_several else self.path
         self.checkpoint = checkpoint
         self._loss = risk.loss
         self._batch_axis = settings.batch_axis
@@ -401,8 +376,8 @@ class Journal:
         self._seen = SeenData()  # in the sums of this process
         self._in_file = -1  # number of examples in this process's file
         self._done = SeenData()  # in any file
-        self._files: list[_File] = []
-        self._others: list[_File] = []  # the files that this process adds in the end
+        self._files: dict[str, SeenData] = {}  # the examples in each file, by its name
+        self._others: list[str] = []  # names of the files that this process adds in the end
         self._checked: dict[str, SeenData] = {}  # the examples of each file that this process has met
         self._digests: dict[int, int] = {}  # of parts of the current batch, by the index of their first example
         self._written_at = time.monotonic()
@@ -412,28 +387,32 @@ class Journal:
         self._start()
         every = self.ranks.gather("checkpoints", self._listed())
         # Take files with the most examples first: a united file replaces the files that it was made from.
-        found = {file.name: file for listed in every for file in listed}
-        for file in sorted(found.values(), key=lambda file: (-file.seen.number, file.name)):
-            if not file.seen.overlaps(self._done):
-                self._files.append(file)
-                self._done.add_all(file.seen)
+        found = {name: seen for listed in every for name, seen in listed.items()}
+        for name, seen in sorted(found.items(), key=lambda item: (-item[1].number, item[0])):
+            if not seen.overlaps(self._done):
+                self._files[name] = seen
+                self._done.add_all(seen)
         progress = Progress()
-        for index, file in enumerate(self._files):
-            self._checked[file.name] = SeenData()
-            rank = self._reader(file, every, index)
-            if rank == self.ranks.rank and file.name == self.own_path.name:
-                progress = self._read(file, sums.add)
-                self._seen.add_all(file.seen)
+        for index, (name, seen) in enumerate(self._files.items()):
+            self._checked[name] = SeenData()
+            # The rank that wrote a file loads it, if that is here; otherwise any rank that can read it.
+            readers = [rank for rank, listed in enumerate(every) if listed.get(name) == seen]
+            writers = [rank for rank in readers if self.ranks.are_several and name == self._name_of(rank)]
+            if self.ranks.rank != (writers[0] if writers else readers[index % len(readers)]):
+                continue
+            if name == self.own_path.name:
+                progress = self._read(name, sums)
+                self._seen.add_all(seen)
                 self._in_file = self._seen.number
-            elif rank == self.ranks.rank:
-                self._others.append(file)
+            else:
+                self._others.append(name)
         return progress
 
-    def _listed(self) -> list[_File]:
-        """Return the files that this process can read, with the examples in them."""
+    def _listed(self) -> dict[str, SeenData]:
+        """Return the examples in each file that this process can read, by name."""
         pattern = f"{glob.escape(self.path.name)}.rank-*-of-*"
         paths = sorted(self.path.parent.glob(pattern)) if self.path.parent.is_dir() else []
-        listed = []
+        listed = {}
         for path in [self.path, *paths] if self.path.exists() else paths:
             header, state = files.read(path, check_digest=False)
             with files.require_valid(path):
@@ -442,7 +421,7 @@ class Journal:
                 differs = [name for name in mine | theirs if theirs.get(name) != mine.get(name)]
                 found = state["progress"]
                 ranges = [(int(start), int(stop)) for start, stop in found["ranges"]]
-                listed.append(_File(path.name, SeenData(ranges, int(found["digest"], 16))))
+                listed[path.name] = SeenData(ranges, int(found["digest"], 16))
             if differs:
                 raise StorageError(
                     f"The checkpoint {path} belongs to another computation: {', '.join(differs)} differ.",
@@ -450,18 +429,12 @@ class Journal:
                 )
         return listed
 
-    def _reader(self, file: _File, every: Sequence[Sequence[_File]], number: int) -> int:
-        """Choose which rank loads a checkpoint file: its author if present, else any rank that can read it."""
-        seers = [rank for rank, listed in enumerate(every) if file in listed]
-        named = [rank for rank in seers if self.ranks.are_several and file.name == self._name_of(rank)]
-        return (named or seers)[0 if named else number % len(seers)]
-
-    def _read(self, file: _File, take: Any) -> Progress:
-        """Read a file, pass its sums to `take`, and return its counts."""
-        path = self.path.with_name(file.name)
+    def _read(self, name: str, sums: Statistic) -> Progress:
+        """Add the sums in a file, and return its counts."""
+        path = self.path.with_name(name)
         _, state = files.read(path, self._device)
         with files.require_valid(path):
-            take(state["uses"])
+            sums.add(state["uses"])
             return Progress.from_state(state["progress"])
 
     def rest_of(self, batch: Batch) -> list[Batch]:
@@ -469,12 +442,12 @@ class Journal:
         # Check the digests of examples that are in files, once all examples of a file were met.
         digests = digests_of(batch, self._batch_axis)
         whole = (batch.first, batch.first + len(batch.y))
-        for file in self._files:
-            checked = self._checked[file.name]
-            for start, stop in file.seen.common(whole):
+        for name, seen in self._files.items():
+            checked = self._checked[name]
+            for start, stop in seen.common(whole):
                 checked.add((start, stop), sum(digests[start - batch.first : stop - batch.first]))
-            if checked.number == file.seen.number and checked.digest != file.seen.digest:
-                raise self._other_data(file)
+            if checked.number == seen.number and checked.digest != seen.digest:
+                raise self._other_data(name)
         # Only examples in no file are left to do.
         gaps = self._done.gaps(whole)
         self._digests = {start: sum(digests[start - batch.first : stop - batch.first]) for start, stop in gaps}
@@ -490,22 +463,17 @@ class Journal:
     def notes(self, batch: Batch, progress: Progress) -> bool:
         """Record that a batch, or a part of it, is in the sums, and return whether to write them now."""
         self._seen.add((batch.first, batch.first + len(batch.y)), self._digests[batch.first])
-        return self._is_due(progress)
-
-    def _other_data(self, file: _File) -> StorageError:
-        return StorageError(
-            f"The data differ from those that the checkpoint {self.path.with_name(file.name)} was made from.",
-            "Pass the same data in the same order (if inputs have no batch axis, in the same batches), delete the "
-            "checkpoint, or choose another path.",
-        )
-
-    def _is_due(self, progress: Progress) -> bool:
-        """Whether enough batches or minutes have passed to write the sums."""
-        batches = self.checkpoint.batches
-        minutes = self.checkpoint.minutes
+        batches, minutes = self.checkpoint.batches, self.checkpoint.minutes
         minutes = 5.0 if batches is None and minutes is None else minutes
         late = minutes is not None and time.monotonic() - self._written_at >= 60 * minutes
         return late or (batches is not None and progress.batches % batches == 0)
+
+    def _other_data(self, name: str) -> StorageError:
+        return StorageError(
+            f"The data differ from those that the checkpoint {self.path.with_name(name)} was made from.",
+            "Pass the same data in the same order (if inputs have no batch axis, in the same batches), delete the "
+            "checkpoint, or choose another path.",
+        )
 
     def close(self, progress: Progress, sums: Statistic) -> None:
         """Write the final sums of this process, and add those of other files. All ranks call it.
@@ -514,16 +482,16 @@ class Journal:
             StorageError: If examples in a file are missing from the data, or differ.
         """
         met = self.ranks.gather("data of checkpoints", self._checked)
-        for file in self._files:
+        for name, seen in self._files.items():
             total = SeenData()
             for one in met:
-                total.add_all(one[file.name])
-            if total.number != file.seen.number or total.digest != file.seen.digest:
-                raise self._other_data(file)
+                total.add_all(one[name])
+            if total != seen:
+                raise self._other_data(name)
         if self._seen.number not in {self._in_file, 0}:
             self.write(progress, sums)
-        for file in self._others:
-            progress.add(self._read(file, sums.add))
+        for name in self._others:
+            progress.add(self._read(name, sums))
 
     def write(self, progress: Progress, sums: Statistic) -> None:
         """Write the sums of this process."""
@@ -544,12 +512,12 @@ class Journal:
             progress: The totals over all ranks.
             sums: The sums over all ranks.
         """
-        is_united = [file.name for file in self._files] == [self.path.name]
+        is_united = [*self._files] == [self.path.name]
         if not self.ranks.are_several and not self._others:
             return  # this process has already written the file
         # Which examples are in the sums of all ranks?
         mine = SeenData()
-        for one in (self._seen, *(file.seen for file in self._others)):
+        for one in (self._seen, *map(self._files.__getitem__, self._others)):
             mine.add_all(one)
         seen = SeenData()
         for one in self.ranks.gather("data seen", mine):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from math import isfinite
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -26,9 +26,8 @@ from torch.overrides import TorchFunctionMode
 from kfs.display.describe import Described, Description, Table, counted, kind, times
 from kfs.display.suggestions import ByName, few, suggest
 from kfs.errors import DataError, ModelError, ShapeError
-from kfs.factors.accumulate import (
-    Captured,
-    KeptGradients,
+from kfs.factors.accumulate import Captured, KeptGradients, full_precision
+from kfs.factors.accumulate.row_products import (
     PlainVectors,
     RowProducts,
     RowVectors,
@@ -36,7 +35,6 @@ from kfs.factors.accumulate import (
     at_a_time,
     cheaper,
     cheaper_within,
-    full_precision,
     joined_products,
     matrix_inner,
     matrix_inner_by_row,
@@ -54,20 +52,18 @@ from kfs.runtime.nested import tensors_in
 from kfs.runtime.sync import numbers
 
 Basis = Eigenbasis | Congruence
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-Method = Callable[Concatenate["BlockGradients", Arguments], Result]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def precisely(method: Method[Arguments, Result]) -> Method[Arguments, Result]:
+def precisely(method: Method) -> Method:
     """Decorate a method to compute in the precision of the gradients, even under the caller's `autocast`."""
 
     @wraps(method)
-    def run(gradients: "BlockGradients", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def run(gradients: "BlockGradients", /, *args: Any, **kwargs: Any) -> Any:
         with full_precision(gradients.device.type):
             return method(gradients, *args, **kwargs)
 
-    return run
+    return cast("Method", run)
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,7 +168,9 @@ class BlockGradients(Described):
         total = torch.zeros(self.num_data, other.num_data, dtype=self.dtype, device=self.device)
         if not (self._has_parts and other._has_parts):
             return total
-        if self._way(other) == "rows":
+        sizes = (self.num_data, other.num_data), (self.shared, other.shared)
+        by_rows = self.whole is None and other.whole is None
+        if by_rows and cheaper(*sizes, self._work(other), self.numbers) == "rows":
             for mine in self.parts:
                 for theirs in other.parts:
                     total += mine.inner(theirs)
@@ -180,10 +178,11 @@ class BlockGradients(Described):
         matrices = self.dense()
         if other._has_plain_rows:
             return matrix_inner(matrices, other.parts)
-        flat = matrices.flatten(1)
+        # Form the other matrices a few examples at a time if there is a single part.
+        one_part = len(other.uses) == 1 and other.whole is None
         place = 0
-        for some in other._matrices():
-            total[:, place : place + len(some)] = flat @ some.flatten(1).T
+        for some in other.uses[0].matrices() if one_part else [other.dense()]:
+            total[:, place : place + len(some)] = matrices.flatten(1) @ some.to(self.dtype).flatten(1).T
             place += len(some)
         return total
 
@@ -198,7 +197,7 @@ class BlockGradients(Described):
         for theirs in other.parts:
             share = torch.zeros(self.num_data, other.num_data, theirs.shared, dtype=self.dtype, device=self.device)
             for mine in self.parts:
-                share += mine.inner_by_row(theirs)
+                share += mine.inner(theirs, by_row=True)
             if self.whole is not None:
                 step = at_a_time(self.whole, other.num_data * theirs.shared * theirs.g.size * theirs.g.groups)
                 parts = [matrix_inner_by_row(some, theirs) for some in self.whole.split(step)]
@@ -276,21 +275,6 @@ class BlockGradients(Described):
         pairs = [(mine.work, theirs.work) for mine in self.uses for theirs in other.uses]
         return max(min(a[0], b[0]) for a, b in pairs), max(min(a[1], b[1]) for a, b in pairs)
 
-    def _way(self, other: "BlockGradients") -> str:
-        """Return how to compute inner products: by `"rows"` or by `"matrices"`."""
-        if self.whole is not None or other.whole is not None:
-            return "matrices"
-        rows = (self.shared, other.shared)
-        pairs = (self.num_data, other.num_data)
-        return cheaper(pairs, rows, self._work(other), self.numbers, (False, False))
-
-    def _matrices(self) -> Iterator[Tensor]:
-        """Generate matrices, a few examples at a time if there is a single part."""
-        if len(self.uses) == 1 and self.whole is None:
-            yield from (some.to(self.dtype) for some in self.uses[0].matrices())
-        else:
-            yield self.dense()
-
     def _check_block(self, other: "BlockGradients") -> None:
         if self.layout != other.layout:
             raise ShapeError(
@@ -322,36 +306,34 @@ def sides_of(basis: Basis) -> tuple[Tensor | None, Tensor | None]:
 
 def _multiplied_rows(part: RowProducts, structure: Structure) -> RowProducts:
     """Multiply rows with a block that keeps rows; see `BlockGradients.keeps_rows`."""
+    x, g = part.x, part.g
     if isinstance(structure, Kronecker):
-        rows = _times_factors(part, structure.A, structure.B)
-        return _scaled(rows, (structure.A.scale * structure.B.scale).reshape(-1, 1, 1, 1))
+        # For a unit vector, a diagonal factor is a scalar, which is moved to the other side.
+        A, B = structure.A, structure.B
+        if isinstance(x, UnitVectors) and A.kind == "diagonal":
+            g = PlainVectors(g.dense() * A.values[:, x.index].unsqueeze(3))
+        else:
+            x = _times_factor(x, A)
+        if isinstance(g, UnitVectors) and B.kind == "diagonal":
+            x = PlainVectors(x.dense() * B.values[:, g.index].unsqueeze(3))
+        else:
+            g = _times_factor(g, B)
+        scale = (A.scale * B.scale).reshape(-1, 1, 1, 1)
+        if isinstance(g, PlainVectors):
+            return RowProducts(x, PlainVectors(g.dense() * scale))
+        return RowProducts(PlainVectors(x.dense() * scale), g)
     assert isinstance(structure, Basis)  # noqa: S101 (the only other kind)
     Q_A, Q_B = sides_of(structure)
-    if isinstance(part.x, UnitVectors) and Q_A is None:
-        return RowProducts(part.x, _filtered(part.g, Q_B, structure.values[0].T[part.x.index]))
-    assert isinstance(part.g, UnitVectors)  # noqa: S101 (one side has unit vectors)
-    return RowProducts(_filtered(part.x, Q_A, structure.values[0][part.g.index]), part.g)
+    if isinstance(x, UnitVectors) and Q_A is None:
+        return RowProducts(x, _filtered(g, Q_B, structure.values[0].T[x.index]))
+    assert isinstance(g, UnitVectors)  # noqa: S101 (one side has unit vectors)
+    return RowProducts(_filtered(x, Q_A, structure.values[0][g.index]), g)
 
 
 def _filtered(vectors: RowVectors, Q: Tensor | None, values: Tensor) -> PlainVectors:
     """Rotate to a basis, multiply coordinates with values `[n, shared, size]`, and rotate back."""
     inside = (vectors if Q is None else vectors.times(Q)).dense() * values
     return PlainVectors(inside) if Q is None else PlainVectors(inside).times(Q.transpose(1, 2))
-
-
-def _times_factors(part: RowProducts, A: Factor, B: Factor) -> RowProducts:
-    """Return `B G A^T`, without scales of the factors."""
-    x, g = part.x, part.g
-    if isinstance(x, UnitVectors) and A.kind == "diagonal":
-        # The entry of the diagonal is a scalar, which is moved to the other side.
-        g = PlainVectors(g.dense() * A.values[:, x.index].unsqueeze(3))
-    else:
-        x = _times_factor(x, A)
-    if isinstance(g, UnitVectors) and B.kind == "diagonal":
-        x = PlainVectors(x.dense() * B.values[:, g.index].unsqueeze(3))
-    else:
-        g = _times_factor(g, B)
-    return RowProducts(x, g)
 
 
 def _times_factor(vectors: RowVectors, factor: Factor) -> RowVectors:
@@ -363,15 +345,7 @@ def _times_factor(vectors: RowVectors, factor: Factor) -> RowVectors:
     return vectors.times(factor.values.transpose(1, 2))
 
 
-def _scaled(rows: RowProducts, scale: Tensor) -> RowProducts:
-    """Multiply gradients with a scalar for each group, `[groups, 1, 1, 1]`, on a side with plain vectors."""
-    if isinstance(rows.g, PlainVectors):
-        return RowProducts(rows.x, PlainVectors(rows.g.dense() * scale))
-    return RowProducts(PlainVectors(rows.x.dense() * scale), rows.g)
-
-
 Uncovered = Literal["error", "skip", "autograd"]
-_UNCOVERED = ("error", "skip", "autograd")
 
 
 @dataclass(frozen=True, repr=False)
@@ -497,8 +471,8 @@ def per_datum(
     # Check names and settings now, not when the first batch is requested: a process may have no batches.
     named = {"of": getattr(of, "__qualname__", of), "uncovered": uncovered, "joint_bias": joint_bias}
     with risk.together("kfs.per_datum", named | {"batch_axis": batch_axis}):
-        if uncovered not in _UNCOVERED:
-            raise ModelError(f"uncovered is {uncovered!r}.", suggest([uncovered], _UNCOVERED))
+        if uncovered not in get_args(Uncovered):
+            raise ModelError(f"uncovered is {uncovered!r}.", suggest([uncovered], get_args(Uncovered)))
         settings = Settings(fisher="empirical", joint_bias=joint_bias, batch_axis=batch_axis, audit=audit, replay=False)
         settings = _settings(settings, blocks)
         gradient = gradient_of(of, risk.loss)
@@ -516,21 +490,14 @@ def per_datum_columns(
 ) -> Iterator[list[GradientBatch]]:
     r"""Compute $J_n^\top v_{n,c}$ for every example and several vectors each, with one forward pass per batch.
 
-    For unit vectors, these are the rows of the Jacobian.
+    For unit vectors, these are the rows of the Jacobian. The gradients of each batch are a list, one for each column.
 
     Args:
         risk: Model, data and parameters.
         vectors: Maps predictions and targets to vectors, some columns at a time, `[columns, *f.shape]`.
-        blocks: As in `per_datum`.
+        blocks: As in `per_datum`, which also raises the same errors.
         uncovered: As in `per_datum`.
         audit: As in `KFAC`.
-
-    Yields:
-        For each batch, a list with the gradients for each column.
-
-    Raises:
-        ModelError: If a parameter is not covered, or the model's blocks differ from the operator's.
-        DataError: If a gradient is not finite. The example is named.
     """
     settings = _settings(Settings(fisher="empirical", audit=audit, replay=False), blocks)
     return _Stream(risk, vectors, blocks, uncovered).batches(settings)
@@ -543,14 +510,7 @@ def _settings(settings: Settings, blocks: BlockDiagonal | None) -> Settings:
 
 
 class _Stream:
-    """Runs passes, and collects per-example gradients from the captured inputs and gradients.
-
-    Args:
-        risk: Model, loss, data and parameters.
-        vectors: Maps predictions and targets to the vectors that are sent back.
-        operator: Defines the blocks, if given.
-        uncovered: What to do about parameters that no rule covers.
-    """
+    """Runs passes, and collects per-example gradients from the captured inputs and gradients."""
 
     def __init__(
         self, risk: EmpiricalRisk, vectors: Vectors, operator: BlockDiagonal | None, uncovered: Uncovered
@@ -558,7 +518,7 @@ class _Stream:
         self.risk = risk
         self.vectors = vectors
         self.num_columns = 0  # of the last batch
-        self.operator = operator
+        self.operator = operator  # defines the blocks, if given
         self.uncovered = uncovered
         layouts = [] if operator is None else [layout for stack in operator.stacks for layout in stack.layouts]
         self.sums = KeptGradients({layout.key: layout for layout in layouts})
@@ -596,11 +556,7 @@ class _Stream:
             yield some
 
     def _uncovered(self) -> dict[str, str]:
-        """Return parameters to leave out, or to differentiate by autograd, with reasons.
-
-        Raises:
-            ModelError: If that is not allowed.
-        """
+        """Return parameters to leave out or differentiate by autograd, with reasons; raise if that is not allowed."""
         why = not_covered([], [], self.progress.unexplained, self.sums.conflicts)
         if not why:
             return why
@@ -647,10 +603,7 @@ class _Stream:
         return GradientBatch(batch.first, batch.first + num_data, by_name, shapes)
 
     def _by_autograd(self, batch: Batch, bad: Mapping[str, str]) -> list[dict[str, Tensor]]:
-        """Return gradients by autograd of uncovered parameters, example by example, `[n, *shape]`, for each column.
-
-        The dictionaries are empty if uncovered parameters are left out.
-        """
+        """Return gradients of uncovered parameters, example by example, `[n, *shape]`, unless they are left out."""
         if not bad or (self.operator is None and self.uncovered != "autograd"):
             return [{} for _ in range(self.num_columns)]
         found = []

@@ -201,7 +201,7 @@ class FactorResult:
     def blocks(self) -> dict[Key, BlockSums]:
         """The sums. All numbers of positions that depend on data are read from an accelerator at once."""
         blocks = dict(self.sums.blocks) if self.own is None else self.own
-        read_counts(role for block in blocks.values() for role in block.roles.values())
+        read_counts(blocks.values())
         return blocks
 
     def copy(self) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfs.factors import EKFAC, KFAC
 from kfs.factors.accumulate import BlockSums, FactorSums, PerDatumSums, Squares, Statistic, Use
-from kfs.factors.accumulate.block_sums import RoleSums
+from kfs.factors.accumulate.block_sums import RoleSums, read_counts
 from kfs.factors.accumulate.inputs import OneHot
 from kfs.factors.accumulate.outer_products import OuterProductSum
 from kfs.factors.capture import forward
@@ -212,7 +212,7 @@ def test_counts_of_a_replayed_pass(sharing: Any, monkeypatch: pytest.MonkeyPatch
     before = sums.counts()
     found.add(batches[1])
     recorded = {key: count - before[key] for key, count in sums.counts().items()}
-    sums.read_counts()
+    read_counts(sums.blocks.values())
     # What Python counts in the last pass is taken back.
     unchanged = sums.counts()
     found.add(batches[2])
@@ -258,7 +258,7 @@ def test_one_question_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         passes.add(Batch(X, y, 0))
     assert not asked
-    sums.read_counts()
+    read_counts(sums.blocks.values())
     for block in sums.blocks.values():
         block.complete()
         assert block.terms == 6  # three positions count, in each of two passes

@@ -12,7 +12,7 @@ from kfs.errors import ModelError, StorageError
 from kfs.factors import EKFAC, KFAC, load
 from kfs.factors.accumulate import outer_products as products_module
 from kfs.factors.accumulate.inputs import Inputs, Vectors
-from kfs.factors.accumulate.outer_products import OuterProductSum, check_products, multiplying
+from kfs.factors.accumulate.outer_products import OuterProductSum, check_products, multiplying, rounded
 from kfs.factors.accumulate.patches import Patches
 from kfs.factors.checkpoint import Checkpoint
 from kfs.factors.settings import Settings
@@ -121,7 +121,7 @@ def test_half_precision() -> None:
         total.add(x)
         total.complete()
         assert ((total.total[0] - outer_products(x)).abs() <= FLOAT32 * outer_products(x.abs())).all()
-        assert total.rounded(x).dtype == (torch.float32 if products == "float32" else torch.float16)
+        assert rounded(x, total.products).dtype == (torch.float32 if products == "float32" else torch.float16)
 
 
 def test_no_negative_eigenvalues() -> None:

@@ -384,7 +384,7 @@ def test_columns_with_one_gradient_at_cells() -> None:
     torch.manual_seed(0)
     p, q = torch.randn(2, 3, 2, 20, dtype=torch.float64)  # three times, two examples, four gates of five features
     before, cells, W = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 2, 5), (2, 2, 5), (20, 5)))
-    tensors = recurrent.slopes_of(recurrent.LSTM, p, q, before, cells[0]).tensors
+    tensors = recurrent.LSTM(p, q, before, cells[0]).tensors
     columns = torch.randn(6, 3, 2, 5, dtype=torch.float64)
 
     def send_back(g: Tensor) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfs.factors.accumulate import patches
 from kfs.factors.accumulate.outer_products import OuterProductSum
-from kfs.factors.accumulate.patches import Patches, Windows, rows_pay
+from kfs.factors.accumulate.patches import Patches
 
 SPATIAL = (5, 6, 4)
 
@@ -30,7 +30,7 @@ def written_down(x: Tensor, P: Patches) -> Tensor:
 def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU as an accelerator, and shifts as cheap."""
     monkeypatch.setattr("kfs.runtime.sync.is_asynchronous", lambda _: True)
-    monkeypatch.setattr(patches, "rows_pay", lambda windows, _: windows.stride[0] == 1)
+    monkeypatch.setattr(Patches, "_rows_pay", lambda P: P.stride[0] == 1)
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (1, 1), (2, 0), (0, 3)])
@@ -68,12 +68,15 @@ def test_border_matters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride", "height", "out", "pays"),
-    [(3, 1, 8, 8, True), (3, 2, 8, 4, False), (1, 1, 8, 8, False), (3, 1, 3, 1, False), (2, 1, 8, 7, True)],
+    ("kernel", "stride", "height", "padding", "pays"),
+    [(3, 1, 8, 1, True), (3, 2, 8, 1, False), (1, 1, 8, 0, False), (3, 1, 3, 0, False), (2, 1, 8, 0, True)],
 )
-def test_when_it_pays(kernel: int, stride: int, height: int, out: int, pays: bool) -> None:
-    windows = Windows((kernel, 3), (stride, 1), ((0, 0), (0, 0)), (1, 1), (out, 8))
-    assert rows_pay(windows, height) == pays
+def test_when_it_pays(
+    kernel: int, stride: int, height: int, padding: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    P = Patches((2, 1, height, 8), (kernel, 3), (stride, 1), ((padding, padding), (1, 1)), (1, 1), 1)
+    assert P._rows_pay() == pays
 
 
 @pytest.mark.parametrize(("kernel", "padding"), [(3, 2), (7, 3)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfs.factors.accumulate import (
+from kfs.factors.accumulate.row_products import (
     PlainVectors,
     RowProducts,
     RowVectors,
@@ -82,7 +82,7 @@ def test_inner_products(mine: str, theirs: str, shared: tuple[int, int]) -> None
         ],
         2,
     )
-    close(one.inner_by_row(other), shares)
+    close(one.inner(other, by_row=True), shares)
     close(matrix_inner_by_row(G, other), shares)
     close(shares.sum(2), one.inner(other))
     if all(isinstance(side, PlainVectors) for side in (other.x, other.g)):
@@ -117,14 +117,13 @@ def test_joined(first: str, second: str) -> None:
 def test_counts() -> None:
     """For one row each, `d_A + d_B` multiplications are fewer than `d_A d_B`; for many rows they are not."""
     one, many = (1, 1), (100, 100)
-    assert cheaper((10, 10), one, (30, 20), 600, (False, False)) == "rows"
-    assert cheaper((10, 10), many, (30, 20), 600, (False, False)) == "matrices"
+    assert cheaper((10, 10), one, (30, 20), 600) == "rows"
+    assert cheaper((10, 10), many, (30, 20), 600) == "matrices"
     # All pairs by rows: 2 * 2 * 4 * 4 * 5 = 320. By matrices of 6 numbers: 24, and 96 to form them.
-    assert cheaper((2, 2), (4, 4), (3, 2), 6, (False, False)) == "matrices"
-    # By rows 20. By matrices of 6 numbers: 24 for products, 24 more unless they are formed.
-    assert cheaper((2, 2), one, (3, 2), 6, (False, False)) == "rows"
-    assert cheaper((2, 2), one, (3, 2), 4, (True, True)) == "matrices"
+    assert cheaper((2, 2), (4, 4), (3, 2), 6) == "matrices"
+    # By rows 20. By matrices of 6 numbers: 24 for products, 24 more to form them.
+    assert cheaper((2, 2), one, (3, 2), 6) == "rows"
     # Unit vectors are compared by index; a table of a thousand rows is never formed.
-    assert cheaper((10, 10), (64, 64), (1, 16), 16_000, (False, False)) == "rows"
+    assert cheaper((10, 10), (64, 64), (1, 16), 16_000) == "rows"
     assert cheaper_within(one, (30, 20), 600) == "rows"
     assert cheaper_within(many, (30, 20), 600) == "matrices"

@@ -536,7 +536,7 @@ _MUTANTS = [
     ),
     sums(
         "factors/accumulate/factor_sums.py",
-        "last = counts if self.plan.ones else torch.zeros_like(counts)",
+        "last = counts if plan.ones else torch.zeros_like(counts)",
         "last = torch.ones_like(counts)",
         "bias counted once instead of at every position",
     ),
@@ -561,8 +561,8 @@ _MUTANTS = [
     ),
     sums(
         "factors/accumulate/block_sums.py",
-        "return sum(role.positions**2 / role.terms",
-        "return sum(role.positions / role.terms",
+        "return sum(role.positions**2 / role.counted",
+        "return sum(role.positions / role.counted",
         "missing square of positions",
         ("tests/optim/test_update_rule.py",),
     ),
@@ -1274,7 +1274,7 @@ _MUTANTS = [
     storage("files.py", 'name += "\'"', "break", "two tensors of one name"),
     storage(
         "factors/checkpoint.py",
-        "if not file.seen.overlaps(self._done):",
+        "if not seen.overlaps(self._done):",
         "if True:",
         "data in two files count twice",
         ("tests/factors/test_checkpoint.py", "tests/distributed/test_resume.py"),

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from operator import add
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +22,8 @@ from kfs.files import UnfitError
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
 
-Role = TypeVar("Role")
-
-
-class RoleCounts(NamedTuple):
-    """All numbers on the host that are sums over the data of a role: attributes of `RoleSums`."""
-
-    counted: float = 0.0
-    positions: float = 0.0
-    inverse_squares: Tensor | float = 0.0
-    ones: float = 0.0
-
-    def plus(self, other: "RoleCounts") -> "RoleCounts":
-        """Return the counts over the data of both."""
-        return RoleCounts(*map(add, self, other))
+# All sums over the data of a role that are numbers: attributes of `RoleSums`.
+COUNTS = ("counted", "positions", "inverse_squares", "ones")
 
 
 @dataclass
@@ -75,40 +62,23 @@ class RoleSums:
         self.input.ones = ones
 
     @property
-    def counts(self) -> RoleCounts:
-        """All counts, without those on the device that are not read yet."""
-        return RoleCounts(*[getattr(self, name) for name in RoleCounts._fields])
-
-    @counts.setter
-    def counts(self, counts: RoleCounts) -> None:
-        for name, value in zip(RoleCounts._fields, counts, strict=True):
-            setattr(self, name, value)
-
-    @property
-    def on_device(self) -> list[Tensor]:
-        """All counts on the device."""
-        return [t for t in (*self.counters.values(), self.inverse_squares) if isinstance(t, Tensor)]
-
-    @property
-    def terms(self) -> float:
-        """Number of positions (or examples). Synchronizes with the accelerator if counts are not read yet."""
-        if not self.counts_are_read:
-            read_counts([self])
-        return self.counted
+    def counts(self) -> dict[str, Tensor | float]:
+        """All counts by name, without those on the device that are not read yet."""
+        return {name: getattr(self, name) for name in COUNTS}
 
     def count(self, g: Tensor) -> None:
         """Count the rows of gradients `[columns, ..., features]`: a receiver that computes no sums."""
         self.counted += prod(g.shape[1:-1])
 
     def add_count(self, name: str, count: float | Tensor) -> None:
-        """Add to a count; a tensor is added on its device."""
-        if not isinstance(count, Tensor):
-            setattr(self, name, getattr(self, name) + count)
-            return
-        self.counts_are_read = False
-        if name not in self.counters:
-            self.counters[name] = torch.zeros((), dtype=torch.float64, device=count.device)
-        self.counters[name].add_(count)
+        """Add to a count; a tensor on an accelerator is added there, to avoid synchronizing."""
+        if isinstance(count, Tensor) and sync.is_asynchronous(count.device):
+            self.counts_are_read = False
+            if name not in self.counters:
+                self.counters[name] = torch.zeros((), dtype=torch.float64, device=count.device)
+            self.counters[name].add_(count)
+        else:
+            setattr(self, name, getattr(self, name) + float(count))
 
     def add_positions(self, counts: Tensor) -> None:
         """Add the numbers of positions of some examples, `[batch]`, without synchronizing with the device."""
@@ -121,54 +91,18 @@ class RoleSums:
 
     def plus(self, other: "RoleSums") -> "RoleSums":
         """Return the sums over the data of both."""
-        read_counts([self, other])
         result = RoleSums(self.input.plus(other.input), self.gradient.plus(other.gradient))
-        result.counts = self.counts.plus(other.counts)
+        for name in COUNTS:
+            setattr(result, name, getattr(self, name) + getattr(other, name))
         return result
 
     def fits(self, other: "RoleSums") -> bool:
         """Whether both sums are stored in the same way."""
-        pairs = (self.input, other.input), (self.gradient, other.gradient)
-        return all(a.total.shape == b.total.shape and a.bias == b.bias for a, b in pairs)
-
-    def complete(self, dtype: torch.dtype | None = None) -> None:
-        """Complete all sums, and move their counts to the host. The counters on the device are discarded."""
-        self.input.complete(dtype)
-        self.gradient.complete(dtype)
-        read_counts([self])
-        self.counters = {}
+        return self.input.fits(other.input) and self.gradient.fits(other.gradient)
 
     def state(self) -> dict[str, Any]:
         """Return all sums and counts, as the content of a file."""
-        read_counts([self])
-        return {"input": self.input.state(), "gradient": self.gradient.state(), **self.counts._asdict()}
-
-    @classmethod
-    def from_state(cls, state: Any, sizes: tuple[int, int], groups: int, products: Products) -> "RoleSums":
-        """Load the result of `state`, for inputs and gradients of given sizes (without the bias)."""
-        inputs, gradients = (
-            OuterProductSum.from_state(state[name], size, groups, products)
-            for name, size in zip(("input", "gradient"), sizes, strict=True)
-        )
-        role = cls(inputs, gradients)
-        role.counts = RoleCounts(*[float(state[name]) for name in RoleCounts._fields])
-        return role
-
-
-def read_counts(roles: Iterable[RoleSums]) -> None:
-    """Add the counters on devices to those on the host, with one synchronization.
-
-    The counters on devices are set to zero in place, because a replayed pass continues to add to them.
-    """
-    unknown = [role for role in roles if not role.counts_are_read]
-    if not unknown:
-        return
-    values = iter(sync.numbers([t for role in unknown for t in role.counters.values()]))
-    for role in unknown:
-        for name, t in role.counters.items():
-            role.add_count(name, next(values))
-            t.zero_()
-        role.counts_are_read = True
+        return {"input": self.input.state(), "gradient": self.gradient.state(), **self.counts}
 
 
 @dataclass
@@ -210,14 +144,16 @@ class BlockSums:
 
     @property
     def terms(self) -> float:
-        """Number of positions (or examples) over which gradients were summed."""
-        return sum(role.terms for role in self.roles.values())
+        """Number of positions (or examples) over which gradients were summed. It may have to be read from a device."""
+        read_counts([self])
+        return sum(role.counted for role in self.roles.values())
 
     @property
     def work(self) -> float:
         """Number of operations for adding outer products to all sums, with one gradient for each position."""
-        roles = self.roles.values()
-        return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)
+        read_counts([self])
+        sizes = {side: role.input.total.numel() + role.gradient.total.numel() for side, role in self.roles.items()}
+        return sum(2 * role.counted * sizes[side] for side, role in self.roles.items())
 
     @property
     def inputs(self) -> float:
@@ -225,9 +161,9 @@ class BlockSums:
 
         With `reduce`, the sum over `S` positions of an example counts as `S^2` inputs: it is as large as `S` of them.
         """
-        if self.sharing != "reduce":
+        if self.sharing != "reduce" or not self.terms:
             return self.terms
-        return sum(role.positions**2 / role.terms for role in self.roles.values() if role.terms)
+        return sum(role.positions**2 / role.counted for role in self.roles.values() if role.counted)
 
     @property
     def identity_scale(self) -> Tensor | float:
@@ -256,22 +192,36 @@ class BlockSums:
             s.convert(where, dtype)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
-        """Complete all sums, and convert them to `dtype` if given."""
+        """Complete all sums, convert them to `dtype` if given, and move counts to the host."""
+        for s in self.sums:
+            s.complete(dtype)
+        read_counts([self])
         for role in self.roles.values():
-            role.complete(dtype)
+            role.counters = {}
 
     def shared(self) -> "BlockSums":
         """Return a copy that shares the tensors. Replacing a tensor in one of them does not change the other."""
         roles = {s: replace(r, input=copy(r.input), gradient=copy(r.gradient)) for s, r in self.roles.items()}
         return replace(self, roles=roles, operations=set(self.operations))
 
+    def without_numbers(self) -> "BlockSums":
+        """Return a copy with sums on the meta device, and the counts on the host."""
+        result = self.shared()
+        result.to("meta")
+        for role in result.roles.values():
+            role.counters = {}
+        return result
+
     def turned_to(self, layout: Layout) -> "BlockSums":
         """Return the block in the transposed layout if that is `layout`; otherwise return it unchanged.
 
         The layout of a block depends on the use that came first, and therefore on the data.
         """
-        roles = roles_for(layout, self.layout, self.roles)
-        return self if roles is self.roles else replace(self, layout=layout, roles=roles)
+        own = self.layout
+        if layout == own or layout.bias is not None or layout.groups > 1 or layout != own.turned():
+            return self
+        other: dict[Side, Side] = {"A": "B", "B": "A"}
+        return replace(self, layout=layout, roles={other[side]: role for side, role in self.roles.items()})
 
     def fits(self, other: "BlockSums") -> bool:
         """Whether the roles that both blocks have are stored in the same way."""
@@ -279,6 +229,7 @@ class BlockSums:
 
     def plus(self, other: "BlockSums") -> "BlockSums":
         """Return the sums over the data of both. The blocks need not have the same roles."""
+        read_counts([self, other])
         both = {side: role.plus(other.roles[side]) for side, role in self.roles.items() if side in other.roles}
         return replace(self, roles=other.roles | self.roles | both, operations=self.operations | other.operations)
 
@@ -304,6 +255,7 @@ class BlockSums:
 
     def state(self) -> dict[str, Any]:
         """Return the block as the content of a file. Its sums need not be complete."""
+        read_counts([self])
         return {
             "layout": asdict(self.layout),
             "sharing": self.sharing,
@@ -317,22 +269,52 @@ class BlockSums:
         """Load the result of `state`. Further vectors are multiplied in the precision `products`."""
         layout = Layout.from_state(state["layout"])
         block = cls(layout, str(state["sharing"]), bool(state["forward_only"]), operations=set(state["operations"]))
-        rows, columns = layout.row_size, layout.column_size
-        sizes: dict[Side, tuple[int, int]] = {"A": (columns, rows), "B": (rows, columns)}
-        for side, of_side in sizes.items():
-            if side in state["pairs"]:
-                block.roles[side] = RoleSums.from_state(state["pairs"][side], of_side, layout.groups, products)
-        if not block.roles or set(state["pairs"]) - set(sizes):
+        sizes: dict[Side, int] = {"A": layout.column_size, "B": layout.row_size}
+        sides: tuple[tuple[Side, Side], ...] = (("A", "B"), ("B", "A"))  # of inputs, and of gradients
+        pairs = state["pairs"]
+        if not pairs or set(pairs) - set(sizes):
             raise UnfitError(f"the block {layout.name!r} has no factors")
+        for side, other in sides:
+            if side in pairs:
+                inputs = OuterProductSum.from_state(pairs[side]["input"], sizes[side], layout.groups, products)
+                gradients = OuterProductSum.from_state(pairs[side]["gradient"], sizes[other], layout.groups, products)
+                block.roles[side] = role = RoleSums(inputs, gradients)
+                for name in COUNTS:
+                    setattr(role, name, float(pairs[side][name]))
         return block
 
 
-def roles_for(wanted: Layout, layout: Layout, roles: dict[Side, Role]) -> dict[Side, Role]:
-    """Return the roles of a block by side, with sides exchanged if `wanted` is the transposed layout."""
-    if wanted == layout or wanted.bias is not None or wanted.groups > 1 or wanted != layout.turned():
-        return roles
-    other: dict[Side, Side] = {"A": "B", "B": "A"}
-    return {other[side]: role for side, role in roles.items()}
+def read_counts(blocks: Iterable[BlockSums]) -> None:
+    """Add the counters on devices to those on the host, with one synchronization.
+
+    The counters on devices are set to zero in place, because a replayed pass continues to add to them.
+    """
+    unknown = [role for block in blocks for role in block.roles.values() if not role.counts_are_read]
+    if not unknown:
+        return
+    values = iter(sync.numbers([t for role in unknown for t in role.counters.values()]))
+    for role in unknown:
+        for name, t in role.counters.items():
+            role.add_count(name, next(values))
+            t.zero_()
+        role.counts_are_read = True
+
+
+def merge(blocks: dict[Key, BlockSums], more: Iterable[BlockSums], block_map: "BlockMap") -> set[tuple[str, str]]:
+    """Add the sums of more blocks, over other data, to `blocks` with the layouts of `block_map`.
+
+    Returns:
+        `(parameter, operation)` of the uses in blocks that were not added, because they contradict others.
+    """
+    conflicts: set[tuple[str, str]] = set()
+    for block in more:
+        mine = blocks.get(block.layout.key)
+        block = block if mine is None else block.turned_to(mine.layout)  # noqa: PLW2901
+        if not block_map.admit(block.layout) or (mine is not None and not mine.fits(block)):
+            conflicts |= {(block.layout.weight, operation) for operation in block.operations}
+        else:
+            blocks[block.layout.key] = block if mine is None else mine.plus(block)
+    return conflicts
 
 
 def _trace(s: OuterProductSum) -> Tensor:
@@ -342,9 +324,6 @@ def _trace(s: OuterProductSum) -> Tensor:
 
 class BlockMap:
     """The layouts of all blocks.
-
-    Args:
-        layouts: Layouts of known blocks.
 
     Attributes:
         both_ways: Weights that are used both directly and transposed, after their bias has joined the block. This is a

@@ -4,7 +4,7 @@ With `expand`, inputs are added in the forward pass, and gradients as soon as th
 over the shared positions of all uses of a parameter are collected for one batch, and added when they are complete.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
-from kfs.factors.accumulate.block_sums import BlockSums, RoleCounts, RoleSums, read_counts
+from kfs.factors.accumulate.block_sums import BlockSums, RoleSums, merge, read_counts
 from kfs.factors.accumulate.inputs import Vectors
 from kfs.factors.accumulate.outer_products import OuterProductSum, check_products, full_precision
 from kfs.factors.accumulate.statistic import (
@@ -24,13 +24,12 @@ from kfs.factors.accumulate.statistic import (
     PlannedUse,
     Statistic,
     Total,
+    add_nothing,
     ignore,
-    without_inputs,
 )
 from kfs.factors.layout import Key, Side
 from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
 from kfs.factors.settings import Settings
-from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
 
 
@@ -66,8 +65,6 @@ class FactorSums(Statistic):
         self.left_out: dict[Key, BlockSums] = {}
         self.needs_rows = settings.sharing != "expand" and not dry
         self.blocks: dict[Key, BlockSums] = {}
-        # `(parameter, operation)` of uses that contradict other uses of the parameter.
-        self.conflicts: set[tuple[str, str]] = set()
         self._collected: dict[tuple[Key, Side], _Collected] = {}
 
     def adder_of(self, plan: PlannedUse) -> Adder:
@@ -88,18 +85,14 @@ class FactorSums(Statistic):
         wide = self.settings.is_diagonal(role.input.size)
         if role.input.diagonal and not plan.inputs.sparse and not wide:
             # The first use had unit vectors, so the factor was created diagonal. It cannot store dense inputs.
-            self.conflicts.add((layout.weight, plan.operation))
+            self.note_conflict(plan)
         if not is_chosen:
-            return without_inputs(ignore)
+            return add_nothing
         if self.dry:
-            return without_inputs(role.count)
+            return lambda _, __: role.count
         if block.sharing == "expand":
-            return _Expand(plan, role, block.forward_only).add
-        return _Reduce(plan, role, block.forward_only, self._collected).add
-
-    def note_conflict(self, plan: PlannedUse) -> None:
-        """Record a use that contradicts other uses of its parameter."""
-        self.conflicts.add((plan.layout.weight, plan.operation))
+            return _expand(plan, role, block.forward_only)
+        return _reduce(plan, role, block.forward_only, self._collected)
 
     def finish_forward(self) -> None:
         """Add each example's sum of inputs."""
@@ -109,11 +102,8 @@ class FactorSums(Statistic):
                 total.add_whole(collected.inputs)
                 collected.role.input.merge_in(total)
             # Examples that do not use the parameter do not count.
-            if collected.all_used:
-                collected.role.add_count("counted", len(collected.inputs))
-            else:
-                using = (collected.counts > 0).sum()
-                collected.role.add_count("counted", using if sync.is_asynchronous(using.device) else float(using))
+            using = len(collected.inputs) if collected.all_used else (collected.counts > 0).sum()
+            collected.role.add_count("counted", using)
             if self.settings.fisher == "forward-only":
                 collected.role.add_positions(collected.counts)
 
@@ -140,7 +130,8 @@ class FactorSums(Statistic):
             for side, role in sorted(block.roles.items()) if block.is_local else ():
                 found[key, side, "input"] = Total(role.input.total, not role.input.diagonal)
                 found[key, side, "gradient"] = Total(role.gradient.total, not role.gradient.diagonal)
-                found |= {(key, side, place): Total(t) for place, t in enumerate(role.on_device)}
+                on_device = role.counters | {"inverse_squares": role.inverse_squares}
+                found |= {(key, side, name): Total(t) for name, t in on_device.items() if isinstance(t, Tensor)}
         return found
 
     def counts(self) -> dict[Place, float]:
@@ -149,28 +140,24 @@ class FactorSums(Statistic):
         On an accelerator, counts that depend on data are not included: see `read_counts`.
         """
         found: dict[Place, float] = {}
-        for key, side, role in self._roles():
-            for name in RoleCounts._fields:
-                value = getattr(role, name)
-                if not isinstance(value, Tensor):
-                    found[key, side, name] = value
+        for key, block in self.blocks.items():
+            for side, role in block.roles.items():
+                counts = ((name, count) for name, count in role.counts.items() if not isinstance(count, Tensor))
+                found |= {(key, side, name): count for name, count in counts}
         return found
 
     def add_counts(self, more: Mapping[Place, float]) -> None:
         """Add differences of `counts`."""
         for (key, side, name), number in more.items():
             self.blocks[key].roles[side].add_count(name, number)
-        for _, _, role in self._roles():
-            # A replayed pass has changed the counters on the device, too.
-            role.counts_are_read = not role.counters
-
-    def read_counts(self) -> None:
-        """Add the counters on the device to those on the host, synchronizing once for all blocks."""
-        read_counts(role for _, _, role in self._roles())
+        # A replayed pass has changed the counters on the device, too.
+        for block in self.blocks.values():
+            for role in block.roles.values():
+                role.counts_are_read = not role.counters
 
     def agree(self, ranks: Ranks, device: torch.device) -> Mapping[Key, int]:
         """Take over the blocks and counts of all ranks. If blocks have owners, choose those of new blocks."""
-        self.read_counts()
+        read_counts(self.blocks.values())
         conflicts = ranks.gather("conflicts", self.conflicts)
         where = self.settings.factor_device or device
         self.blocks, more = agreed_blocks(ranks, self.blocks, where, self.settings.products)
@@ -186,40 +173,28 @@ class FactorSums(Statistic):
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to `dtype` if given."""
-        self.read_counts()
+        read_counts(self.blocks.values())
         for block in self.blocks.values():
             block.complete(dtype)
 
     def state(self) -> dict[str, Any]:
         """Return all sums for a file, between two batches. If blocks have owners, these are the blocks of this rank."""
-        self.read_counts()
+        read_counts(self.blocks.values())
         blocks = [block.state() for block in self.blocks.values() if block.is_local]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
     def add(self, state: Any) -> None:
         """Add the result of `state`. Uses that contradict each other are recorded as conflicts."""
-        self.read_counts()
+        read_counts(self.blocks.values())
         self.conflicts |= {(str(name), str(operation)) for name, operation in state["conflicts"]}
-        for one in state["blocks"]:
-            block = BlockSums.from_state(one, self.settings.products)
-            mine = self.blocks.get(block.layout.key)
-            block = block if mine is None else block.turned_to(mine.layout)
-            if not self.block_map.admit(block.layout) or (mine is not None and not mine.fits(block)):
-                self.conflicts |= {(block.layout.weight, operation) for operation in block.operations}
-            else:
-                self.blocks[block.layout.key] = block if mine is None else mine.plus(block)
+        blocks = (BlockSums.from_state(one, self.settings.products) for one in state["blocks"])
+        self.conflicts |= merge(self.blocks, blocks, self.block_map)
 
     def take(self, other: "FactorSums") -> None:
         """Take over the blocks that another pass over the same data has computed."""
         self.blocks |= other.blocks
         self.conflicts |= other.conflicts
         self.owners = other.owners
-
-    def _roles(self) -> Iterator[tuple[Key, Side, RoleSums]]:
-        """Iterate over the roles of all blocks."""
-        for key, block in self.blocks.items():
-            for side, role in block.roles.items():
-                yield key, side, role
 
     def _new_role(self, block: BlockSums, plan: PlannedUse, dry: bool) -> RoleSums:
         """Return empty sums for a new role of a parameter; on the meta device if nothing is to be computed."""
@@ -228,7 +203,8 @@ class FactorSums(Statistic):
         input_size, gradient_size = (columns, rows) if plan.side == "A" else (rows, columns)
         bias = layout.bias is not None and plan.side == "A"
         dtype = s.factor_dtype or plan.dtype
-        check_products(s.products, at_least_float32(dtype), plan.device, layout.name)
+        if s.products != "auto":
+            check_products(s.products, at_least_float32(dtype), plan.device, layout.name)
         device = "meta" if dry else s.factor_device or plan.device
         sparse = plan.inputs.sparse or s.is_diagonal(input_size + bias)
         narrow = block.forward_only or s.is_diagonal(gradient_size)
@@ -238,40 +214,33 @@ class FactorSums(Statistic):
         )
 
 
-class _Expand:
-    """Adds uses of one plan; treats shared positions as separate examples (`expand`)."""
+def _expand(plan: PlannedUse, role: RoleSums, forward_only: bool) -> Adder:
+    """Return the adder that treats shared positions as separate examples (`expand`)."""
+    inputs, ones, device = plan.inputs, plan.ones, plan.device
+    are_vectors = isinstance(inputs, Vectors)
+    narrow = None if role.gradient.products == "float32" else plan.narrow
+    is_local = role.input.device == device  # sums may be on another device than the model
 
-    def __init__(self, plan: PlannedUse, role: RoleSums, forward_only: bool) -> None:
-        self.inputs = plan.inputs
-        self.are_vectors = isinstance(plan.inputs, Vectors)
-        self.ones = plan.ones
-        self.narrow = None if role.gradient.products == "float32" else plan.narrow
-        self.device = plan.device
-        self.role = role
-        self.is_local = role.input.device == plan.device  # sums may be on another device than the model
-        self.forward_only = forward_only
-
-    def add(self, x: Tensor | None, row_map: RowMap | None) -> Receiver:
-        total = self.role.input if self.is_local else self.role.input.on(self.device)
+    def add(x: Any, row_map: RowMap | None) -> Receiver:
+        total = role.input if is_local else role.input.on(device)
         counted = None if row_map is None else row_map.counted
-        if counted is not None:
-            self.role.add_count("counted", self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
-        elif self.are_vectors:  # shortcut for the most common case
-            self.role.counted += total.add(x, self.ones)  # type: ignore[arg-type]
+        if counted is None and are_vectors:  # shortcut for the most common case
+            role.counted += total.add(x, ones)
         else:
-            self.role.add_count("counted", self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
-        if not self.is_local:  # pragma: no cover (tested on a GPU)
-            self.role.input.merge_in(total)
-        # A bound method that is an attribute would be a cycle, which keeps the sums until a garbage collection.
-        return ignore if self.forward_only else self.add_gradients
+            role.add_count("counted", inputs.add_to(total, x, ones, counted))
+        if not is_local:  # pragma: no cover (tested on a GPU)
+            role.input.merge_in(total)
+        return ignore if forward_only else add_gradients
 
-    def add_gradients(self, g: Tensor) -> None:
-        if self.narrow is not None and g.dtype == torch.float32:
-            g = g.to(self.narrow)  # the precision in which autocast multiplies
-        total = self.role.gradient if self.is_local else self.role.gradient.on(self.device)
+    def add_gradients(g: Tensor) -> None:
+        if narrow is not None and g.dtype == torch.float32:
+            g = g.to(narrow)  # the precision in which autocast multiplies
+        total = role.gradient if is_local else role.gradient.on(device)
         total.add(g.flatten(0, -3) if g.ndim > 3 else g.flatten(0, -2))
-        if not self.is_local:  # pragma: no cover (tested on a GPU)
-            self.role.gradient.merge_in(total)
+        if not is_local:  # pragma: no cover (tested on a GPU)
+            role.gradient.merge_in(total)
+
+    return add
 
 
 @dataclass
@@ -285,61 +254,48 @@ class _Collected:
     gradients: Tensor | None = None  # [columns, batch, groups * d]
 
 
-@dataclass
-class _Reduce:
-    """Adds uses of one plan; sums over the shared positions of each example first (`reduce`)."""
+def _reduce(
+    plan: PlannedUse, role: RoleSums, forward_only: bool, of_batch: dict[tuple[Key, Side], _Collected]
+) -> Adder:
+    """Return the adder that sums over the shared positions of each example first (`reduce`)."""
+    key = (plan.layout.key, plan.side)
 
-    plan: PlannedUse
-    role: RoleSums
-    forward_only: bool
-    collected: dict[tuple[Key, Side], _Collected]
-
-    def __post_init__(self) -> None:
-        self.key = (self.plan.layout.key, self.plan.side)
-
-    def add(self, x: Tensor | None, row_map: RowMap | None) -> Receiver:
+    def add(x: Any, row_map: RowMap | None) -> Receiver:
         assert row_map is not None  # noqa: S101 (statistics with `needs_rows` always get a row map)
         if not row_map.complete:
             raise DataError(
-                f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and the "
+                f"Some inputs of {plan.operation} (block {plan.layout.name!r}) have no gradient, and the "
                 "order of the others does not say to which example they belong.",
                 "Use sharing='expand' for it, which does not need to know: sharing={name: 'expand', ...}.",
             )
         # Sum inputs over positions; the bias coordinate of the sum is the number of positions.
-        inputs, counts = self.plan.inputs.sums(x, row_map)  # type: ignore[arg-type]
-        self.role.add_count("positions", self._number(x, row_map.counted))
-        if self.role.input.bias:
-            last = counts if self.plan.ones else torch.zeros_like(counts)
+        inputs, counts = plan.inputs.sums(x, row_map)
+        counted = row_map.counted
+        leading = plan.inputs.leading(x)
+        role.add_count("positions", prod(leading) * plan.inputs.per_row if counted is None else counted.sum())
+        if role.input.bias:
+            last = counts if plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
             inputs = torch.cat([inputs, last], dim=2)
         # If rows are in a regular order and all count, all examples have the same number of positions.
-        all_count = row_map.counted is None and self.plan.inputs.not_padding(x) is None
-        all_used = isinstance(row_map, StridedRows) and all_count and prod(self.plan.inputs.leading(x)) > 0
+        all_count = counted is None and plan.inputs.not_padding(x) is None
+        all_used = isinstance(row_map, StridedRows) and all_count and prod(leading) > 0
         # A parameter may have several uses in a batch; their sums are added.
-        before = self.collected.get(self.key)
-        if before is None:
-            self.collected[self.key] = _Collected(self.role, inputs, counts, all_used)
+        collected = of_batch.get(key)
+        if collected is None:
+            of_batch[key] = _Collected(role, inputs, counts, all_used)
         else:
-            before.inputs = before.inputs + inputs
-            before.counts = before.counts + counts
-            before.all_used = before.all_used or all_used
-        if self.forward_only:
-            return ignore
-        leading = len(self.plan.inputs.leading(x))
-        return lambda g: self.add_gradients(g, row_map, leading)
+            collected.inputs = collected.inputs + inputs
+            collected.counts = collected.counts + counts
+            collected.all_used = collected.all_used or all_used
+        return ignore if forward_only else lambda g: add_gradients(g, row_map, len(leading))
 
-    def _number(self, x: Tensor | None, counted: Tensor | None) -> float | Tensor:
-        """Return the number of positions that count; a tensor if reading it would synchronize with the device."""
-        if counted is None:
-            return self.plan.inputs.positions(x)
-        number = counted.sum()
-        return number if sync.is_asynchronous(number.device) else float(number)
-
-    def add_gradients(self, g: Tensor, row_map: RowMap, leading: int) -> None:
+    def add_gradients(g: Tensor, row_map: RowMap, leading: int) -> None:
         """Add gradients `[columns, *leading, ..., features]` to each example's sum."""
         dtype = at_least_float32(g.dtype)
         by_datum = (row_map.by_datum(column, trailing=column.ndim - leading) for column in g)
-        columns = [one.flatten(1, -2).sum(1, dtype=dtype) for one in by_datum]
-        collected = self.collected[self.key]
-        sums = torch.stack(columns)
+        sums = torch.stack([one.flatten(1, -2).sum(1, dtype=dtype) for one in by_datum])
+        collected = of_batch[key]
         collected.gradients = sums if collected.gradients is None else collected.gradients + sums
+
+    return add

@@ -32,27 +32,22 @@ class Inputs(ABC):
     overlap: int = 1  # number of vectors that contain each entry of the activation; if several, vectors need memory
 
     @abstractmethod
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
-        """Add the outer products of all vectors to a sum, with a bias coordinate of one if `ones`.
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor | None = None) -> float | Tensor:
+        """Add the outer products of vectors to a sum, with a bias coordinate of one if `ones`.
+
+        Args:
+            total: The sum.
+            x: The activation that vectors are read from.
+            ones: Whether vectors have a bias coordinate of one.
+            counted: The mask of the positions that count, `[rows, positions of a row]`. By default, all do.
 
         Returns:
-            The number of vectors; a tensor if it depends on data and reading it would synchronize with the device.
-        """
-
-    @abstractmethod
-    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
-        """Add the outer products of vectors where the mask `counted`, `[rows, positions of a row]`, is true.
-
-        Other arguments and the result are the same as for `add_to`.
+            The number of vectors; a tensor if it depends on data.
         """
 
     @abstractmethod
     def leading(self, x: Any) -> tuple[int, ...]:
         """Return the lengths of the leading axes, along which a row belongs to one example."""
-
-    def positions(self, x: Any) -> int:
-        """Return the total number of positions, according to the shapes alone."""
-        return prod(self.leading(x)) * self.per_row
 
     def not_padding(self, x: Any) -> Tensor | None:
         """Return the mask of positions that are not padding, `[rows, positions of a row]`; `None` if all are."""
@@ -82,12 +77,7 @@ class Inputs(ABC):
     def gradients(self, use: "Use", g: Tensor) -> Iterator[Tensor]:
         """Yield each example's sum of outer products of gradients and vectors, a few examples at a time.
 
-        Args:
-            use: The vectors.
-            g: Gradients of one column, `[*leading, groups * d_B]`.
-
-        Yields:
-            The parameter's gradients as matrices, `[some data, groups, d_B, d_A]`.
+        They are the parameter's gradients as matrices, `[some data, groups, d_B, d_A]`. Arguments are those of `rows`.
         """
         return self.rows(use, g).matrices()
 
@@ -163,12 +153,10 @@ class Vectors(Inputs):
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
-        """Add all vectors."""
-        return total.add(x, ones)
-
-    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor | None = None) -> float | Tensor:
         """Add the vectors at positions that count."""
+        if counted is None:
+            return total.add(x, ones)
         vectors, number = chosen(x.reshape(-1, x.shape[-1]), counted.flatten())
         total.add(vectors, ones, number)
         return number
@@ -228,11 +216,11 @@ class Vectors(Inputs):
 
     def _add_squares_of_rows(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Add squares for examples with one row each: squares of an outer product are an outer product."""
-        weights = _rows_of(g, total.dtype)
+        weights = g.reshape(-1, g.shape[-1]).to(total.dtype)
         weights = weights.square() if Q_B is None else (weights @ Q_B[0]).square_()
         squares = use.cache.get("squares")
         if squares is None:
-            x = _rows_of(use.x, total.dtype)
+            x = use.x.reshape(-1, use.x.shape[-1]).to(total.dtype)
             if Q_A is None:
                 squares = x.square()
             else:
@@ -248,12 +236,6 @@ class Vectors(Inputs):
         x, g = use.row_map.by_datum(use.x), use.row_map.by_datum(g)
         dtype = torch.promote_types(x.dtype, g.dtype)
         return x.to(dtype), g.to(dtype)
-
-
-def _rows_of(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor as `[rows, features]`, in a dtype."""
-    rows = t if t.ndim == 2 else t.reshape(-1, t.shape[-1])
-    return rows if rows.dtype == dtype else rows.to(dtype)
 
 
 def _as_rows(x: Tensor, g: Tensor, ones: bool) -> RowProducts:
@@ -292,21 +274,13 @@ class OneHot(Inputs):
         """Return gradients `[columns, *leading, features]` with zeros at positions that do not count."""
         return g if self.padding is None else g * self.counted(index).unsqueeze(-1)
 
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
-        """Count how often each index occurs."""
-        counted = self.counted(x)
-        total.entries[0].index_add_(0, x.flatten(), counted.flatten().to(total.total.dtype))
-        if self.padding is None:
-            return x.numel()
-        number = counted.sum()
-        return number if sync.is_asynchronous(number.device) else float(number)
-
-    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor | None = None) -> float | Tensor:
         """Count how often each index occurs at positions that count."""
-        counted = self.counted(x).flatten() & counted.flatten()
-        total.entries[0].index_add_(0, x.flatten(), counted.to(total.total.dtype))
-        number = counted.sum()
-        return number if sync.is_asynchronous(number.device) else float(number)
+        counts = self.counted(x).flatten()
+        if counted is not None:
+            counts = counts & counted.flatten()
+        total.entries[0].index_add_(0, x.flatten(), counts.to(total.total.dtype))
+        return x.numel() if self.padding is None and counted is None else counts.sum()
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
         """All axes."""
@@ -333,7 +307,7 @@ class OneHot(Inputs):
         if sync.is_asynchronous(g.device):
             self._add_squares_without_sync(total, use, g, Q_B)
             return
-            # Number the pairs of example and token, so that only tokens that occur need memory.
+        # Number the pairs of example and token, so that only tokens that occur need memory.
         index, g = self._both(use, g)
         pairs = index + self.size * torch.arange(len(index), device=index.device).unsqueeze(1)
         pairs, places = torch.unique(pairs, return_inverse=True)
@@ -368,14 +342,9 @@ class OneHot(Inputs):
 
 
 def _rows_by_token(index: Tensor) -> tuple[Tensor, Tensor]:
-    """Assign one row to all positions of an example that have the same token.
+    """Assign one row to all positions of an example that have the same token, given tokens `[batch, shared]`.
 
-    Args:
-        index: Tokens, `[batch, shared]`.
-
-    Returns:
-        The token of each row, and the row of each position, both `[batch, shared]`. Unused rows have the token of some
-        position, too.
+    Returns the token of each row, and the row of each position. Unused rows have the token of some position, too.
 
     Example:
         >>> tokens, rows = _rows_by_token(torch.tensor([[7, 5, 7, 6]]))
@@ -421,22 +390,14 @@ class Rows(Inputs):
         self.zero = torch.zeros((), dtype=at_least_float32(dtype), device=device)
         self.places = prod(leading)
 
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
-        """Count each row once per place."""
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor | None = None) -> float | Tensor:
+        """Count each row once per place that counts."""
+        places = self.places if counted is None else counted.sum(0)  # of each row
         if self.rows_used is None:
-            total.total.add_(self.places)
-            return self.places
-        total.entries[0, self.rows_used] += self.places
-        return self.places * len(self.rows_used)
-
-    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
-        """Count the places that count, for each row of the parameter."""
-        number = counted.sum()
-        if self.rows_used is None:
-            total.total.add_(number)
+            total.total.add_(places)
         else:
-            total.entries[0].index_add_(0, self.rows_used, counted.sum(0).to(total.total.dtype))
-        return number if sync.is_asynchronous(number.device) else float(number)
+            total.entries[0, self.rows_used] += places
+        return self.places * self.per_row if counted is None else counted.sum()
 
     def leading(self, x: Any) -> tuple[int, ...]:
         """The axes over which the parameter was broadcast."""
@@ -457,27 +418,16 @@ class Rows(Inputs):
         return (places.unsqueeze(1) * touched).unsqueeze(1), places * len(self.rows_used)
 
     def shared(self, use: Use) -> int:
-        """Return the number of unit vectors."""
-        return 1 if self.rows_used is None else len(self.rows_used)
+        """Return the number of vectors of a place."""
+        return self.per_row
 
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
         """Return unit vectors, or ones. Gradients are summed over places unless `by_place`: their vectors are equal."""
-        places = self._by_datum(use, g)
+        g = g if g.ndim == len(self._leading) + 2 else g.unsqueeze(-2)
+        places = use.row_map.by_datum(g, trailing=2)  # [batch, places, rows, features]
         places = places if by_place else places.sum(1, keepdim=True, dtype=self.zero.dtype)
         gradients = places.flatten(1, 2)
         if self.rows_used is None:
             return _as_rows(gradients.new_ones(*gradients.shape[:2], 1), gradients, ones=False)
         index = self.rows_used.to(gradients.device).repeat(len(gradients), places.shape[1])
         return RowProducts(UnitVectors(index, self.size, gradients.dtype), PlainVectors(gradients.unsqueeze(0)))
-
-    def _by_datum(self, use: Use, g: Tensor) -> Tensor:
-        """Return gradients as `[batch, places, rows, features]`."""
-        g = g if g.ndim == len(self._leading) + 2 else g.unsqueeze(-2)
-        return use.row_map.by_datum(g, trailing=2)
-
-    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
-        """Sum gradients over the places of each example."""
-        sums = self._by_datum(use, g).sum(1, dtype=self.zero.dtype)
-        if self.rows_used is not None:
-            sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows_used, sums)
-        yield sums.transpose(1, 2).unsqueeze(1)

@@ -26,17 +26,7 @@ _USES_TF32 = {"float32": False, "tf32": True}
 
 
 def check_products(products: Products, dtype: torch.dtype, device: torch.device, name: str) -> None:
-    """Raise an error if the requested precision cannot be used.
-
-    Args:
-        products: The precision.
-        dtype: Dtype of the sums.
-        device: Device on which products are computed.
-        name: The block's name.
-
-    Raises:
-        ModelError: If sums are in float64, or TF32 is requested on a device that does not support it.
-    """
+    """Raise an error if a block's sums in `dtype` cannot have products that are computed in the requested precision."""
     if products != "auto" and dtype == torch.float64:
         raise ModelError(
             f"products is {products!r}, but the factors of block {name!r} are summed in float64.",
@@ -108,22 +98,6 @@ def add_gram(total: Tensor, x: Tensor, products: Products = "auto") -> Strips:
     return strips
 
 
-def add_grouped_gram(total: Tensor, x: Tensor, products: Products = "auto") -> None:
-    """Add the sums of outer products within each group of features; `x`: `[..., G * D]`, `total`: `[G, D, D]`."""
-    if products != "auto":
-        with multiplying(products):
-            add_grouped_gram(total, rounded(x, products))
-        return
-    groups, size = total.shape[:2]
-    x = x.reshape(-1, groups, size).movedim(1, 0).to(total.dtype)
-    total.baddbmm_(x.transpose(1, 2), x)
-
-
-def is_one_product(size: int, device: torch.device) -> bool:
-    """Whether a Gram matrix of this size is computed in a single product, without strips."""
-    return device.type == "cpu" and size <= _STRIPS["cpu"][0]
-
-
 def mirror(total: Tensor, computed: Collection[Strips] | None = None) -> None:
     """Copy the upper triangle of `[..., D, D]` to the lower one, in place, after all products have been added.
 
@@ -140,8 +114,9 @@ def mirror(total: Tensor, computed: Collection[Strips] | None = None) -> None:
         total.triu_()
         total += total.triu(1).mT
         return
-    for start, stop in (strip for strips in cut for strip in strips):
-        total[..., stop:, start:stop] = total[..., start:stop, stop:].mT
+    for strips in cut:
+        for start, stop in strips:
+            total[..., stop:, start:stop] = total[..., start:stop, stop:].mT
 
 
 def _strips(size: int, x: Tensor) -> Strips:
@@ -224,6 +199,11 @@ class OuterProductSum:
         result.computed = set()
         return result
 
+    def zeros_like(self, device: torch.device | str, products: Products) -> "OuterProductSum":
+        """Return an empty sum for the same vectors."""
+        size = self.size - self.bias
+        return OuterProductSum.zeros(size, self._groups, self.diagonal, self.bias, self.total.dtype, device, products)
+
     @property
     def total(self) -> Tensor:
         """The sum. Assigning another tensor moves or converts it."""
@@ -233,24 +213,17 @@ class OuterProductSum:
     def total(self, total: Tensor) -> None:
         self._total = total
         self.device = total.device
+        self.size = total.shape[-1]  # number of coordinates, including the bias
         self._groups = len(total)
-        one_product = self._groups == 1 and is_one_product(total.shape[-1], total.device)
-        self._is_small = one_product and not self.diagonal and self.products != "bf16"
+        # Whether a product with a plain matrix is computed at once, without strips.
+        is_plain = self._groups == 1 and not self.diagonal and self.products != "bf16"
+        self._is_small = is_plain and total.is_cpu and self.size <= _STRIPS["cpu"][0]
         matrix = total[0] if self._groups == 1 and not self.diagonal else total
         self.inner = matrix
         if self.bias:
             self.inner = total[..., :-1] if self.diagonal else matrix[..., :-1, :-1]
             self._last_column = matrix[..., :-1, -1]
-
-    @property
-    def size(self) -> int:
-        """Number of coordinates, including the bias."""
-        return self.total.shape[-1]
-
-    @property
-    def _corner(self) -> Tensor:
-        """Writable view of the bias coordinate's square, `[G]`."""
-        return self.total[..., -1] if self.diagonal else self.total[..., -1, -1]
+            self._corner = total[..., -1] if self.diagonal else total[..., -1, -1]  # square of the bias, `[G]`
 
     @property
     def entries(self) -> Tensor:
@@ -276,13 +249,8 @@ class OuterProductSum:
         if self.products != "auto":
             # Round before products with the bias coordinate, too. All entries then belong to the same vectors, and the
             # sum has no negative eigenvalues.
-            x = self.rounded(x)
-        if self.diagonal:
-            self.inner += self._squares(x).view(self.inner.shape)
-        elif self._groups > 1:
-            add_grouped_gram(self.inner, x, self.products)
-        else:
-            self._note(add_gram(self.inner, x, self.products))
+            x = rounded(x, self.products)
+        self._add_products(self.inner, x)
         count = x.numel() // max(x.shape[-1], 1)
         if ones:
             self.add_ones(self._sum(x), count if number is None else number)
@@ -309,10 +277,6 @@ class OuterProductSum:
         rows = 0 if x.ndim == 2 else tuple(range(x.ndim - 1))
         return x.sum(rows, dtype=dtype)
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """Return vectors in the precision in which they are multiplied."""
-        return rounded(x, self.products)
-
     def add_ones(self, x: Tensor, count: float | Tensor) -> None:
         """Add the products of vectors with their bias coordinate of one.
 
@@ -329,16 +293,20 @@ class OuterProductSum:
 
     def add_whole(self, x: Tensor) -> None:
         """Add vectors that contain all coordinates, including the bias: `[rows, G, D]`."""
-        if self.diagonal:
-            self.total += x.to(self.total.dtype).square().sum(0)
-        elif self._groups > 1:
-            add_grouped_gram(self.total, x, self.products)
-        else:
-            self._note(add_gram(self.total[0], x.squeeze(1), self.products))
+        self._add_products(self.total if self.diagonal or self._groups > 1 else self.total[0], x.flatten(1))
 
-    def _note(self, computed: Strips) -> None:
-        if self.computed is not None:
-            self.computed.add(computed)
+    def _add_products(self, total: Tensor, x: Tensor) -> None:
+        """Add the outer products of vectors `[..., G * D]` to the total, or to its part without the bias."""
+        if self.diagonal:
+            total += self._squares(x).view(total.shape)
+        elif self._groups > 1:
+            x = rounded(x, self.products).reshape(-1, *total.shape[:2]).movedim(1, 0).to(total.dtype)
+            with multiplying(self.products):
+                total.baddbmm_(x.transpose(1, 2), x)
+        else:
+            computed = add_gram(total, x, self.products)
+            if self.computed is not None:
+                self.computed.add(computed)
 
     def complete(self, dtype: torch.dtype | None = None, roughly: bool = False) -> None:
         """Fill in the lower triangle, and convert the total to `dtype` if given.
@@ -352,7 +320,8 @@ class OuterProductSum:
             mirror(self.total, self.computed if roughly else None)
             if self.bias:
                 self.total[..., -1, :-1] = self._last_column
-        self.convert(None, dtype)
+        if dtype is not None:
+            self.convert(None, dtype)
 
     def convert(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Move the total to a device, or convert it. A higher precision does not undo earlier rounding: `eps` stays."""
@@ -361,10 +330,7 @@ class OuterProductSum:
 
     def on(self, device: torch.device) -> "OuterProductSum":
         """Return a sum on a device for adding vectors: this one, or a new one for `merge_in`."""
-        if self.device == device:
-            return self
-        size, groups = self.size - self.bias, self._groups
-        return OuterProductSum.zeros(size, groups, self.diagonal, self.bias, self.total.dtype, device, self.products)
+        return self if self.device == device else self.zeros_like(device, self.products)
 
     def merge_in(self, other: "OuterProductSum") -> None:
         """Add another sum, unless it is this one; see `on`."""
@@ -372,6 +338,11 @@ class OuterProductSum:
             self.total += other.total.to(self.total.device)
             self.ones += other.ones
             self.computed = None
+
+    def fits(self, other: "OuterProductSum") -> bool:
+        """Whether both sums are stored in the same way."""
+        mine, theirs = ((s.total.shape, s.total.dtype, s.bias) for s in (self, other))
+        return mine == theirs
 
     def plus(self, other: "OuterProductSum") -> "OuterProductSum":
         """Return the sum of two sums of the same vectors, added in float32 or better, without `ones`."""

@@ -9,7 +9,7 @@ $x_{p+a} x_{p+b}^\top$. At stride one, it can be computed without forming all pa
   for a few rows and columns at its border. So the block is the image's autocorrelation at the shift $b - a$, minus
   border strips. A 3x3 kernel has 45 blocks but only 13 shifts. In images that are stored row by row with zeros between
   rows, a shift is an offset in memory, so that no autocorrelation needs a copy.
-- *Shifts along the first axis, patches along the others*, on an accelerator (`add_by_rows`). Let $z_q$ have all numbers
+- *Shifts along the first axis, patches along the others*, on an accelerator (`_rows`). Let $z_q$ have all numbers
   that the kernel's offsets along the other axes touch in row $q$ of an image. If the first axis has stride one, the
   block of the kernel's rows $a, b$ is the sum over rows $q$ of $z_q z_{q+b-a}^\top$, up to a few rows at the border. A
   3x3 kernel needs three products with a third of the columns, which take a third of the operations of one product with
@@ -22,105 +22,20 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.inputs import Inputs, Use, Vectors, chosen
-from kfs.factors.accumulate.outer_products import HALF, OuterProductSum, multiplying
+from kfs.factors.accumulate.outer_products import HALF, OuterProductSum, multiplying, rounded
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts, at_a_time
 from kfs.factors.rows.row_map import RowMap, StridedRows
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32
 
 Range = tuple[int, int]
-
-
-class Windows(NamedTuple):
-    """The geometry of a convolution, one number (or pair) for each spatial axis."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[Range, ...]  # zeros before and after
-    dilation: tuple[int, ...]
-    out: tuple[int, ...]  # number of output positions
-
-    @property
-    def but_first(self) -> "Windows":
-        """All axes but the first."""
-        return Windows(*(numbers[1:] for numbers in self))  # type: ignore[arg-type]
-
-
-def rows_pay(windows: Windows, height: int) -> bool:
-    """Whether shifts along the first axis need fewer operations than patches, for which strips save up to 40 %."""
-    (kernel, *_), (stride, *_), (out, *_) = windows.kernel, windows.stride, windows.out
-    return stride == 1 and kernel * height < 0.6 * kernel**2 * out
-
-
-def add_by_rows(total: Tensor, x: Tensor, windows: Windows) -> None:
-    """Add the covariance of all patches to a total.
-
-    Args:
-        total: `[channels * kernel, channels * kernel]`, changed in place, including entries below the diagonal.
-        x: Images, `[images, channels, *spatial]`.
-        windows: Geometry of the patches. The first axis has stride one.
-    """
-    kernel, _, padding, dilation, out = windows
-    channels, height = x.shape[1:3]
-    z = _rows(x, windows.but_first)
-    split = (channels, kernel[0], prod(kernel[1:]))
-    blocks = total.unflatten(1, split).unflatten(0, split)
-    for step in range(kernel[0]):
-        shift = step * dilation[0]
-        if shift >= height:
-            break
-        whole = _product(z[:, : height - shift], z[:, shift:], split, total.dtype)
-        # Add to all pairs of kernel rows at this distance, in both orders.
-        blocks.diagonal(step, 1, 4).add_(whole.unsqueeze(-1))
-        if step:
-            blocks.diagonal(-step, 1, 4).add_(whole.permute(2, 3, 0, 1).unsqueeze(-1))
-        for a in range(kernel[0] - step):
-            first = a * dilation[0] - padding[0][0]  # the row of the image that belongs to the first row of outputs
-            # Subtract the rows of the image that this kernel row does not read.
-            for start, stop in _missing(first, out[0], height - shift):
-                border = _product(z[:, start:stop], z[:, start + shift : stop + shift], split, total.dtype)
-                blocks[:, a, :, :, a + step].sub_(border)
-                if step:
-                    blocks[:, a + step, :, :, a].sub_(border.permute(2, 3, 0, 1))
-
-
-def _rows(x: Tensor, windows: Windows) -> Tensor:
-    """Form patches along all axes but the first: `[channels * kernel, rows, images * positions]`."""
-    kernel, stride, padding, dilation, out = windows
-    flat = [side for pad in reversed(padding) for side in pad]
-    x = F.pad(x, flat) if any(flat) else x
-    images, channels, rows, *others = x.stride()
-    steps = [d * n for d, n in zip(dilation, others, strict=True)]
-    hops = [s * n for s, n in zip(stride, others, strict=True)]
-    shape = (x.shape[1], *kernel, x.shape[2], len(x), *out)
-    view = x.as_strided(shape, (channels, *steps, rows, images, *hops), x.storage_offset())
-    return view.reshape(x.shape[1] * prod(kernel), x.shape[2], -1)
-
-
-def _missing(first: int, count: int, rows: int) -> Iterator[Range]:
-    """Yield the half-open ranges of the rows `0, ..., rows - 1` outside of `first, ..., first + count - 1`."""
-    if first > 0:
-        yield 0, min(first, rows)
-    if first + count < rows:
-        yield max(first + count, 0), rows
-
-
-def _product(left: Tensor, right: Tensor, split: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """Sum outer products over rows and positions, in a given dtype: `[channels, kernel, channels, kernel]`."""
-    left, right = left.flatten(1), right.flatten(1).T
-    product: Tensor
-    if left.dtype in HALF and left.is_cuda:  # pragma: no cover (tested on a GPU)
-        product = torch.mm(left, right, out_dtype=dtype)
-    else:
-        product = left.to(dtype) @ right.to(dtype)
-    return product.reshape(*split[::2], *split[::2])
 
 
 # Patches are formed for a few images at a time, so that they fill about this many bytes.
@@ -166,20 +81,22 @@ class Patches(Inputs):
         self.size = self.channels * prod(kernel)
         self.overlap = prod(kernel)
         self.per_row = prod(self.out)
+        self._pad = [side for pad in reversed(self.padding) for side in pad]  # as `F.pad` takes it
 
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor | None = None) -> float | Tensor:
         """Add the patch covariance."""
-        x = total.rounded(self._cropped(x))  # before patches repeat each number
+        x = rounded(self._cropped(x), total.products)  # before patches repeat each number
+        if counted is not None:
+            return self._add_counted(total, x, ones, counted)
         positions = len(x) * prod(self.out)
-        windows = Windows(self.kernel, self.stride, self.padding, self.dilation, self.out)
         # Choose the method with the fewest operations; shifts do not form the patches.
         if total.diagonal or self.groups > 1:
             self._add_patches(total, x)
-        elif sync.is_asynchronous(x.device) and rows_pay(windows, self.spatial[0]):
+        elif sync.is_asynchronous(x.device) and self._rows_pay():
             each = self._at_a_time(x, prod(self.kernel[1:]) * self.spatial[0] * prod(self.out[1:]))
             with multiplying(total.products):
                 for some_x in x.split(each):
-                    add_by_rows(total.inner, some_x, windows)
+                    self._add_by_rows(total.inner, some_x)
         elif self._shifts_pay(x):
             self._add_by_shifts(total.inner, x)
         else:
@@ -188,9 +105,8 @@ class Patches(Inputs):
             total.add_ones(self._sums(x).sum(0), positions)
         return positions
 
-    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+    def _add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
         """Add the patches at positions that count, a few images at a time."""
-        x = total.rounded(self._cropped(x))
         each = self._at_a_time(x, prod(self.kernel) * prod(self.out))
         numbers = []
         for some_x, some in zip(x.split(each), self._in_order_of_patches(counted).split(each), strict=True):
@@ -279,11 +195,10 @@ class Patches(Inputs):
 
     def _rotated(self, x: Tensor, Q: Tensor, ones: bool) -> Tensor:
         """Return patches in another basis, `[images, positions, d_A]`; the last row of `Q` belongs to the bias."""
-        flat = [side for pad in reversed(self.padding) for side in pad]
         weight = Q[: self.size].T.reshape(-1, self.channels, *self.kernel)
         convolution = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(self.kernel)]
         bias = Q[-1] if ones else None
-        rotated: Tensor = convolution(F.pad(x, flat), weight, bias, self.stride, 0, self.dilation)
+        rotated: Tensor = convolution(F.pad(x, self._pad), weight, bias, self.stride, 0, self.dilation)
         return rotated.flatten(2).transpose(1, 2)
 
     def _has_several_images(self, use: Use) -> bool:
@@ -307,33 +222,32 @@ class Patches(Inputs):
             total = sums.sum(dim) if self.stride[axis] == 1 else None
             for i in range(self.kernel[axis]):
                 if total is None:
-                    start, stop = self._window(axis, i)
-                    index = torch.arange(start, stop, self.stride[axis], device=sums.device)
-                    parts.append(sums.index_select(dim, index).sum(dim))
+                    parts.append(sums.index_select(dim, self._pixels(axis, i, sums.device)).sum(dim))
                 else:
-                    outside = [sums.narrow(dim, low, high - low).sum(dim) for low, high in self._outside(axis, i)]
+                    ranges = self._outside(axis, i, self.spatial[axis])
+                    outside = [sums.narrow(dim, low, high - low).sum(dim) for low, high in ranges]
                     parts.append(sum((-part for part in outside), total))
             sums = torch.stack(parts, dim)
         return sums.flatten(1)
 
-    def _window(self, axis: int, i: int) -> Range:
-        """Return the half-open range of pixels that offset `i` of the kernel reads along an axis."""
+    def _pixels(self, axis: int, i: int, device: torch.device) -> Tensor:
+        """Return the indices of the pixels that offset `i` of the kernel reads along an axis."""
         step, offset = self.stride[axis], i * self.dilation[axis] - self.padding[axis][0]
         first = max(0, -(offset // step))  # outputs before this one read padding
         last = min(self.out[axis] - 1, (self.spatial[axis] - 1 - offset) // step)
-        return (offset + first * step, offset + last * step + 1) if last >= first else (0, 0)
+        return torch.arange(first, max(first, last + 1), device=device) * step + offset
 
-    def _outside(self, axis: int, i: int) -> list[Range]:
-        """Return the half-open ranges of pixels that offset `i` of the kernel does not read, at stride one."""
-        start, stop = self._window(axis, i)
-        if stop <= start:
-            return [(0, self.spatial[axis])]
-        return [(low, high) for low, high in ((0, start), (stop, self.spatial[axis])) if high > low]
+    def _outside(self, axis: int, i: int, rows: int) -> Iterator[Range]:
+        """Yield the half-open ranges of the first `rows` pixels that offset `i` does not read, at stride one."""
+        first, count = i * self.dilation[axis] - self.padding[axis][0], self.out[axis]
+        if first > 0:
+            yield 0, min(first, rows)
+        if first + count < rows:
+            yield max(first + count, 0), rows
 
     def _vectors(self, x: Tensor) -> Tensor:
         """Form patches, `[1, positions, groups * features]`, with positions next to each other in memory."""
-        flat = [side for pad in reversed(self.padding) for side in pad]
-        x = F.pad(x, flat).transpose(0, 1)
+        x = F.pad(x, self._pad).transpose(0, 1)
         patches = x.new_empty(x.shape[0], prod(self.kernel), x.shape[1], *self.out)
         for place, offset in enumerate(product(*map(range, self.kernel))):
             window = [
@@ -342,6 +256,52 @@ class Patches(Inputs):
             ]
             patches[:, place] = x[(slice(None), slice(None), *window)]
         return patches.reshape(self.groups * self.size, -1).T.unsqueeze(0)
+
+    def _rows_pay(self) -> bool:
+        """Whether shifts along the first axis need fewer operations than patches, for which strips save up to 40 %."""
+        kernel = self.kernel[0]
+        return self.stride[0] == 1 and kernel * self.spatial[0] < 0.6 * kernel**2 * self.out[0]
+
+    def _add_by_rows(self, total: Tensor, x: Tensor) -> None:
+        """Add the patch covariance `[C * kernel, C * kernel]`, by shifts along the first axis, which has stride one."""
+        height, rows, split = self.spatial[0], self.kernel[0], (self.channels, prod(self.kernel[1:]))
+        z = self._rows(x)
+        blocks = total.unflatten(1, (split[0], rows, split[1])).unflatten(0, (split[0], rows, split[1]))
+
+        def outer(left: Tensor, right: Tensor) -> Tensor:
+            """Sum outer products over rows and positions: `[channels, kernel, channels, kernel]`."""
+            left, right = left.flatten(1), right.flatten(1).T
+            if left.dtype in HALF and left.is_cuda:  # pragma: no cover (tested on a GPU)
+                return torch.mm(left, right, out_dtype=total.dtype).reshape(*split, *split)
+            return (left.to(total.dtype) @ right.to(total.dtype)).reshape(*split, *split)
+
+        for step in range(rows):
+            shift = step * self.dilation[0]
+            if shift >= height:
+                break
+            whole = outer(z[:, : height - shift], z[:, shift:])
+            # Add to all pairs of kernel rows at this distance, in both orders.
+            blocks.diagonal(step, 1, 4).add_(whole.unsqueeze(-1))
+            if step:
+                blocks.diagonal(-step, 1, 4).add_(whole.permute(2, 3, 0, 1).unsqueeze(-1))
+            for a in range(rows - step):
+                # Subtract the rows of the image that this kernel row does not read.
+                for start, stop in self._outside(0, a, height - shift):
+                    border = outer(z[:, start:stop], z[:, start + shift : stop + shift])
+                    blocks[:, a, :, :, a + step].sub_(border)
+                    if step:
+                        blocks[:, a + step, :, :, a].sub_(border.permute(2, 3, 0, 1))
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Form patches along all axes but the first: `[channels * kernel, rows, images * positions]`."""
+        kernel, flat = self.kernel[1:], self._pad[:-2]
+        x = F.pad(x, flat) if any(flat) else x
+        images, channels, rows, *others = x.stride()
+        steps = [d * n for d, n in zip(self.dilation[1:], others, strict=True)]
+        hops = [s * n for s, n in zip(self.stride[1:], others, strict=True)]
+        shape = (x.shape[1], *kernel, x.shape[2], len(x), *self.out[1:])
+        view = x.as_strided(shape, (channels, *steps, rows, images, *hops), x.storage_offset())
+        return view.reshape(x.shape[1] * prod(kernel), x.shape[2], -1)
 
     def _shifts_pay(self, x: Tensor) -> bool:
         """Whether autocorrelations need fewer operations than patches. Only on a CPU: they are many small products."""
@@ -389,7 +349,7 @@ class Patches(Inputs):
         for i, a in enumerate(offsets):
             # Inclusion-exclusion: subtract pixels outside of the window along one axis, add those along two, ...
             parts = [
-                [((0, n), 1.0), *((outside, -1.0) for outside in self._outside(axis, a[axis]))]
+                [((0, n), 1.0), *((outside, -1.0) for outside in self._outside(axis, a[axis], n))]
                 for axis, n in enumerate(self.spatial)
             ]
             for j, b in enumerate(offsets[i:], start=i):

@@ -13,6 +13,7 @@ uses of the parameter.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,9 +34,8 @@ from kfs.factors.accumulate.statistic import (
     PlannedUse,
     Statistic,
     Total,
-    ignore,
+    add_nothing,
     in_block,
-    without_inputs,
 )
 from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
@@ -107,12 +107,7 @@ class Squares(Moment):
 class PerDatumSums(Statistic):
     """Passes per-example gradients to the moment of their block, for blocks that are known.
 
-    Args:
-        settings: Settings of the computation.
-        layouts: The blocks of the first pass.
-        moments: The moment of each block.
-        left_out: Blocks that another pass computes.
-        owners: The owner rank of each block, which keeps its moment. By default, all ranks keep all moments.
+    Blocks that are `left_out` are computed by another pass. If blocks have owners, a rank keeps the moments of its own.
     """
 
     needs_rows = True
@@ -132,7 +127,7 @@ class PerDatumSums(Statistic):
         self.settings = settings
         self._layouts = layouts
         self._moments = moments
-        self._times_used: dict[Key, int] = {}
+        self._times_used: Counter[Key] = Counter()
         self._several_uses: dict[Key, Tensor] = {}
         self._seen: set[Key] = set()
         self._unknown: set[str] = set()
@@ -142,11 +137,11 @@ class PerDatumSums(Statistic):
         key = plan.layout.key
         self._seen.add(key)
         if key in self._left_out and self._layouts[key] == plan.layout:
-            return without_inputs(ignore)
+            return add_nothing
         if key not in self._moments or self._layouts[key] != plan.layout:
             self._unknown.add(plan.layout.name)
-            return without_inputs(ignore)
-        return _Show(plan, self._moments[key], self._times_used, self._several_uses).add
+            return add_nothing
+        return _show(plan, self._moments[key], self._times_used, self._several_uses)
 
     def note_conflict(self, plan: PlannedUse) -> None:
         """Take note of a use that does not fit together with other uses of its parameter."""
@@ -164,11 +159,7 @@ class PerDatumSums(Statistic):
         self._times_used.clear()
 
     def check_complete(self, resumed: bool) -> None:
-        """Check that this pass has seen the same blocks as the first one. A resumed pass may have seen fewer.
-
-        Raises:
-            ModelError: If a block is new, or was not used.
-        """
+        """Raise if this pass has not seen the same blocks as the first one. A resumed pass may have seen fewer."""
         unused = [self._layouts[key].name for key in self._moments if key not in self._seen]
         missing = [] if resumed else unused
         new = sorted(self._unknown) if self.settings.uncovered == "error" else []
@@ -195,37 +186,26 @@ class PerDatumSums(Statistic):
         self._kept = {key for key, owner in self._owners.items() if owner == rank}
 
 
-@dataclass
-class _Show:
-    """Passes gradients on if their parameter is used once in a batch; otherwise sums them over all its uses first."""
+def _show(plan: PlannedUse, moment: Moment, times_used: Counter[Key], several_uses: dict[Key, Tensor]) -> Adder:
+    """Return the adder that passes gradients on if their parameter is used once in a batch, or sums them over uses."""
+    key = plan.layout.key
 
-    plan: PlannedUse
-    moment: Moment
-    times_used: dict[Key, int]
-    several_uses: dict[Key, Tensor]
-
-    def __post_init__(self) -> None:
-        self.key = self.plan.layout.key
-
-    def add(self, x: Any, row_map: RowMap | None) -> Receiver:
+    def add(x: Any, row_map: RowMap | None) -> Receiver:
         assert row_map is not None  # noqa: S101 (statistics with `needs_rows` always get a row map)
-        use = Use(self.plan.inputs, x, row_map, self.plan.ones)
-        self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
+        use = Use(plan.inputs, x, row_map, plan.ones)
+        times_used[key] += 1
 
         def receive(g: Tensor) -> None:
-            if self.times_used[self.key] == 1 and self.plan.side == "A":
+            if times_used[key] == 1 and plan.side == "A":
                 for column in g:
-                    self.moment.add_use(use, column)
-            else:
-                self._collect(use, g)
+                    moment.add_use(use, column)
+                return
+            gradients = in_block(plan, torch.cat([part for column in g for part in use.gradients(column)]))
+            several_uses[key] = several_uses[key] + gradients if key in several_uses else gradients
 
         return receive
 
-    def _collect(self, use: Use, g: Tensor) -> None:
-        """Add one use's gradients, `[columns * batch, groups, d_B, d_A]`."""
-        gradients = in_block(self.plan, torch.cat([part for column in g for part in use.gradients(column)]))
-        before = self.several_uses.get(self.key)
-        self.several_uses[self.key] = gradients if before is None else before + gradients
+    return add
 
 
 class KeptGradients(Statistic):
@@ -237,7 +217,6 @@ class KeptGradients(Statistic):
 
     Attributes:
         layouts: The blocks that are known, or were found.
-        conflicts: `(parameter, operation)` of uses that contradict other uses, or the known blocks.
     """
 
     needs_rows = True
@@ -246,7 +225,6 @@ class KeptGradients(Statistic):
         known = layouts or {}
         super().__init__(known.values())
         self.layouts: dict[Key, Layout] = dict(known)
-        self.conflicts: set[tuple[str, str]] = set()
         self._fixed = bool(known)
         self._columns: list[dict[Key, list[Captured]]] = []
 
@@ -255,13 +233,9 @@ class KeptGradients(Statistic):
         key = plan.layout.key
         if self._fixed and self.layouts.get(key) != plan.layout:
             self.note_conflict(plan)
-            return without_inputs(ignore)
+            return add_nothing
         self.layouts.setdefault(key, plan.layout)
-        return _Keep(plan, self._columns).add
-
-    def note_conflict(self, plan: PlannedUse) -> None:
-        """Take note of a use that does not fit together with other uses of its parameter."""
-        self.conflicts.add((plan.layout.weight, plan.operation))
+        return _keep(plan, self._columns)
 
     def take(self) -> "list[dict[Key, list[Captured]]]":
         """Return and discard the gradients of all uses in the last batch: for each column, by block.
@@ -339,32 +313,28 @@ class Captured:
         if self.plan.side == "B":
             return RowProducts(rows.g, rows.x)
         if isinstance(rows.x, PlainVectors) and rows.x.size < self.plan.layout.matrix_shape[2]:
-            return replace(rows, x=replace(rows.x, last=0.0))
+            return RowProducts(PlainVectors(rows.x.values, 0.0), rows.g)
         return rows
 
 
-@dataclass
-class _Keep:
-    """Keeps the uses of one plan."""
+def _keep(plan: PlannedUse, columns: list[dict[Key, list[Captured]]]) -> Adder:
+    """Return the adder that keeps the uses of a plan."""
 
-    plan: PlannedUse
-    columns: list[dict[Key, list[Captured]]]
-
-    def add(self, x: Any, row_map: RowMap | None) -> Receiver:
+    def add(x: Any, row_map: RowMap | None) -> Receiver:
         assert row_map is not None  # noqa: S101 (statistics with `needs_rows` always get a row map)
         # Detached, because the kept tensors must not keep the graph of the pass alive.
-        use = Use(self.plan.inputs, mapped(x, Tensor.detach), row_map, self.plan.ones)
-
+        use = Use(plan.inputs, mapped(x, Tensor.detach), row_map, plan.ones)
         received = 0
 
         def receive(g: Tensor) -> None:
             # There may be several backward passes, one after the other, each for some of the columns.
             nonlocal received
             for gradient in g:
-                if received == len(self.columns):
-                    self.columns.append({})
-                kept = self.columns[received].setdefault(self.plan.layout.key, [])
-                kept.append(Captured(self.plan, use, gradient.detach()))
+                if received == len(columns):
+                    columns.append({})
+                columns[received].setdefault(plan.layout.key, []).append(Captured(plan, use, gradient.detach()))
                 received += 1
 
         return receive
+
+    return add

@@ -16,13 +16,13 @@ vectors, given by their index (`UnitVectors`). Rows are in the form `[batch, sha
 each example has the same number of rows, and missing ones are zero. Groups of channels are one more axis in front.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # Temporary results, computed for a few examples at a time, fill about this many bytes.
 _BYTES = {False: 2**24, True: 2**28}  # on a CPU, on an accelerator
@@ -33,8 +33,13 @@ def at_a_time(like: Tensor, numbers: int) -> int:
     return max(1, _BYTES[like.device.type != "cpu"] // (4 * max(numbers, 1)))
 
 
-class RowVectors(ABC):
-    """Vectors of all rows, `[groups, batch, shared, size]`.
+class PlainVectors:
+    """Vectors of all rows, stored explicitly.
+
+    Args:
+        values: `[groups, batch, shared, features]`.
+        last: Value of an additional coordinate for the bias: one if the bias was used, zero if not. `None` if there is
+            no such coordinate.
 
     Attributes:
         groups: Number of groups of channels.
@@ -45,72 +50,19 @@ class RowVectors(ABC):
         numbers: Number of stored values per example.
     """
 
-    groups: int
-    num_data: int
-    shared: int
-    size: int
-    work: int
-    numbers: int
+    def __init__(self, values: Tensor, last: float | None = None) -> None:
+        self.values = values
+        self.last = last
+        self.groups, self.num_data, self.shared, self.work = values.shape
+        self.size = self.work + (last is not None)
+        self.numbers = self.groups * self.shared * self.work
 
-    @abstractmethod
     def dense(self) -> Tensor:
         """Return all coordinates, `[groups, batch, shared, size]`."""
+        return self.values if self.last is None else pad(self.values, (0, 1), value=self.last)
 
-    @abstractmethod
     def times(self, Q: Tensor) -> "PlainVectors":
         """Multiply every vector with a matrix from the right, `[groups, size, any]`."""
-
-    @abstractmethod
-    def some(self, data: slice) -> "RowVectors":
-        """Return the vectors of some data."""
-
-    @abstractmethod
-    def to(self, dtype: torch.dtype) -> "RowVectors":
-        """Return the vectors in another dtype."""
-
-    def dots(self, other: "RowVectors") -> Tensor:
-        """Return the inner products of all pairs of vectors, `[groups, rows, rows of the other]`."""
-        return self.dense().flatten(1, 2) @ other.dense().flatten(1, 2).transpose(1, 2)
-
-    def dots_within(self, other: "RowVectors") -> Tensor:
-        """Return the inner products of pairs of vectors of the same example, `[groups, batch, shared, shared]`."""
-        return self.dense() @ other.dense().transpose(2, 3)
-
-
-@dataclass(frozen=True)
-class PlainVectors(RowVectors):
-    """Vectors that are stored explicitly.
-
-    Attributes:
-        values: `[groups, batch, shared, features]`.
-        last: Value of an additional coordinate for the bias: one if the bias was used, zero if not. `None` if there is
-            no such coordinate.
-    """
-
-    values: Tensor
-    last: float | None = None
-
-    def __post_init__(self) -> None:
-        shape = self.values.shape
-        counts = {
-            "groups": shape[0],
-            "num_data": shape[1],
-            "shared": shape[2],
-            "size": shape[3] + (self.last is not None),
-            "work": shape[3],
-            "numbers": shape[0] * shape[2] * shape[3],
-        }
-        for name, number in counts.items():
-            object.__setattr__(self, name, number)
-
-    def dense(self) -> Tensor:
-        """Return all coordinates, including that of the bias."""
-        if self.last is None:
-            return self.values
-        return torch.nn.functional.pad(self.values, (0, 1), value=self.last)
-
-    def times(self, Q: Tensor) -> "PlainVectors":
-        """Multiply every vector with a matrix from the right; its last row belongs to the bias."""
         features = self.values.shape[3]
         flat = self.values.flatten(1, 2)
         # A plain product is faster than a batched one with a batch of one.
@@ -120,62 +72,52 @@ class PlainVectors(RowVectors):
         return PlainVectors(product.unflatten(1, self.values.shape[1:3]))
 
     def some(self, data: slice) -> "PlainVectors":
-        """Return the vectors of some data."""
+        """Return the vectors of some examples."""
         return PlainVectors(self.values[:, data], self.last)
+
+    def together(self) -> "PlainVectors":
+        """Return the vectors of all examples as those of a single one."""
+        return PlainVectors(self.values.flatten(1, 2).unsqueeze(1), self.last)
 
     def to(self, dtype: torch.dtype) -> "PlainVectors":
         """Return the vectors in another dtype."""
         return PlainVectors(self.values.to(dtype), self.last)
 
-    def dots(self, other: RowVectors) -> Tensor:
-        """Multiply, or look entries up."""
+    def dots(self, other: "RowVectors") -> Tensor:
+        """Return inner products of pairs of vectors of the same example, `[groups, batch, shared, shared of other]`."""
         if isinstance(other, UnitVectors):
-            return other.dots(self).transpose(1, 2)
-        if not isinstance(other, PlainVectors) or self._differs(other):
-            return super().dots(other)
-        mine, theirs = self.values.flatten(1, 2), other.values.flatten(1, 2)
-        both = (mine[0] @ theirs[0].T).unsqueeze(0) if self.groups == 1 else mine @ theirs.transpose(1, 2)
-        return both.add_(self._product_of_last(other)) if self._product_of_last(other) else both
-
-    def dots_within(self, other: RowVectors) -> Tensor:
-        """Multiply, or look entries up."""
-        if isinstance(other, UnitVectors):
-            return other.dots_within(self).transpose(2, 3)
-        if not isinstance(other, PlainVectors) or self._differs(other):
-            return super().dots_within(other)
-        return self.values @ other.values.transpose(2, 3) + self._product_of_last(other)
-
-    def _differs(self, other: "PlainVectors") -> bool:
-        """Whether only one of both stores its last coordinate explicitly."""
-        return self.values.shape[3] != other.values.shape[3]
-
-    def _product_of_last(self, other: "PlainVectors") -> float:
-        return (self.last or 0.0) * (other.last or 0.0)
+            return other.dots(self).transpose(2, 3)
+        if self.work != other.work:  # only one of both stores its last coordinate explicitly
+            return self.dense() @ other.dense().transpose(2, 3)
+        mine, theirs = self.values, other.values
+        # A plain product is faster than a batched one with a batch of one.
+        one = mine.shape[:2] == (1, 1)
+        products = (mine[0, 0] @ theirs[0, 0].T)[None, None] if one else mine @ theirs.transpose(2, 3)
+        last = (self.last or 0.0) * (other.last or 0.0)
+        return products.add_(last) if last else products
 
 
-@dataclass(frozen=True)
-class UnitVectors(RowVectors):
-    """Unit vectors, given by the index of the coordinate that is one. There is a single group.
+class UnitVectors:
+    """Unit vectors of all rows. There is a single group; other attributes are those of `PlainVectors`.
 
-    Attributes:
-        index: `[batch, shared]`.
+    Args:
+        index: The coordinate that is one, `[batch, shared]`.
         size: Number of coordinates.
         dtype: Dtype of results that are computed from them.
     """
 
-    index: Tensor
-    size: int
-    dtype: torch.dtype
     groups = 1
     work = 1
 
-    def __post_init__(self) -> None:
-        num_data, shared = self.index.shape
-        for name, number in {"num_data": num_data, "shared": shared, "numbers": shared}.items():
-            object.__setattr__(self, name, number)
+    def __init__(self, index: Tensor, size: int, dtype: torch.dtype) -> None:
+        self.index = index
+        self.size = size
+        self.dtype = dtype
+        self.num_data, self.shared = index.shape
+        self.numbers = self.shared
 
     def dense(self) -> Tensor:
-        """Return the vectors as zeros and ones."""
+        """Return the vectors as zeros and ones, `[1, batch, shared, size]`."""
         zeros = torch.zeros(*self.index.shape, self.size, dtype=self.dtype, device=self.index.device)
         return zeros.scatter_(2, self.index.unsqueeze(2), 1.0).unsqueeze(0)
 
@@ -184,27 +126,33 @@ class UnitVectors(RowVectors):
         return PlainVectors(Q[:, self.index])
 
     def some(self, data: slice) -> "UnitVectors":
-        """Return the vectors of some data."""
+        """Return the vectors of some examples."""
         return UnitVectors(self.index[data], self.size, self.dtype)
+
+    def together(self) -> "UnitVectors":
+        """Return the vectors of all examples as those of a single one."""
+        return UnitVectors(self.index.reshape(1, -1), self.size, self.dtype)
 
     def to(self, dtype: torch.dtype) -> "UnitVectors":
         """Return the vectors with another dtype of results."""
         return UnitVectors(self.index, self.size, dtype)
 
-    def dots(self, other: RowVectors) -> Tensor:
-        """Look entries up, or compare indices."""
-        mine = self.index.flatten()
-        if isinstance(other, UnitVectors):
-            return (mine.unsqueeze(1) == other.index.flatten()).to(self.dtype).unsqueeze(0)
-        return other.dense().flatten(1, 2)[..., mine].transpose(1, 2)
-
-    def dots_within(self, other: RowVectors) -> Tensor:
-        """Look entries up, or compare indices."""
+    def dots(self, other: "RowVectors") -> Tensor:
+        """Return inner products as `PlainVectors.dots` does: compare indices, or look entries up."""
         if isinstance(other, UnitVectors):
             return (self.index.unsqueeze(2) == other.index.unsqueeze(1)).to(self.dtype).unsqueeze(0)
         theirs = other.dense()
-        index = self.index[None, :, None].expand(1, -1, theirs.shape[2], -1)
+        index = self.index[None, :, None].expand(len(theirs), -1, theirs.shape[2], -1)
         return theirs.gather(3, index).transpose(2, 3)
+
+    def scattered(self, values: Tensor) -> Tensor:
+        """Sum outer products with vectors `[batch, shared, d]` over rows, by adding to rows of `[batch, size, d]`."""
+        full = values.new_zeros(len(values), self.size, values.shape[2])
+        return full.scatter_add_(1, self.index.unsqueeze(2).expand_as(values), values)
+
+
+# Vectors on one side of rows, `[groups, batch, shared, size]`.
+RowVectors = PlainVectors | UnitVectors
 
 
 def joined(parts: Sequence[RowVectors]) -> RowVectors:
@@ -213,26 +161,22 @@ def joined(parts: Sequence[RowVectors]) -> RowVectors:
     If the examples of a batch have fewer rows than others, they are padded: unit vectors with index 0, plain vectors
     with zeros. The other side of padded rows must be zero.
     """
-    if len(parts) == 1:
-        return parts[0]
     most = max(part.shared for part in parts)
-    if all(isinstance(part, UnitVectors) for part in parts):
-        units = [part for part in parts if isinstance(part, UnitVectors)]
-        index = torch.cat([torch.nn.functional.pad(part.index, (0, most - part.shared)) for part in units])
+    units = [part for part in parts if isinstance(part, UnitVectors)]
+    if len(units) == len(parts):
+        index = torch.cat([pad(part.index, (0, most - part.shared)) for part in units])
         return UnitVectors(index, units[0].size, units[0].dtype)
     plain = [part if isinstance(part, PlainVectors) else PlainVectors(part.dense()) for part in parts]
     if len({part.last for part in plain}) > 1:
         plain = [PlainVectors(part.dense()) for part in plain]
-    values = torch.cat([torch.nn.functional.pad(part.values, (0, 0, 0, most - part.shared)) for part in plain], 1)
+    values = torch.cat([pad(part.values, (0, 0, 0, most - part.shared)) for part in plain], 1)
     return PlainVectors(values, plain[0].last)
 
 
 Way = Literal["rows", "matrices"]
 
 
-def cheaper(
-    pairs: tuple[int, int], rows: tuple[int, int], work: tuple[int, int], numbers: int, formed: tuple[bool, bool]
-) -> Way:
+def cheaper(pairs: tuple[int, int], rows: tuple[int, int], work: tuple[int, int], numbers: int) -> Way:
     """Return the way to compute all inner products between the gradients of two datasets with fewer multiplications.
 
     Args:
@@ -240,17 +184,15 @@ def cheaper(
         rows: Number of rows per example in each dataset.
         work: Multiplications per inner product, on the input side and on the gradient side.
         numbers: Number of entries of a matrix.
-        formed: Whether the matrices of each dataset have been formed already.
 
     Example:
-        >>> cheaper((100, 100), (1, 1), (257, 256), 257 * 256, (False, False))
+        >>> cheaper((100, 100), (1, 1), (257, 256), 257 * 256)
         'rows'
-        >>> cheaper((100, 100), (64, 64), (257, 256), 257 * 256, (False, False))
+        >>> cheaper((100, 100), (64, 64), (257, 256), 257 * 256)
         'matrices'
     """
     by_rows = pairs[0] * rows[0] * pairs[1] * rows[1] * sum(work)
-    forming = sum(0 if done else n * s for n, s, done in zip(pairs, rows, formed, strict=True))
-    by_matrices = (pairs[0] * pairs[1] + forming) * numbers
+    by_matrices = (pairs[0] * pairs[1] + pairs[0] * rows[0] + pairs[1] * rows[1]) * numbers
     return "rows" if by_rows <= by_matrices else "matrices"
 
 
@@ -293,11 +235,6 @@ class RowProducts:
         return self.x.work * self.x.groups, self.g.work * self.x.groups
 
     @property
-    def numbers(self) -> int:
-        """Number of entries of an example's matrix."""
-        return self.x.groups * self.x.size * self.g.size
-
-    @property
     def stored(self) -> int:
         """Number of stored values per example."""
         return self.x.numbers + self.g.numbers
@@ -324,16 +261,35 @@ class RowProducts:
 
     def matrices(self) -> Iterator[Tensor]:
         """Yield the gradients as matrices, `[some examples, groups, d_B, d_A]`, a few examples at a time."""
-        for part in self._parts(self.numbers):
-            yield part._matrices()
+        for part in self._parts(at_a_time(self.like, self.x.groups * self.x.size * self.g.size)):
+            if isinstance(part.x, UnitVectors):
+                yield part.x.scattered(part.g.dense()[0]).transpose(1, 2).unsqueeze(1)
+            elif isinstance(part.g, UnitVectors):
+                yield part.g.scattered(part.x.dense()[0]).unsqueeze(1)
+            else:
+                yield _matrices(part.x, part.g.dense()).transpose(0, 1)
 
-    def inner(self, other: "RowProducts") -> Tensor:
-        """Return the inner products of all pairs of gradients, `[n, m]`, computed from rows."""
-        return torch.cat([_summed(*both, by_row=False) for both in self._pairs(other)], 1)
+    def _parts(self, most: int) -> Iterator["RowProducts"]:
+        """Yield the rows of at most so many examples at a time."""
+        if self.num_data <= most:
+            yield self
+            return
+        for start in range(0, self.num_data, most):
+            yield self.some(slice(start, start + most))
 
-    def inner_by_row(self, other: "RowProducts") -> Tensor:
-        """Return the contribution of each row of the other gradients to the inner products, `[n, m, shared]`."""
-        return torch.cat([_summed(*both, by_row=True) for both in self._pairs(other)], 1)
+    def inner(self, other: "RowProducts", by_row: bool = False) -> Tensor:
+        """Return the inner products of all pairs of gradients, computed from rows.
+
+        They are `[n, m]`, or `[n, m, shared]` if `by_row`: the contribution of each row of the other gradients.
+        """
+        step = at_a_time(self.like, 2 * self.x.groups * self.num_data * self.shared * other.shared)
+        x, g = self.x.together(), self.g.together()
+        sums = []
+        for theirs in other._parts(step):
+            products = x.dots(theirs.x.together()).mul_(g.dots(theirs.g.together()))
+            shape = (self.num_data, self.shared, theirs.num_data, theirs.shared)
+            sums.append(products.reshape(self.x.groups, *shape).sum((0, 2) if by_row else (0, 2, 4)))
+        return torch.cat(sums, 1)
 
     def inner_within(self, other: "RowProducts") -> Tensor:
         """Return the inner product of two gradients of each example, `[n]`, computed from rows."""
@@ -341,41 +297,27 @@ class RowProducts:
         sums = []
         for start in range(0, self.num_data, step):
             mine, theirs = (one.some(slice(start, start + step)) for one in (self, other))
-            sums.append((mine.x.dots_within(theirs.x) * mine.g.dots_within(theirs.g)).sum((0, 2, 3)))
+            sums.append((mine.x.dots(theirs.x) * mine.g.dots(theirs.g)).sum((0, 2, 3)))
         return torch.cat(sums)
-
-    def _pairs(self, other: "RowProducts") -> Iterator[tuple["RowProducts", "RowProducts"]]:
-        """Yield pairs of parts that limit the memory for the inner products of rows."""
-        step = at_a_time(self.like, 2 * self.x.groups * self.num_data * self.shared * other.shared)
-        for start in range(0, other.num_data, step):
-            yield self, other.some(slice(start, start + step))
-
-    def _parts(self, numbers: int) -> Iterator["RowProducts"]:
-        step = at_a_time(self.like, numbers)
-        if step >= self.num_data:
-            yield self
-            return
-        for start in range(0, self.num_data, step):
-            yield self.some(slice(start, start + step))
-
-    def _matrices(self) -> Tensor:
-        """Form all matrices, `[n, groups, d_B, d_A]`."""
-        if isinstance(self.x, UnitVectors):
-            return _scattered(self.x, self.g.dense()[0]).transpose(1, 2).unsqueeze(1)
-        if isinstance(self.g, UnitVectors):
-            return _scattered(self.g, self.x.dense()[0]).unsqueeze(1)
-        assert isinstance(self.x, PlainVectors)  # noqa: S101 (there is no third kind)
-        g = self.g.dense()
-        # With a single row, elementwise multiplication is faster than a matrix product.
-        product = g.transpose(2, 3) * self.x.values if self.shared == 1 else g.transpose(2, 3) @ self.x.values
-        if self.x.last is not None:
-            product = torch.cat([product, self.x.last * g.sum(2).unsqueeze(3)], 3)
-        return product.transpose(0, 1)
 
 
 def joined_products(parts: Sequence[RowProducts]) -> RowProducts:
     """Concatenate the rows of several batches."""
     return RowProducts(joined([part.x for part in parts]), joined([part.g for part in parts]))
+
+
+def _matrices(x: PlainVectors, g: Tensor) -> Tensor:
+    """Sum outer products of gradients `[groups, n, shared, d_B]` and vectors over rows: `[groups, n, d_B, d_A]`."""
+    g_T, one = g.transpose(2, 3), x.shared == 1  # for one row, elementwise multiplication is faster than a product
+    if x.last is None:
+        return g_T * x.values if one else g_T @ x.values
+    matrices = g.new_empty(*g.shape[:2], g.shape[3], x.size)
+    if one:
+        torch.mul(g_T, x.values, out=matrices[..., :-1])
+    else:
+        matrices[..., :-1] = g_T @ x.values
+    matrices[..., -1] = x.last * g.sum(2)
+    return matrices
 
 
 def matrix_inner(matrices: Tensor, parts: Sequence[RowProducts]) -> Tensor:
@@ -385,36 +327,20 @@ def matrix_inner(matrices: Tensor, parts: Sequence[RowProducts]) -> Tensor:
     cache, where a large matrix product uses them immediately.
     """
     first = parts[0]
-    num_data = first.num_data
-    result = matrices.new_zeros(len(matrices), num_data)
-    gradients = [part.g.dense() for part in parts]
+    result = matrices.new_zeros(len(matrices), first.num_data)
+    sides = [(part.x, part.g.dense()) for part in parts]
     for group in range(first.x.groups):
-        step = at_a_time(matrices, 2 * num_data * first.x.size)
+        step = at_a_time(matrices, 2 * first.num_data * first.x.size)
         for start in range(0, first.g.size, step):
-            rows = matrices[:, group, start : start + step]
-            some = None
-            for part, g in zip(parts, gradients, strict=True):
-                one = _plain_matrices(part.x, g[group, :, :, start : start + step], group)
-                some = one if some is None else some.add_(one)
-            assert some is not None  # noqa: S101 (there are parts)
-            result.addmm_(rows.flatten(1), some.flatten(1).T)
+            total: Tensor | None = None
+            for x, g in sides:
+                assert isinstance(x, PlainVectors)  # noqa: S101 (the caller has checked it)
+                of_group = PlainVectors(x.values[group, None], x.last)
+                some = _matrices(of_group, g[group, None, :, :, start : start + step])[0]
+                total = some if total is None else total.add_(some)
+            assert total is not None  # noqa: S101 (there are parts)
+            result.addmm_(matrices[:, group, start : start + step].flatten(1), total.flatten(1).T)
     return result
-
-
-def _plain_matrices(x: RowVectors, g: Tensor, group: int) -> Tensor:
-    """Form `[n, d_B, d_A]` from gradients `[n, shared, d_B]` and plain vectors of a group."""
-    assert isinstance(x, PlainVectors)  # noqa: S101 (the caller has checked it)
-    values = x.values[group]
-    extra = 0 if x.last is None else 1
-    matrices = g.new_empty(g.shape[0], g.shape[2], values.shape[2] + extra)
-    inner = matrices[:, :, : values.shape[2]]
-    if g.shape[1] == 1:  # with a single row, elementwise multiplication is faster than a matrix product
-        torch.mul(g.transpose(1, 2), values, out=inner)
-    else:
-        inner.copy_(g.transpose(1, 2) @ values)
-    if x.last is not None:
-        matrices[:, :, -1] = x.last * g.sum(1)
-    return matrices
 
 
 def matrix_inner_by_row(matrices: Tensor, other: RowProducts) -> Tensor:
@@ -423,18 +349,3 @@ def matrix_inner_by_row(matrices: Tensor, other: RowProducts) -> Tensor:
     summed = (products * other.g.dense().flatten(1, 2).transpose(1, 2)).sum((1, 2))
     shares: Tensor = summed.unflatten(1, (other.num_data, other.shared))
     return shares
-
-
-def _summed(mine: RowProducts, theirs: RowProducts, by_row: bool) -> Tensor:
-    """Multiply the inner products on both sides, and sum over groups and rows."""
-    products = mine.x.dots(theirs.x).mul_(mine.g.dots(theirs.g))
-    if not by_row and mine.shared == theirs.shared == 1:
-        return products.sum(0)
-    shape = (mine.num_data, mine.shared, theirs.num_data, theirs.shared)
-    return products.reshape(mine.x.groups, *shape).sum((0, 2) if by_row else (0, 2, 4))
-
-
-def _scattered(unit: UnitVectors, values: Tensor) -> Tensor:
-    """Sum outer products of unit vectors with vectors `[n, shared, d]`, by adding to rows: `[n, size, d]`."""
-    full = values.new_zeros(len(values), unit.size, values.shape[2])
-    return full.scatter_add_(1, unit.index.unsqueeze(2).expand_as(values), values)

@@ -60,13 +60,9 @@ def ignore(g: Tensor) -> None:
     """Ignore gradients: a `Receiver` that does nothing."""
 
 
-def without_inputs(receive: Receiver) -> Adder:
-    """Return the adder that adds no inputs, and passes gradients to a receiver."""
-
-    def add(_: Any, __: RowMap | None) -> Receiver:
-        return receive
-
-    return add
+def add_nothing(_: Any, __: RowMap | None) -> Receiver:
+    """Add neither inputs nor gradients: an `Adder`."""
+    return ignore
 
 
 def all_of(adders: Sequence[Adder]) -> Adder:
@@ -87,14 +83,14 @@ def all_of(adders: Sequence[Adder]) -> Adder:
 class Statistic(ABC):
     """A sum over data that passes accumulate from the uses of tracked parameters.
 
-    Args:
-        layouts: The blocks, if they are known before the first pass.
+    Its constructor takes the layouts of blocks that are known before the first pass.
 
     Attributes:
         needs_rows: Whether any use needs the example that each row belongs to.
         counts_rows: Whether rows that do not count must be excluded. Sums over gradients alone need not exclude them,
             because such rows have no gradients.
         adders: The adder of each known plan.
+        conflicts: `(parameter, operation)` of uses that contradict other uses of the parameter, or known blocks.
     """
 
     needs_rows: bool = False
@@ -102,14 +98,16 @@ class Statistic(ABC):
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
         self.adders: dict[Any, Adder] = {}
+        self.conflicts: set[tuple[str, str]] = set()
         self.block_map = BlockMap(layouts)
 
     @abstractmethod
     def adder_of(self, plan: PlannedUse) -> Adder:
         """Return the adder for the uses of a plan; called once per plan."""
 
-    def note_conflict(self, plan: PlannedUse) -> None:  # noqa: B027 (most have nothing to do)
+    def note_conflict(self, plan: PlannedUse) -> None:
         """Record a use that contradicts other uses of its parameter."""
+        self.conflicts.add((plan.layout.weight, plan.operation))
 
     def finish_forward(self) -> None:  # noqa: B027 (most have nothing to do)
         """Add the sums that are complete only after a batch's forward pass."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.factors.accumulate.patches import Patches
 from kfs.factors.layout import Layout
-from kfs.factors.rules.linear import bias_apart, is_bias, vector_plan, weight_and_bias
+from kfs.factors.rules.linear import bias_apart, bias_plan, is_bias, weight_and_bias
 from kfs.factors.trace.plan import Argument, Call, Planned
 
 
@@ -37,8 +37,8 @@ def convolution(
     if input.ndim != dims + 2:  # a single image without batch axis
         return None
     patches = Patches(input.shape, kernel, _each(stride, dims), around, spread, groups)
-    order = tuple(range(weight.ndim))
-    return _plan(call, input, weight, bias, patches, weight.shape, order, split=1, out=weight.shape[0])
+    layout = Layout(weight.name or "", weight.shape, (0, weight.shape[0]), tuple(range(weight.ndim)), 1, groups)
+    return _plan(call, input, weight, bias, patches, layout)
 
 
 def transposed_convolution(
@@ -72,9 +72,8 @@ def transposed_convolution(
 
     patches = Patches((*input.shape[:2], *spatial), kernel, (1,) * dims, around, spread, groups, mirrored=True)
     shape = (groups, weight.shape[0] // groups, *weight.shape[1:])
-    order = (0, 2, 1, *range(3, len(shape)))
-    out = weight.shape[1] * groups
-    return _plan(call, input, weight, bias, patches, shape, order, split=2, out=out, prepare=prepare)
+    layout = Layout(weight.name or "", shape, (0, groups), (0, 2, 1, *range(3, len(shape))), 2, groups)
+    return _plan(call, input, weight, bias, patches, layout, prepare)
 
 
 def _plan(
@@ -83,25 +82,21 @@ def _plan(
     weight: Argument,
     bias: Argument | None,
     patches: Patches,
-    shape: tuple[int, ...],
-    order: tuple[int, ...],
-    split: int,
-    out: int,
+    layout: Layout,
     prepare: Any = None,
 ) -> Planned:
-    """Plan a linear map of patches to `out` channels, for a layout with `shape`, `order` and `split`."""
+    """Plan a linear map of patches."""
     if not x.data:
         return None
-    apart = bias_apart(call, x, weight, bias, trailing=len(patches.out))
-    if apart is not None:
-        return apart
+    if weight.derived:
+        return bias_apart(call, x, bias, trailing=len(patches.out))
     leading = (x.shape[0], prod(patches.out))
     if not weight.tracked:
-        return (vector_plan("bias", bias, leading, (), _channels_last),) if is_bias(bias, out) else None
+        channels = layout.row_size * layout.groups
+        return (bias_plan(bias, leading, _channels_last),) if is_bias(bias, channels) else None
     view = weight.view
     if view is None or weight.shape != view.shape:
         return None
-    layout = Layout(view.name, shape, (0, shape[0]), order, split, patches.groups)
     return weight_and_bias(call.name, layout, patches, (x,), bias, leading, prepare, _channels_last)
 
 

@@ -5,7 +5,6 @@ for every example and position. Apart from axes of length one, the last axis of 
 others are rows: it is like an embedding whose rows are all looked up once for every example, and has the same factors.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 from kfs.factors.accumulate.inputs import Rows
 from kfs.factors.layout import Layout
 from kfs.factors.trace.derived import Spread, on_device
-from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read
+from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan, Planned
 from kfs.factors.trace.tracking import is_in_place
 
 
@@ -56,12 +55,13 @@ def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
         return Broadcast(t, shape, None, spread)
     own = spread.own or ()
     free = spread.free
-    own_last = _own_axes_last(free, own)
     layout = entries_layout(t)
     rows, places = _rows_and_places(spread.along_own_axes, layout)
 
+    order = (0, *(1 + axis for axis in (*free, *own)))
+
     def read(g: Tensor, _: Any) -> Tensor:
-        g = own_last(g)
+        g = g.permute(order).flatten(1 + len(free)) if own else g.unsqueeze(-1)  # [columns, *free axes, entries]
         if places is not None:
             full = g.new_zeros(*g.shape[:-1], len(rows) * layout.row_size)
             g = full.index_add_(-1, on_device(places, g.device), g)
@@ -74,29 +74,10 @@ def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
     return Broadcast(t, shape, Plan(operation, layout, inputs, read=read))
 
 
-def entries_plan(
-    operation: str,
-    parameter: Argument,
-    leading: tuple[int, ...],
-    arguments: tuple[Argument, ...],
-    read: Read,
-    prepare: Callable[..., Any] | None = None,
-    mixes: bool = False,
-) -> Plan:
-    """Plan a use of a whole parameter with several axes, which are the last axes of the result of `read`."""
-    layout = entries_layout(parameter)
-
-    def by_rows(g: Tensor, x: Any) -> Tensor:
-        rows_last: Tensor = read(g, x).flatten(1 + len(leading)).unflatten(-1, (-1, layout.row_size))
-        return rows_last
-
-    inputs = Rows(all_rows(layout, parameter.device), layout.column_size, leading, parameter.dtype, parameter.device)
-    return Plan(operation, layout, inputs, arguments, prepare, by_rows, mixes=mixes)
-
-
-def all_rows(layout: Layout, device: torch.device) -> Tensor | None:
-    """Return the indices of all rows of a parameter; `None` if there is only one."""
-    return torch.arange(layout.column_size, device=device) if layout.column_size > 1 else None
+def all_rows(t: Argument, layout: Layout, leading: tuple[int, ...]) -> Rows:
+    """Return the inputs of a parameter all rows of which are read at every place."""
+    rows = torch.arange(layout.column_size, device=t.device) if layout.column_size > 1 else None
+    return Rows(rows, layout.column_size, leading, t.dtype, t.device)
 
 
 def entries_layout(t: Argument) -> Layout:
@@ -114,16 +95,6 @@ def is_expanded(num_data: int, t: Argument) -> bool:
         return t.ndim > 1 and t.shape[0] == 1
     repeated = (n for n, stride in zip(t.shape, t.stride, strict=True) if stride == 0)
     return any(n > 1 and n % num_data == 0 for n in repeated)
-
-
-def _own_axes_last(free: tuple[int, ...], own: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Return a function that brings gradients `[columns, *shape]` into the form `[columns, *free axes, entries]`."""
-    order = (0, *(1 + axis for axis in (*free, *own)))
-
-    def own_last(g: Tensor) -> Tensor:
-        return g.permute(order).flatten(1 + len(free)) if own else g.unsqueeze(-1)
-
-    return own_last
 
 
 def _rows_and_places(index: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:

@@ -45,10 +45,7 @@ def product(call: Call, a: Argument, b: Argument) -> Planned:
 def einsum(weight: Argument, x: Argument, letters: tuple[str, str, str]) -> Planned:
     """Plan an `einsum` in which the first axis of a parameter is an axis of the data and of the result, too.
 
-    Args:
-        weight: The parameter.
-        x: What it is multiplied with.
-        letters: Axis letters of the parameter, of `x`, and of the result.
+    `letters` are those of the parameter, of `x`, and of the result.
     """
     w, v, result = letters
     if len(w) < 3:

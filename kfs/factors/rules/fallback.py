@@ -4,13 +4,13 @@ A probe is a tap that reports, in the backward pass, whether predictions depend 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.factors.accumulate.inputs import Rows
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.row_map import Receiver, RowMap, RowQuery
 from kfs.factors.rules import elementwise, linear
@@ -36,25 +36,85 @@ _FOLLOW = {func for func, rule in linear.RULES.items() if rule in _PRODUCTS} | {
 _BY_ROWS = _FOLLOW | _ELEMENTWISE | {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
 
 
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A call of an operation without a plan, in a pass."""
+
+    seen: Discovery
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def call(self) -> Call:
+        """The call, as rules see it."""
+        return Call(self.func, self.seen.num_data)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        return tensors_of((*self.args, *self.kwargs.values()))
+
+    def argument(self, t: Tensor) -> Argument:
+        """Describe a tracked tensor."""
+        return Argument.of((), t, self.seen.tracker.get(t), data=False)
+
+    def receiver(self, t: Tensor) -> Receiver:
+        """Return the callback for gradients `[columns, N, *shape]` of the parameter that a tensor is (a view of)."""
+        seen, call, argument, parameter = self.seen, self.call, self.argument(t), self.seen.tracker.get(t)
+        with full_precision(t.device.type):
+            if parameter.derived is not None:
+                return parameter.derived.collector()
+            # Every example uses all entries.
+            layout = entries_layout(argument)
+            plans, key = seen.trace.plans, ("per example", call.func, layout, call.num_data)
+            if key not in plans:
+                rows = all_rows(argument, layout, (call.num_data,))
+                plans[key] = Plan(
+                    call.name, layout, rows, read=lambda g, _: g.reshape(*g.shape[:2], -1, layout.row_size)
+                )
+            (plan,) = seen.trace.settled(plans[key], [plans[key]], call, parameter.tensor)
+            return seen.use(plan, None, by_construction=True)
+
+    def replaced(self, swap: dict[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, with other tensors in place of those with some ids."""
+
+        def other(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return swap.get(id(part), part)
+            return type(part)(map(other, part)) if type(part) in {tuple, list} else part
+
+        return tuple(map(other, self.args)), {key: other(part) for key, part in self.kwargs.items()}
+
+    def again(self, swap: dict[int, Tensor]) -> Any:
+        """Run the operation with some tensors replaced."""
+        args, kwargs = self.replaced(swap)
+        return self.func(*args, **kwargs)
+
+
 def without_rule(seen: Discovery, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that has no rule.
 
     A result of parameters and constants is tracked as a derived parameter, unless it has a row for every example. All
     other uses are probed, to find out whether predictions depend on them.
     """
-    inputs = tensors_of((*args, *kwargs.values()))
-    tracked = [t for t in inputs if seen.tracker.find(t) is not None]
+    run = _Run(seen, func, args, kwargs)
+    tracked = [t for t in run.inputs if seen.tracker.find(t) is not None]
     parameters = [seen.tracker.get(t) for t in tracked]
     names = set().union(*(parameter.names for parameter in parameters))
-    has_data = any(map(seen.is_data, inputs))
+    has_data = any(map(seen.is_data, run.inputs))
     # An in-place operation may change a derived parameter; then its new values are tracked.
-    change = None if has_data else _Change.expected(func, args, kwargs, tracked, parameters)
-    result = func(*args, **kwargs)
-    if change is not None and change.happened:
-        change.follow(seen)
-        return result
+    may_change = is_in_place(func) or kwargs.get("inplace") is True or any(part is True for part in args)
+    if may_change and not has_data and len(tracked) == 1 and parameters[0].derived is not None:
+        before, version = parameters[0].tensor.detach().clone(), tracked[0]._version
+        result = func(*args, **kwargs)
+        if tracked[0]._version != version:
+            _track_change(run, tracked[0], before)
+            return result
+    else:
+        result = func(*args, **kwargs)
     if is_in_place(func):  # the result may not be used, so there is nothing to probe
-        why = _why_not(seen, func, parameters, has_data)
+        why = _why_not(run, parameters, has_data)
         seen.unexplained.update((name, why) for name in names)
         return result
     # Otherwise, track the result, or probe it if that is not possible.
@@ -63,118 +123,88 @@ def without_rule(seen: Discovery, func: Any, args: tuple[Any, ...], kwargs: dict
     if not outputs or all(t.untyped_storage()._cdata in storages for t in outputs):
         return result  # a view of a parameter, or nothing to differentiate
     if seen.tracker.as_other_numbers(tracked):
-        operation = getattr(func, "__name__", str(func))
-        return _probed(seen, result, names, no_rule(f"{operation} as other numbers (view_as_complex)"))
-    followed = _followed(seen, func, args, kwargs, tracked, parameters, has_data, result)
+        return _probed(seen, result, names, no_rule(f"{run.call.name} as other numbers (view_as_complex)"))
+    followed = _followed(run, tracked, parameters, has_data, result)
     if followed is None:
-        followed = _probed(seen, result, names, _why_not(seen, func, parameters, has_data))
+        followed = _probed(seen, result, names, _why_not(run, parameters, has_data))
     return followed
 
 
-def _followed(
-    seen: Discovery,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tracked: list[Tensor],
-    parameters: list[Tracked],
-    has_data: bool,
-    result: Any,
-) -> Any:
+def _followed(run: _Run, tracked: list[Tensor], parameters: list[Tracked], has_data: bool, result: Any) -> Any:
     """Return the result, tracked so that its gradients reach all parameters; `None` if that is not possible."""
+    seen = run.seen
     different = list({id(t): t for t in tracked}.values())
-    arguments = [Argument.of((), t, seen.tracker.get(t), data=False) for t in different]
+    arguments = list(map(run.argument, different))
     follows = isinstance(result, Tensor) and not has_data and all(argument.by_rows for argument in arguments)
-    if follows and len(different) == 1 and func not in _FOLLOW:
-        return _Following(seen, func, args, kwargs, tracked[0], arguments[0], parameters[0], result).result()
-    expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(seen, t, parameter)]
+    if follows and len(different) == 1 and run.func not in _FOLLOW:
+        return _Following(run, tracked[0], arguments[0], parameters[0], result).result()
+    expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(run, t, parameter)]
     if expanded and (len({parameter.name for parameter in parameters}) > 1 or has_data):
         # With one example, everything may be a row of it; an audit knows what larger batches are like.
         guess = seen.num_data > 1 or not has_data
-        with seen.rows.question(func, seen.tracker.get(expanded[0]).name, guess) as has_rows:
+        with seen.rows.question(run.func, seen.tracker.get(expanded[0]).name, guess) as has_rows:
             if has_rows:
-                return _with_expanded(seen, func, args, kwargs, expanded[0])
-    return _Computed(seen, func, args, kwargs, different, arguments, result).result() if follows else None
+                return _with_expanded(run, expanded[0])
+    return _Computed(run, different, arguments, result).result() if follows else None
 
 
-def _why_not(seen: Discovery, func: Any, parameters: list[Tracked], has_data: bool) -> str:
+def _why_not(run: _Run, parameters: list[Tracked], has_data: bool) -> str:
     """Return the reason why a use is not covered: there is no rule, or the rule does not take such arguments."""
-    operation = getattr(func, "__name__", str(func))
     others = " together with another parameter" if len({one.name for one in parameters}) > 1 and not has_data else ""
     before = " before it meets the batch" if any(one.derived is not None for one in parameters) else ""
-    if func in seen.trace.rules and not others + before:
-        return f"it is used by {operation} with arguments that the rule for it does not take"
-    return no_rule(operation + others + before)
+    if run.func in run.seen.trace.rules and not others + before:
+        return f"it is used by {run.call.name} with arguments that the rule for it does not take"
+    return no_rule(run.call.name + others + before)
 
 
-def _may_have_rows(seen: Discovery, t: Tensor, parameter: Tracked) -> bool:
+def _may_have_rows(run: _Run, t: Tensor, parameter: Tracked) -> bool:
     """Whether (a view of) a parameter may have a row for every example, such as expanded learned queries."""
-    argument = Argument.of((), t, parameter, data=False)
-    computed = parameter.derived is not None and seen.num_data == 1
-    return argument.by_rows and (computed or elementwise.is_expanded(seen.num_data, argument))
+    argument, num_data = run.argument(t), run.seen.num_data
+    computed = parameter.derived is not None and num_data == 1
+    return argument.by_rows and (computed or elementwise.is_expanded(num_data, argument))
 
 
-def _with_expanded(seen: Discovery, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor) -> Any:
+def _with_expanded(run: _Run, t: Tensor) -> Any:
     """Run an operation on (a view of) a parameter that was expanded over the batch, treating it as data."""
-    parameter = seen.tracker.get(t)
-    argument = Argument.of((), t, parameter, data=False)
-    call = Call(func, seen.num_data)
-    collect = _per_datum_receiver(seen, call, argument, parameter)
+    seen, argument, parameter = run.seen, run.argument(t), run.seen.tracker.get(t)
     spread = Spread.expanded(argument, tuple(t.shape))
     # A copy has its own storage, so it is not recognized as the parameter again.
-    swap = {id(t): tap_spread(seen, t, (call.name, parameter.name), spread, collect).clone()}
-    named = {key: _replaced(part, swap) for key, part in kwargs.items()}
+    swap = {id(t): tap_spread(seen, t, (run.call.name, parameter.name), spread, run.receiver(t)).clone()}
     with seen.intercepting():
-        result = func(*_replaced(args, swap), **named)
+        result = run.again(swap)
     for one in tensors_of([result]):
         seen.marks.mark(one)  # even if nothing else depends on data
     return result
 
 
+@dataclass(eq=False)
 class _Following:
     """An operation on one parameter and constants, whose gradients are mapped back to the parameter."""
 
-    def __init__(
-        self,
-        seen: Discovery,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        t: Tensor,
-        argument: Argument,
-        parameter: Tracked,
-        result: Tensor,
-    ) -> None:
-        self.seen = seen
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.t = t
-        self.argument = argument
-        self.parameter = parameter
-        self.plain = result
-        self.call = Call(func, seen.num_data)
-        self.what = (self.call.name, parameter.name)
-        self.shape = tuple(parameter.tensor.shape)
+    run: _Run
+    t: Tensor  # the parameter, or a view of it
+    argument: Argument
+    parameter: Tracked
+    plain: Tensor  # the result
 
     def result(self) -> Tensor:
         """Return the result, tracked so that its per-example gradients reach the parameter."""
-        num_data = self.seen.num_data
+        seen, num_data = self.run.seen, self.run.seen.num_data
         # Without an audit, guess from a new axis as long as the batch.
         guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
-        with self.seen.rows.question(self.func, self.parameter.name, guess) as has_data:
-            return self.seen.marks.mark(self._with_rows_of_data()) if has_data else self._derived()
+        with seen.rows.question(self.run.func, self.parameter.name, guess) as has_data:
+            return seen.marks.mark(self._with_rows_of_data()) if has_data else self._derived()
 
-    def _with_rows_of_data(self) -> Tensor:
+    def _with_rows_of_data(self) -> Any:
         """Tap the result, which has a row for every example, so that gradients are still separate."""
-        seen, shape = self.seen, tuple(self.plain.shape)
-        if self.func in _ELEMENTWISE:
+        seen, func, shape = self.run.seen, self.run.func, tuple(self.plain.shape)
+        what = (self.run.call.name, self.parameter.name)
+        if func in _ELEMENTWISE:
             spread = Spread.expanded(self.argument, shape)
-            z = tap_spread(seen, self.t.expand(shape), self.what, spread, self._receiver())
-            return self._again(z)
-        if self.func in _MOVES or self.func in _CASTS:
-            spread = Spread(shape, self._entries_of_result(), self.shape)
-            return tap_spread(seen, self.plain, self.what, spread, self._receiver())
+            return self._again(tap_spread(seen, self.t.expand(shape), what, spread, self.run.receiver(self.t)))
+        if func in _MOVES or func in _CASTS:
+            spread = Spread(shape, self._entries_of_result(), tuple(self.parameter.tensor.shape))
+            return tap_spread(seen, self.plain, what, spread, self.run.receiver(self.t))
         receive, pull_back = self._back()
 
         def start(row_map: RowMap) -> Receiver:
@@ -182,7 +212,7 @@ class _Following:
             mine = [data == n for n in range(seen.num_data)]
             return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum)[0] for of_datum in mine], 1))
 
-        opened = seen.rows.receiver(RowQuery(self.what, shape, meeting=True), start)
+        opened = seen.rows.receiver(RowQuery(what, shape, meeting=True), start)
         return seen.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
 
     def _derived(self) -> Tensor:
@@ -192,87 +222,57 @@ class _Following:
             receive, pull_back = self._back()
             return lambda g: receive(pull_back(g)[0])
 
-        token = (self.func, self.parameter.token, self.argument.offset, self.argument.shape, self.argument.stride)
-        name, also = self.parameter.name, self.parameter.also
-        return add_derived(self.seen, self.plain, name, token, self.call.name, add_use, also)
-
-    def _receiver(self) -> Receiver:
-        """Return the gradient callback for `[columns, N, *shape of the parameter]`."""
-        return _per_datum_receiver(self.seen, self.call, self.argument, self.parameter)
+        run, argument, parameter = self.run, self.argument, self.parameter
+        token = (run.func, parameter.token, argument.offset, argument.shape, argument.stride)
+        return add_derived(run.seen, self.plain, parameter.name, token, run.call.name, add_use, parameter.also)
 
     def _back(self) -> tuple[Receiver, Callable[[Tensor], list[Tensor]]]:
         """Return the callback for gradients `[columns, N, *shape]` of the argument, and their computation."""
-        return _at_entries(self._receiver(), self.argument), _pull_back(self._again, [self.t], self.plain)
+        return _at_entries(self.run.receiver(self.t), self.argument), _pull_back(self._again, [self.t], self.plain)
 
-    def _again(self, value: Tensor) -> Tensor:
+    def _again(self, value: Tensor) -> Any:
         """Run the operation with another tensor in place of the parameter."""
-        return _run_again(self.func, self.args, self.kwargs, {id(self.t): value})
+        return self.run.again({id(self.t): value})
 
     def _entries_of_result(self) -> Tensor:
         """Return the parameter entry at each position of the result."""
         if self.t.is_meta:  # there are no values
             return torch.zeros((), dtype=torch.long).expand(self.plain.shape)
         # Compute on the CPU to avoid synchronization, unless index tensors are on another device.
-        alone = len(tensors_of((*self.args, *self.kwargs.values()))) == 1
-        places = torch.arange(self.t.numel(), device="cpu" if alone else self.t.device).reshape(self.t.shape)
-        if self.func not in _CASTS:
+        device = "cpu" if len(self.run.inputs) == 1 else self.t.device
+        places = torch.arange(self.t.numel(), device=device).reshape(self.t.shape)
+        if self.run.func not in _CASTS:
             places = self._again(places)
         places = places.cpu()
         index = self.argument.entries(tuple(range(self.t.ndim)))
         return places if index is None else index[places]
 
 
-class _Change:
-    """An operation that changes (a view of) a derived parameter in place, such as `nn.ReLU(inplace=True)`.
+def _track_change(run: _Run, t: Tensor, before: Tensor) -> None:
+    """Track the new values of (a view of) a derived parameter, which an operation has changed in place.
 
-    From then on, its memory holds another derived parameter.
+    From then on, the memory of the parameter holds another derived one. The values `before` are differentiated.
     """
+    old = run.seen.tracker.get(t)
+    view = tuple(t.shape), t.stride(), t.storage_offset() - old.tensor.storage_offset()
 
-    @classmethod
-    def expected(
-        cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor], parameters: list[Tracked]
-    ) -> "_Change | None":
-        """Record the state before the operation runs; `None` if it will not change a derived parameter."""
-        may_change = is_in_place(func) or kwargs.get("inplace") is True or any(part is True for part in args)
-        if not may_change or len(tracked) > 1 or parameters[0].derived is None:
-            return None
-        return cls(func, args, kwargs, tracked[0], parameters[0])
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor, parameter: Tracked) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.t = t
-        self.parameter = parameter
-        self.before = parameter.tensor.detach().clone()
-        self.version = t._version
-        self.view = tuple(t.shape), t.stride(), t.storage_offset() - parameter.tensor.storage_offset()
-
-    @property
-    def happened(self) -> bool:
-        """Whether the operation has changed the tensor."""
-        return self.t._version != self.version
-
-    def follow(self, seen: Discovery) -> None:
-        """Track the changed tensor in place of the original one."""
-        old = self.parameter
-
-        def add_use() -> Receiver:
-            assert old.derived is not None  # noqa: S101 (checked by `expected`)
-            collect, pull_back = old.derived.collector(), _pull_back(self._again, [self.before], self.before)
-            return lambda g: collect(pull_back(g)[0])
-
-        derived = Derived(add_use)
-        seen.derived.append(derived)
-        token = ("in place", self.func, old.token, self.view)
-        seen.tracker.add(Tracked(old.name, old.tensor, token, derived, old.also))
-
-    def _again(self, value: Tensor) -> Tensor:
+    def again(value: Tensor) -> Tensor:
         value = value.clone()
-        _run_again(self.func, self.args, self.kwargs, {id(self.t): value.as_strided(*self.view)})
+        run.again({id(t): value.as_strided(*view)})
         return value
 
+    def add_use() -> Receiver:
+        assert old.derived is not None  # noqa: S101 (the caller has checked it)
+        collect, pull_back = old.derived.collector(), _pull_back(again, [before], before)
+        return lambda g: collect(pull_back(g)[0])
 
+    derived = Derived(add_use)
+    run.seen.derived.append(derived)
+    token = ("in place", run.func, old.token, view)
+    run.seen.tracker.add(Tracked(old.name, old.tensor, token, derived, old.also))
+
+
+@dataclass(eq=False)
 class _Computed:
     """An operation on several parameters and constants, whose gradients are mapped back to all parameters.
 
@@ -282,49 +282,39 @@ class _Computed:
     each parameter.
     """
 
-    def __init__(
-        self,
-        seen: Discovery,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        arguments: list[Argument],
-        result: Tensor,
-    ) -> None:
-        self.seen = seen
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.tensors = tensors  # the tracked tensors
-        self.arguments = arguments
-        self.plain = result
-        self.call = Call(func, seen.num_data)
-        inputs = tensors_of((*args, *kwargs.values()))
-        sources = list(map(seen.tracker.find, inputs))
-        self.key = ("computed", seen.key_of(func, args, kwargs, inputs, sources))
+    run: _Run
+    tensors: list[Tensor]  # the tracked tensors
+    arguments: list[Argument]
+    plain: Tensor  # the result
+
+    def __post_init__(self) -> None:
+        """Find out which tensors are treated as data."""
+        run, inputs = self.run, self.run.inputs
+        sources = list(map(run.seen.tracker.find, inputs))
+        self.key = ("computed", run.seen.key_of(run.func, run.args, run.kwargs, inputs, sources))
         self.names = [name for source in sources if source is not None for name in sorted(source.names)]
         self.constants = [t for t, source in zip(inputs, sources, strict=True) if source is None]
-        derived = [t for t, argument in zip(tensors, arguments, strict=True) if argument.derived]
-        self.inputs = derived or (self.constants or tensors)[:1]  # the tensors that are treated as data
+        derived = [t for t, argument in zip(self.tensors, self.arguments, strict=True) if argument.derived]
+        self.inputs = derived or (self.constants or self.tensors)[:1]  # the tensors that are treated as data
 
-    def result(self) -> Tensor:
+    def result(self) -> Any:
         """Return the result, tracked so that its per-example gradients reach all parameters."""
-        if not self.constants or self.func in _FOLLOW:
+        seen, func = self.run.seen, self.run.func
+        if not self.constants or func in _FOLLOW:
             return self._followed()
-        num_data = self.seen.num_data
+        num_data = seen.num_data
         most = max(t.shape.count(num_data) for t in self.tensors)
         guess = num_data > 1 and self.plain.shape.count(num_data) > most
-        with self.seen.rows.question(self.func, self.names[0], guess) as has_data:
+        with seen.rows.question(func, self.names[0], guess) as has_data:
             if not has_data:
                 return self._followed()
-            swap = {id(t): self.seen.as_data(t) for t in self.constants}
-            with self.seen.intercepting():
-                return _run_again(self.func, self.args, self.kwargs, swap)
+            swap = {id(t): seen.as_data(t) for t in self.constants}
+            with seen.intercepting():
+                return self.run.again(swap)
 
     def _followed(self) -> Tensor:
         names = self.names
-        return add_derived(self.seen, self.plain, names[0], self.key, self.call.name, self._add_use, names)
+        return add_derived(self.run.seen, self.plain, names[0], self.key, self.run.call.name, self._add_use, names)
 
     def _add_use(self) -> Receiver:
         by_rule, expanded = self._by_rule()
@@ -332,13 +322,12 @@ class _Computed:
         rest = dict(expanded)
         for t, argument in zip(self.tensors, self.arguments, strict=True):
             if id(t) not in rest and (argument.name not in by_rule or any(t is one for one in self.inputs)):
-                receive = _per_datum_receiver(self.seen, self.call, argument, self.seen.tracker.get(t))
-                rest[id(t)] = t, _at_entries(receive, argument)
+                rest[id(t)] = t, _at_entries(self.run.receiver(t), argument)
 
-        def run(*values: Tensor) -> Tensor:
-            return _run_again(self.func, self.args, self.kwargs, dict(zip(rest, values, strict=True)))
+        def again(*values: Tensor) -> Any:
+            return self.run.again(dict(zip(rest, values, strict=True)))
 
-        pull_back = _pull_back(run, [t for t, _ in rest.values()], self.plain)
+        pull_back = _pull_back(again, [t for t, _ in rest.values()], self.plain)
 
         def receive_all(g: Tensor) -> None:
             for receive in dict.fromkeys(by_rule.values()):
@@ -355,65 +344,40 @@ class _Computed:
             By name of a parameter, the callback for gradients of the result. By id of a broadcast tensor, the expanded
             tensor and the callback for its gradients.
         """
-        seen, num_data, plain = self.seen, self.seen.num_data, self.plain
-        rule = seen.trace.rules.get(self.func)
-        aligned = self.func is F.embedding or all(t.ndim == plain.ndim for t in self.inputs)
-        if rule is None or self.func not in _BY_ROWS or not aligned:
+        run, seen, plain = self.run, self.run.seen, self.plain
+        rule = seen.trace.rules.get(run.func)
+        aligned = run.func is F.embedding or all(t.ndim == plain.ndim for t in self.inputs)
+        if rule is None or run.func not in _BY_ROWS or not aligned:
             return {}, {}
-        swap = {id(t): t.detach().expand(num_data, *t.shape) for t in self.inputs}
-        args = _replaced(self.args, swap)
-        kwargs = {name: _replaced(part, swap) for name, part in self.kwargs.items()}
+        swap = {id(t): t.detach().expand(seen.num_data, *t.shape) for t in self.inputs}
+        args, kwargs = run.replaced(swap)
         plans = seen.trace.plans
         if self.key not in plans:
             copies = {id(t) for t in swap.values()}
 
             def described(place: int | str, part: Any) -> Any:
+                if not isinstance(part, Tensor):
+                    return part
                 is_copy = id(part) in copies
-                tracked = seen.tracker.find(part) if isinstance(part, Tensor) and not is_copy else None
-                return Argument.of((place,), part, tracked, data=is_copy) if isinstance(part, Tensor) else part
+                return Argument.of((place,), part, None if is_copy else seen.tracker.find(part), data=is_copy)
 
             named = {name: described(name, part) for name, part in kwargs.items()}
             every = [described(*part) for part in enumerate(args)]
-            plans[self.key] = rule(self.call, *every, **named) if takes(rule, args, kwargs) else None
+            plans[self.key] = rule(run.call, *every, **named) if takes(rule, args, kwargs) else None
         by_rule: dict[str, Receiver] = {}
         expanded: dict[int, tuple[Tensor, Receiver]] = {}
         for step in plans[self.key] or ():
             plan = step.plan if isinstance(step, Broadcast) else step
             assert plan is not None  # noqa: S101 (derived parameters are treated as data)
-            for one in seen.trace.settled(plan, [plan], self.call, plain):
+            for one in seen.trace.settled(plan, [plan], run.call, plain):
                 with full_precision(plain.device.type):
                     receive = seen.use(one, prepared(one, args, kwargs), by_construction=True)
                 if isinstance(step, Broadcast):
-                    t = argument_at(step.argument.place, self.args, self.kwargs)
+                    t = argument_at(step.argument.place, run.args, run.kwargs)
                     expanded[id(t)] = t.expand(step.shape[1:]), receive
                 else:
                     by_rule |= dict.fromkeys(one.layout.params, receive)
         return by_rule, expanded
-
-
-def _per_datum_receiver(seen: Discovery, call: Call, argument: Argument, parameter: Tracked) -> Receiver:
-    """Return the callback for gradients `[columns, N, *shape]` of a parameter, or of a derived one."""
-    with full_precision(argument.device.type):
-        if parameter.derived is None:
-            return _use_per_datum(seen, call, argument, parameter.tensor)
-        return parameter.derived.collector()
-
-
-def _use_per_datum(seen: Discovery, call: Call, argument: Argument, like: Tensor) -> Receiver:
-    """Record a use of all entries of a parameter by every example; gradients are `[columns, N, *shape]`."""
-    layout = entries_layout(argument)
-    device = argument.device
-
-    def by_rows(g: Tensor, _: Any) -> Tensor:
-        rows_last: Tensor = g.reshape(*g.shape[:2], -1, layout.row_size)
-        return rows_last
-
-    plans, key = seen.trace.plans, ("per example", call.func, layout, call.num_data)
-    if key not in plans:
-        inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
-        plans[key] = Plan(call.name, layout, inputs, read=by_rows)
-    (plan,) = seen.trace.settled(plans[key], [plans[key]], call, like)
-    return seen.use(plan, None, by_construction=True)
 
 
 def _probed(seen: Discovery, result: Any, names: set[str], why: str) -> Any:
@@ -448,17 +412,3 @@ def _at_entries(receive: Receiver, argument: Argument) -> Receiver:
     assert argument.source is not None  # noqa: S101 (only tracked arguments get here)
     index, shape = argument.entries(tuple(range(argument.ndim))), argument.source[0]
     return lambda g: receive(scattered(g.reshape(*g.shape[: g.ndim - argument.ndim], -1), index, shape))
-
-
-def _run_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], swap: dict[int, Tensor]) -> Tensor:
-    """Run an operation with some tensors replaced."""
-    named = {key: _replaced(part, swap) for key, part in kwargs.items()}
-    out: Tensor = func(*_replaced(args, swap), **named)
-    return out
-
-
-def _replaced(part: Any, swap: dict[int, Tensor]) -> Any:
-    """Return arguments with some tensors replaced."""
-    if isinstance(part, Tensor):
-        return swap.get(id(part), part)
-    return type(part)(_replaced(inner, swap) for inner in part) if type(part) in {tuple, list} else part

@@ -21,8 +21,7 @@ from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read, Rewrite,
 
 def linear(call: Call, input: Argument, weight: Argument, bias: Argument | None = None) -> Planned:
     """Plan a linear layer with `weight` `[out, in]`."""
-    apart = bias_apart(call, input, weight, bias)
-    return multiply(call, "linear", input, weight, bias) if apart is None else apart
+    return bias_apart(call, input, bias) if weight.derived else multiply(call, "linear", input, weight, bias)
 
 
 def addmm(
@@ -155,7 +154,7 @@ def multiply(
         return None
     if not weight.tracked:
         features = weight.shape[1 if flip else 0]
-        return (vector_plan("bias", bias, leading, (), read),) if x.data and is_bias(bias, features) else None
+        return (bias_plan(bias, leading, read),) if x.data and is_bias(bias, features) else None
     view = weight.view
     if view is None or x.tracked:
         return None
@@ -184,7 +183,7 @@ def weight_and_bias(
         view = bias.view
         if view is None or not is_bias(bias, features):
             return None
-        alone = vector_plan("bias", bias, leading, (), read)
+        alone = bias_plan(bias, leading, read)
         # Some rows of a bias may join only the same rows of a weight.
         whole = layout.rows == (0, layout.shape[0])
         same_rows = (view.rows, view.shape[0]) == (layout.rows, layout.shape[0])
@@ -192,12 +191,12 @@ def weight_and_bias(
     return (Plan(operation, layout, inputs, arguments, prepare, read, alone, joins, follows),)
 
 
-def bias_apart(call: Call, x: Argument, weight: Argument, bias: Argument | None, trailing: int = 0) -> Rewrite | None:
-    """Plan to add the bias after the operation if the weight is computed, so that the bias is covered.
+def bias_apart(call: Call, x: Argument, bias: Argument | None, trailing: int = 0) -> Rewrite | None:
+    """Plan to add the bias after an operation whose weight is computed, so that the bias is covered.
 
     The output has `trailing` axes after its features.
     """
-    if not weight.derived or not x.data or bias is None or not bias.tracked:
+    if not x.data or bias is None or not bias.tracked:
         return None
     place = bias.place
 
@@ -216,24 +215,11 @@ def is_bias(bias: Argument | None, features: int) -> TypeGuard[Argument]:
     return bias is not None and bias.view is not None and bias.shape == (features,)
 
 
-def vector_plan(
-    operation: str,
-    vector: Argument,
-    leading: tuple[int, ...],
-    arguments: tuple[Argument, ...],
-    read: Read | None,
-    prepare: Callable[..., Any] | None = None,
-    mixes: bool = False,
-) -> Plan:
-    """Plan a use of a vector that is added to, or scales, the output's features.
-
-    The result of `read` has axes `leading` for positions. Other arguments are those of `Plan`.
-    """
-    view = vector.view
+def bias_plan(bias: Argument, leading: tuple[int, ...], read: Read | None) -> Plan:
+    """Plan the use of a bias. `read` returns the gradients of the output as `[columns, *leading, features]`."""
+    view = bias.view
     assert view is not None  # noqa: S101 (callers have checked)
-    layout = view.layout((0,), 1)
-    rows = Rows(None, 1, leading, vector.dtype, vector.device)
-    return Plan(operation, layout, rows, arguments, prepare, read, mixes=mixes)
+    return Plan("bias", view.layout((0,), 1), Rows(None, 1, leading, bias.dtype, bias.device), read=read)
 
 
 def _narrowed(dtype: torch.dtype, prepare: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.factors.rules.elementwise import entries_plan
-from kfs.factors.rules.linear import vector_plan
-from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read
+from kfs.factors.accumulate.inputs import Rows
+from kfs.factors.layout import Layout
+from kfs.factors.rules.elementwise import all_rows, entries_layout
+from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read, View
 
 
 def layer_norm(
@@ -125,37 +126,36 @@ def _scaled(
         return features_last(factor.mul_(g[0]).unsqueeze(0) if len(g) == 1 else g * factor, None)
 
     arguments = (x, *(t for t in statistics if t is not None))
-    scale = _parameter_plan(operation, x, weight, along, arguments, times_normalized, _detached, mixes)
-    shift = _parameter_plan(operation, x, bias, along, (), features_last, None, mixes)
-    if any(p is not None and p.tracked and plan is None for p, plan in ((weight, scale), (bias, shift))):
-        return None
-    return tuple(plan for plan in (scale, shift) if plan is not None) or None
-
-
-def _parameter_plan(
-    operation: str,
-    x: Argument,
-    parameter: Argument | None,
-    along: str,
-    arguments: tuple[Argument, ...],
-    read: Read,
-    prepare: Callable[..., Any] | None,
-    mixes: bool,
-) -> Plan | None:
-    """Plan the use of a scale or a shift; `None` if it is not tracked, or not a simple view of a parameter."""
-    if parameter is None or parameter.view is None:
-        return None
-    if parameter.ndim > 1:
-        if parameter.shape != parameter.view.shape:
+    uses = (weight, arguments, _detached, times_normalized), (bias, (), None, features_last)
+    plans = []
+    for parameter, of_prepare, prepare, read in uses:
+        if parameter is None or not parameter.tracked:
+            continue
+        view = parameter.view
+        if view is None or (parameter.ndim > 1 and parameter.shape != view.shape):
             return None
+        layout, rows, by_rows = _along(x, parameter, view, along, read)
+        plans.append(Plan(operation, layout, rows, of_prepare, prepare, by_rows, mixes=mixes))
+    return tuple(plans) or None
+
+
+def _along(x: Argument, parameter: Argument, view: View, along: str, read: Read) -> tuple[Layout, Rows, Read]:
+    """Return the layout and the inputs of a scale or shift, and how its gradients are read, given `read`."""
+    if parameter.ndim > 1:
         leading = x.shape[: x.ndim - parameter.ndim]
-        return entries_plan(operation, parameter, leading, arguments, read, prepare, mixes)
+        layout = entries_layout(parameter)
+
+        def by_rows(g: Tensor, arguments: Any) -> Tensor:
+            rows_last: Tensor = read(g, arguments).flatten(1 + len(leading)).unflatten(-1, (-1, layout.row_size))
+            return rows_last
+
+        return layout, all_rows(parameter, layout, leading), by_rows
     leading = {
         "last axes": x.shape[:-1],
         "channels": (x.shape[0], prod(x.shape[2:])) if x.ndim > 2 else x.shape[:1],
         "nothing": x.shape,
     }[along]
-    return vector_plan(operation, parameter, leading, arguments, read, prepare, mixes)
+    return view.layout((0,), 1), Rows(None, 1, leading, parameter.dtype, parameter.device), read
 
 
 def _detached(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ projected states. So every weight is used once, at as many shared positions as t
 returns are computed from these products. If one of them were misread, predictions would differ, and the audit would
 notice.
 
-The partial derivatives of all steps are computed at once, too (`slopes_of`). Then only the chain rule remains. The
+The partial derivatives of all steps are computed at once, too (`Slopes`). Then only the chain rule remains. The
 gradient at $h_{t-1}$ consists of the gradient from outside of the recurrence and the gradient from $h_t$, which is
 mostly $W_{hh}^\top$ times the gradient at $q_t$. `Recurrence` runs this loop back in time. It returns the total
 gradients at all $p_t$ and $q_t$, which autograd would give for an explicit loop over times.
@@ -26,7 +26,7 @@ Cells (`nn.LSTMCell` and others) run for one time, and are linear maps of input 
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,39 +43,39 @@ from kfs.runtime.precision import at_least_float32
 
 # Gradients with respect to all p, all q, all projected states, the first state, and the first cell state. Gradients
 # that a network does not have are empty.
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The inputs of a recurrence's steps, for all times, in float32 or better."""
-
-    p: Tensor  # contribution of inputs, [time, batch, gates, features]
-    q: Tensor  # contribution of states, likewise
-    before: Tensor  # states before each time, [time, batch, features]
-    cell: Tensor | None  # the first cell state of an LSTM, [batch, features]
+Gradients = tuple[Tensor, ...]
+_COLUMNS = (1, 1, 1, 0, 0)  # their axes for columns
 
 
 class Slopes(ABC):
-    """Partial derivatives of a recurrent step, for all times. Gradients are multiplied with them.
+    """The states of a recurrent network at all times, and the partial derivatives of its steps, in float32 or better.
 
     Args:
-        tensors: The derivatives, `[time, batch, ...]`, in float32 or better.
+        p: Contribution of inputs, `[time, batch, gates * features]`.
+        q: Contribution of states, likewise.
+        before: States before each time, `[time, batch, features]`.
+        cell: The first cell state of an LSTM, `[batch, features]`.
+
+    Attributes:
         states: The results of the steps, `[time, batch, features]`; of an LSTM, before projection.
+        tensors: The derivatives, `[time, batch, ...]`. Gradients are multiplied with them.
         last_cell: The last cell state of an LSTM, `[batch, features]`.
     """
 
     gates: ClassVar[int]  # number of p and q for each feature of a state
+    states: Tensor
+    tensors: tuple[Tensor, ...]
+    last_cell: Tensor | None = None
 
-    def __init__(self, tensors: tuple[Tensor, ...], states: Tensor, last_cell: Tensor | None = None) -> None:
-        self.tensors = tensors
-        self.states = states
-        self.last_cell = last_cell
+    def __init__(self, p: Tensor, q: Tensor, before: Tensor, cell: Tensor | None = None) -> None:
+        dtype = at_least_float32(before.dtype)
+        with full_precision(before.device.type):
+            p, q = (t.to(dtype).unflatten(-1, (self.gates, -1)) for t in (p, q))
+            self._compute(p, q, before.to(dtype), cell)
 
-    @classmethod
     @abstractmethod
-    def of(cls, steps: Steps) -> "Slopes":
-        """Compute states and partial derivatives."""
+    def _compute(self, p: Tensor, q: Tensor, before: Tensor, cell: Tensor | None) -> None:
+        """Compute all attributes from contributions by gate, `[time, batch, gates, features]`."""
 
     @staticmethod
     @abstractmethod
@@ -89,22 +89,6 @@ class Slopes(ABC):
             W: The recurrent weight.
             W_r: The weight that projects states.
         """
-
-
-def slopes_of(kind: type[Slopes], p: Tensor, q: Tensor, before: Tensor, cell: Tensor | None = None) -> Slopes:
-    """Return all states and partial derivatives of a step, in float32 or better.
-
-    Args:
-        kind: Kind of the step.
-        p: Contribution of inputs, `[time, batch, gates * features]`.
-        q: Contribution of states, likewise.
-        before: States before each time.
-        cell: The first cell state of an LSTM.
-    """
-    dtype = at_least_float32(before.dtype)
-    with full_precision(before.device.type):
-        p, q = (t.to(dtype).unflatten(-1, (kind.gates, -1)) for t in (p, q))
-        return kind.of(Steps(p, q, before.to(dtype), cell))
 
 
 class OneGate(Slopes):
@@ -140,21 +124,17 @@ class OneGate(Slopes):
 class Tanh(OneGate):
     """`h = tanh(p + q)`."""
 
-    @classmethod
-    def of(cls, steps: Steps) -> "Tanh":
-        """Compute the states `h` and slopes `1 - h^2`."""
-        h = (steps.p + steps.q).squeeze(2).tanh_()
-        return cls((1 - h.square(),), h)
+    def _compute(self, p: Tensor, q: Tensor, before: Tensor, cell: Tensor | None) -> None:
+        self.states = (p + q).squeeze(2).tanh_()
+        self.tensors = (1 - self.states.square(),)
 
 
 class ReLU(OneGate):
     """`h = relu(p + q)`."""
 
-    @classmethod
-    def of(cls, steps: Steps) -> "ReLU":
-        """Compute the states, and slopes of one where they are positive."""
-        h = (steps.p + steps.q).squeeze(2).relu_()
-        return cls(((h > 0).to(h.dtype),), h)
+    def _compute(self, p: Tensor, q: Tensor, before: Tensor, cell: Tensor | None) -> None:
+        self.states = (p + q).squeeze(2).relu_()
+        self.tensors = ((self.states > 0).to(p.dtype),)
 
 
 class GRU(Slopes):
@@ -162,10 +142,8 @@ class GRU(Slopes):
 
     gates = 3
 
-    @classmethod
-    def of(cls, steps: Steps) -> "GRU":
+    def _compute(self, p: Tensor, q: Tensor, before: Tensor, cell: Tensor | None) -> None:
         """Compute slopes of `h'` with respect to the gates of `q`, the last gate of `p`, and `h`."""
-        p, q = steps.p, steps.q
         sigmoids = (p[:, :, :2] + q[:, :, :2]).sigmoid_()
         r, z = sigmoids.unbind(2)
         q_n = q[:, :, 2]
@@ -174,9 +152,9 @@ class GRU(Slopes):
         at_n = (1 - z).mul_(1 - n.square())
         at_q = torch.empty_like(q)
         torch.mul(at_n * q_n, bends[:, :, 0], out=at_q[:, :, 0])
-        torch.mul(steps.before - n, bends[:, :, 1], out=at_q[:, :, 1])
+        torch.mul(before - n, bends[:, :, 1], out=at_q[:, :, 1])
         torch.mul(at_n, r, out=at_q[:, :, 2])
-        return cls((at_q, at_n, z), torch.lerp(n, steps.before, z))
+        self.states, self.tensors = torch.lerp(n, before, z), (at_q, at_n, z)
 
     @staticmethod
     def send_back(
@@ -219,21 +197,20 @@ class LSTM(Slopes):
 
     gates = 4
 
-    @classmethod
-    def of(cls, steps: Steps) -> "LSTM":
+    def _compute(self, p: Tensor, q: Tensor, before: Tensor, cell: Tensor | None) -> None:
         """Compute slopes of `c'` with respect to `c`, `i`, `f`, `g`, and of `h'` with respect to `o` and `c'`.
 
         Cell states are computed one time after the other, with one operation each.
         """
-        assert steps.cell is not None  # noqa: S101 (an LSTM has one)
-        gates = steps.p + steps.q
+        assert cell is not None  # noqa: S101 (an LSTM has one)
+        gates = p + q
         sigmoids = gates.sigmoid()
         i, f, _, o = sigmoids.unbind(2)
         g = gates[:, :, 2].tanh()
         new = i * g
         times, batch, _, size = gates.shape
         cells = gates.new_empty(times + 1, batch, size)
-        cells[0] = steps.cell
+        cells[0] = cell
         rows = cells.unbind(0)
         for keep, add, old, result in zip(f.unbind(0), new.unbind(0), rows[:-1], rows[1:], strict=True):
             torch.addcmul(add, keep, old, out=result)
@@ -245,8 +222,9 @@ class LSTM(Slopes):
         torch.mul(bends[:, :, 1], cells[:-1], out=slopes[:, :, 2])
         torch.addcmul(i, new, g, value=-1, out=slopes[:, :, 3])
         torch.mul(bends[:, :, 3], tanh, out=slopes[:, :, 4])
-        h = o * tanh
-        return cls((slopes, torch.addcmul(o, h, tanh, value=-1)), h, rows[-1])
+        self.states = o * tanh
+        self.tensors = slopes, torch.addcmul(o, self.states, tanh, value=-1)
+        self.last_cell = rows[-1]
 
     @staticmethod
     def send_back(tensors: tuple[Tensor, ...], g: Tensor, g_cell: Tensor, W: Tensor, W_r: Tensor | None) -> Gradients:
@@ -395,9 +373,7 @@ def _send_back(g: Tensor, g_cell: Tensor, kind: type[Slopes], saved: tuple[Any, 
 
 def _on_each(found: Gradients, change: Callable[[Tensor, int], Tensor]) -> Gradients:
     """Apply a function to every non-empty gradient, passing the index of its column axis."""
-    axes = (1, 1, 1, 0, 0)
-    at_p, at_q, *others = [change(t, axis) if t.ndim > 1 else t for t, axis in zip(found, axes, strict=True)]
-    return at_p, at_q, others[0], others[1], others[2]
+    return tuple(change(t, axis) if t.ndim > 1 else t for t, axis in zip(found, _COLUMNS, strict=True))
 
 
 State = tuple[Tensor, ...]
@@ -441,9 +417,9 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
     def body(
         seen: Discovery, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Any:
-        state = _with_batch(seen, hx if states == 2 else (hx,))
+        state = _first_states(seen, hx)
         with seen.intercepting():
-            state = step(F.linear(input, w_ih, b_ih), *_recur(state, w_hh, b_hh))
+            state = step(F.linear(input, w_ih, b_ih), F.linear(state[0], w_hh, b_hh), state)
         return state if states == 2 else state[0]
 
     def rule(
@@ -454,22 +430,16 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
     return rule
 
 
-def _with_batch(seen: Discovery, state: Iterable[Tensor]) -> State:
-    """Return states that are marked as data: they may be zeros, but they have a batch axis."""
-    return tuple(_first_state(seen, h) for h in state)
-
-
-def _first_state(seen: Discovery, h: Tensor) -> Tensor:
-    """Return a first state that is marked as data; a learned one is expanded over the batch."""
-    if seen.tracker.find(h) is None:
-        return seen.as_data(h)
-    with seen.intercepting():
-        return seen.as_data(torch.zeros_like(h)) + h
-
-
-def _recur(state: State, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, State]:
-    """Return the state's contribution, and the state."""
-    return F.linear(state[0], weight, bias), state
+def _first_states(seen: Discovery, hx: Tensor | Sequence[Tensor]) -> State:
+    """Return first states that are marked as data: they may be zeros, but they have a batch axis."""
+    found = []
+    for h in (hx,) if isinstance(hx, Tensor) else hx:
+        if seen.tracker.find(h) is None:
+            found.append(seen.as_data(h))
+        else:
+            with seen.intercepting():  # a learned state is expanded over the batch
+                found.append(seen.as_data(torch.zeros_like(h)) + h)
+    return tuple(found)
 
 
 def _lstm_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
@@ -483,14 +453,6 @@ def _gru_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
     r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
     n = (n_x + r * n_h).tanh()
     return ((1 - z) * n + z * state[0],)
-
-
-def _tanh_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
-    return ((from_x + from_h).tanh(),)
-
-
-def _relu_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
-    return ((from_x + from_h).relu(),)
 
 
 @dataclass(frozen=True)
@@ -508,7 +470,7 @@ class _Network:
     def run(self, seen: Discovery, input: Tensor, hx: Any, params: list[Tensor], *_: Any, **__: Any) -> Any:
         """Run all layers and directions. The operation's other arguments are fields already."""
         _refuse_checkpoint()
-        initial = _with_batch(seen, hx if self.states == 2 else (hx,))
+        initial = _first_states(seen, hx)
         directions = 2 if self.bidirectional else 1
         per = 4 if self.has_biases else 2
         per += self.states == 2 and initial[0].shape[-1] != initial[1].shape[-1]  # a projection
@@ -546,7 +508,7 @@ class _Network:
         with seen.intercepting():
             p = F.linear(x, w_ih, b_ih)
             q = F.linear(seen.as_data(before), w_hh, b_hh)
-        slopes = slopes_of(self.kind, p, q, before, *state[1:])
+        slopes = self.kind(p, q, before, *state[1:])
         projected = None
         if w_hr is not None:
             with seen.intercepting():
@@ -594,6 +556,6 @@ RULES = {
     torch.rnn_relu: _sequence(torch.rnn_relu, ReLU),
     torch.lstm_cell: _cell(_lstm_step, 2),
     torch.gru_cell: _cell(_gru_step, 1),
-    torch.rnn_tanh_cell: _cell(_tanh_step, 1),
-    torch.rnn_relu_cell: _cell(_relu_step, 1),
+    torch.rnn_tanh_cell: _cell(lambda from_x, from_h, _: ((from_x + from_h).tanh(),), 1),
+    torch.rnn_relu_cell: _cell(lambda from_x, from_h, _: ((from_x + from_h).relu(),), 1),
 }
