@@ -204,11 +204,6 @@ Distribution = Replicated | Owned
 REPLICATED = Replicated()
 
 
-def owned(ranks: Ranks, owners: Mapping[str, int]) -> Distribution:
-    """Return the distribution with these owners; `REPLICATED` without owners, or in a single process."""
-    return Owned(ranks, owners) if owners and ranks.are_several else REPLICATED
-
-
 def by_bytes(ranks: Ranks, sizes: Mapping[str, int]) -> Distribution:
     """Distribute blocks over ranks by their bytes; a single process has all blocks."""
     if not ranks.are_several:

@@ -17,7 +17,7 @@ from kfs.display.charts import Panel, draw_factors
 from kfs.display.describe import Described, Description, Table, counted, matrix, readable_size, shaped, times
 from kfs.display.suggestions import ByName
 from kfs.distributed import Ranks
-from kfs.distributed.distribution import REPLICATED, Distribution, owned
+from kfs.distributed.distribution import REPLICATED, Distribution, Owned
 from kfs.errors import DistributedError, ModelError, ShapeError
 from kfs.factors.accumulate.across_ranks import choose_owners
 from kfs.factors.accumulate.block_sums import BlockMap, BlockSums
@@ -27,9 +27,9 @@ from kfs.factors.blocks.decompositions import computable
 from kfs.factors.blocks.display import kind_and_size
 from kfs.factors.blocks.factor import Factor
 from kfs.factors.blocks.kronecker import Kronecker
-from kfs.factors.blocks.stack import by_parameter, check_coverage, layouts_of_unused_rows
+from kfs.factors.blocks.stack import check_coverage, layouts_of_unused_rows
 from kfs.factors.checkpoint import details
-from kfs.factors.layout import Layout, Side
+from kfs.factors.layout import Layout, Side, by_parameter
 from kfs.factors.settings import Settings
 from kfs.files import with_tensors
 from kfs.operators.space import Space
@@ -305,10 +305,10 @@ class Factors:
     blocks: ByName[Block] = field(init=False)
 
     def __post_init__(self) -> None:
-        place_of = by_parameter(self.space)
+        place_of = by_parameter(self.space.shapes)
         self.sums = sorted(self.sums, key=lambda block: place_of(block.layout))
         R = self.loss.reduction_factor(self.count)
-        self.blocks = ByName({block.layout.name: Block(block, R) for block in self.sums}, "block")
+        self.blocks = ByName({block.layout.name: Block(block, R) for block in self.sums})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of copies and pickles, without the data."""
@@ -413,7 +413,7 @@ class Factors:
         else:
             settings = replace(settings, placement="owner")
             sums = [BlockSums.from_state(with_tensors(one, lambda t: t.to("meta"))) for one in states]
-            distribution = owned(ranks, choose_owners(sums, ranks.size, {}))
+            distribution = Owned(ranks, choose_owners(sums, ranks.size, {}))
             own = [distribution.has(block.layout.name) for block in sums]
             sums = [BlockSums.from_state(states[i]) if own[i] else block for i, block in enumerate(sums)]
         layouts = [block.layout for block in sums]

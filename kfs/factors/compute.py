@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.distributed import added_up
 from kfs.distributed.assignment import subsets_of
-from kfs.distributed.distribution import owned
+from kfs.distributed.distribution import REPLICATED, Owned
 from kfs.errors import DataError, KfsWarning, ModelError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
 from kfs.factors.accumulate.block_sums import BlockSums
@@ -610,7 +610,7 @@ def compute_factors(
         LossScale.of(risk),
         progress.count,
         progress.num_data,
-        owned(risk.ranks, sums.owners),
+        Owned(risk.ranks, sums.owners) if sums.owners and risk.ranks.are_several else REPLICATED,
         risk.about,
         values_digest(params.values()) if known is None else known.computed_at,
         progress.audit,

@@ -270,19 +270,15 @@ class EKFAC(BlockDiagonal):
 
     def _set(self, factors: KFAC, sums: list[Stack], num_data: int, count: float, audit: Audit | None = None) -> None:
         """Set all attributes."""
-        self._start(factors.domain, factors.distribution)
         self.factors = factors
         self._of = factors.of
         self._sums = sums
         self.num_data = num_data
         self.count = count
         self.audit = audit
-        self._blocks_changed()
-
-    def _make_stacks(self) -> list[Stack]:
-        """Return the blocks of this process as eigenvalues and eigenvectors, stacked by size."""
-        R = self.factors.loss.reduction_factor(self.count)
-        return [Stack(stack.layouts, _with_noise(stack.structure.scaled(R))) for stack in self._sums]
+        R = factors.loss.reduction_factor(count)
+        stacks = [Stack(stack.layouts, _with_noise(stack.structure.scaled(R))) for stack in sums]
+        super().__init__(factors.domain, stacks, factors.distribution)
 
     @property
     def blocks(self) -> dict[str, Block]:

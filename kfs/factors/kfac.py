@@ -18,7 +18,6 @@ from kfs.display.suggestions import suggest
 from kfs.distributed import Ranks, Same, check_same
 from kfs.errors import ModelError
 from kfs.factors.accumulate.block_sums import BlockSums
-from kfs.factors.audit import Audit
 from kfs.factors.block import Block, Factors, LossScale
 from kfs.factors.blocks.block_diagonal import BlockDiagonal
 from kfs.factors.blocks.kronecker import Kronecker
@@ -88,6 +87,15 @@ class KFAC(BlockDiagonal):
         factor_memory: Maximum bytes of the sums of one pass over the data. If blocks have more, there are several
             passes, each for some of the blocks. Results are the same to the last bit.
 
+    Attributes:
+        blocks: Blocks by name. Each has `A` and `B`; if another process owns it, use `fetch`.
+        num_data: Number of examples seen.
+        settings: All of the above.
+        loss: Name, reduction and scale of the loss, and a digest of its settings.
+        count: The divisor of a mean over all targets seen.
+        audit: The report of the audit; `None` if there was none, or if factors were loaded.
+        computed_at: Digest of the parameter values at which it was computed; empty if unknown.
+
     Raises:
         ModelError: If a parameter is not covered.
         DataError: If a factor is not finite, or the batch axis is not found where it matters.
@@ -154,13 +162,25 @@ class KFAC(BlockDiagonal):
 
     def _set(self, factors: Factors) -> None:
         """Set all attributes."""
-        self._start(factors.space, factors.distribution)
         self._factors = factors
         self._of = factors.of
-        self._blocks_changed()
+        self.blocks: dict[str, Block] = factors.blocks
+        self.settings = factors.settings
+        self.loss = factors.loss
+        self.count = factors.count
+        self.num_data = factors.num_data
+        self.audit = factors.audit
+        self.computed_at = factors.computed_at
+        super().__init__(factors.space, None, factors.distribution)
 
-    def _make_stacks(self) -> list[Stack]:
-        """Return the blocks of this process as Kronecker products, stacked by size."""
+    @property
+    def own_stacks(self) -> list[Stack]:
+        """The blocks of this process as Kronecker products, stacked by size."""
+        if self._stacks is None:
+            self._stacks = self._stacked()
+        return self._stacks
+
+    def _stacked(self) -> list[Stack]:
         parts = [(block.layout, block.structure()) for block in self.blocks.values() if block.sums.is_local]
         zeros = zero_blocks([block.layout for block in self.blocks.values()], self.domain)  # of unused rows
         stacks = stacked([*parts, *(block for block in zeros if self.distribution.has(block[0].name))])
@@ -174,44 +194,9 @@ class KFAC(BlockDiagonal):
         return stacks
 
     @property
-    def blocks(self) -> dict[str, Block]:
-        """Blocks by name. Each has `A` and `B`; if another process owns it, use `fetch`."""
-        return self._factors.blocks
-
-    @property
     def owners(self) -> Mapping[str, int]:
         """The rank that owns each block, by name; empty if all processes have all blocks."""
         return self.distribution.owners
-
-    @property
-    def settings(self) -> Settings:
-        """All settings."""
-        return self._factors.settings
-
-    @property
-    def loss(self) -> LossScale:
-        """Name, reduction and scale of the loss, and a digest of its settings."""
-        return self._factors.loss
-
-    @property
-    def count(self) -> float:
-        """The divisor of a mean over all targets seen."""
-        return self._factors.count
-
-    @property
-    def num_data(self) -> int:
-        """Number of examples seen."""
-        return self._factors.num_data
-
-    @property
-    def audit(self) -> Audit | None:
-        """The report of the audit; `None` if there was none, or if factors were loaded."""
-        return self._factors.audit
-
-    @property
-    def computed_at(self) -> str:
-        """Digest of the parameter values at which factors were computed; empty if unknown."""
-        return self._factors.computed_at
 
     @property
     def risk_of(self) -> "partial[EmpiricalRisk] | None":

@@ -556,7 +556,7 @@ class Index(Described):
         self._stored = builder.stored
         self._count = int(state["shards"])
         self.error = float(state["error"])
-        self.forms = ByName({name: stored.form for name, stored in self._stored.items()}, "block")
+        self.forms = ByName({name: stored.form for name, stored in self._stored.items()})
         self.nbytes = self._shards.size()
 
     def describe(self) -> Description:
@@ -701,7 +701,7 @@ class _IndexStream(Stream):
             found = []
             with files.require_valid("The index"):
                 for batch in shard["batches"]:
-                    blocks = ByName(blocks_of(batch, self._layouts, train), "block")
+                    blocks = ByName(blocks_of(batch, self._layouts, train))
                     found.append(GradientBatch(int(batch["start"]), int(batch["stop"]), blocks, shapes))
                     self._own[found[-1].start] = batch["own"].to(train.device)
             yield from found

@@ -44,8 +44,9 @@ from kfs.factors.blocks.display import Listed, describe_blocks, formula_of_both,
 from kfs.factors.blocks.eigenbasis import Eigenbasis
 from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.kronecker_sum import plus, product
-from kfs.factors.blocks.stack import Stack, by_parameter, check_coverage, restricted, stacked, stacks_of
+from kfs.factors.blocks.stack import Stack, check_coverage, restricted, stacked, stacks_of
 from kfs.factors.blocks.structure import Structure
+from kfs.factors.layout import by_parameter
 from kfs.files import with_tensors
 from kfs.operators.linear_operator import LinearOperator, bracketed
 from kfs.operators.solve import Vec
@@ -99,7 +100,8 @@ class BlockDiagonal(LinearOperator):
 
     Args:
         space: The space that the operator acts on.
-        stacks: The blocks of this process. The blocks of all processes together cover every parameter once.
+        stacks: The blocks of this process. The blocks of all processes together cover every parameter once. `None` if
+            a subclass creates them on first use.
         distribution: Which process has which blocks. By default, each process has all of them.
 
     Attributes:
@@ -109,12 +111,14 @@ class BlockDiagonal(LinearOperator):
     load = _Load()
     _formula = ""
     _of = ""
-    _stacks: list[Stack] | None  # `None` in subclasses that create them on first use
 
-    def __init__(self, space: Space, stacks: list[Stack], distribution: Distribution = REPLICATED) -> None:
-        self._start(space, distribution)
+    def __init__(self, space: Space, stacks: list[Stack] | None, distribution: Distribution = REPLICATED) -> None:
+        super().__init__(space, space)
+        self.distribution = distribution
         self._stacks = stacks
-        self._blocks_changed()
+        self._listing: list[Listed] | None = None
+        if not distribution.is_complete:
+            self._listed()  # exchanges metadata, so that descriptions need no communication
 
     @classmethod
     def _from_parts(cls, *parts: Any) -> Self:
@@ -124,34 +128,16 @@ class BlockDiagonal(LinearOperator):
         return made
 
     def _set(self, *parts: Any) -> None:
-        """Set all attributes from the parts of a subclass."""
-        raise NotImplementedError
-
-    def _start(self, space: Space, distribution: Distribution) -> None:
-        """Set all attributes, except for blocks."""
-        super().__init__(space, space)
-        self.distribution = distribution
-        self._stacks = None
-        self._listing: list[Listed] | None = None
-
-    def _blocks_changed(self) -> None:
-        """Forget the list of blocks. If processes have different ones, exchange it, because only methods may do so."""
-        self._listing = None
-        if not self.distribution.is_complete:
-            self._listed()
+        """Set all attributes, given the parts of an object; for subclasses whose `__init__` computes them."""
+        BlockDiagonal.__init__(self, *parts)
 
     # Blocks, and the four ways to compute with them in all processes.
 
     @property
     def own_stacks(self) -> list[Stack]:
         """The blocks of this process: all blocks, or the ones that it owns."""
-        if self._stacks is None:
-            self._stacks = self._make_stacks()
+        assert self._stacks is not None  # noqa: S101 (subclasses that create them on first use override this)
         return self._stacks
-
-    def _make_stacks(self) -> list[Stack]:
-        """Return the blocks of this process, for subclasses that create them on first use."""
-        raise NotImplementedError
 
     def _own(self, where: str, function: Callable[[Stack], T]) -> list[T]:
         """Return the results of a function for each stack of this process. An error ends the call in all processes."""
@@ -230,9 +216,9 @@ class BlockDiagonal(LinearOperator):
     @property
     def structures(self) -> dict[str, Structure]:
         """The structure of each block, by name. With groups of channels, it is a stack of one block per group."""
-        place_of = by_parameter(self.domain)
+        place_of = by_parameter(self.domain.shapes)
         blocks = sorted((b for stack in self.stacks for b in stack.blocks()), key=lambda block: place_of(block[0]))
-        return ByName({layout.name: structure for layout, structure in blocks}, "block")
+        return ByName({layout.name: structure for layout, structure in blocks})
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
@@ -247,7 +233,7 @@ class BlockDiagonal(LinearOperator):
     def _listed(self) -> list[Listed]:
         """List the blocks of all processes in the order of parameters."""
         if self._listing is None:
-            rank, place_of = self.distribution.rank, by_parameter(self.domain)
+            rank, place_of = self.distribution.rank, by_parameter(self.domain.shapes)
             mine = [Listed.of(*block, rank) for stack in self.own_stacks for block in stack.blocks()]
             found = self.distribution.union("blocks", mine)
             self._listing = sorted(found, key=lambda block: place_of(block.layout))
@@ -346,9 +332,8 @@ class BlockDiagonal(LinearOperator):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move all blocks to a device, or convert them, in place."""
-        self._stacks = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self.own_stacks]
-        self.domain = self.codomain = self.domain.to(device, dtype)
-        self._blocks_changed()
+        stacks = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self.own_stacks]
+        self._set(self.domain.to(device, dtype), stacks, self.distribution)
         return self
 
     # Algebra.

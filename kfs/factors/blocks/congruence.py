@@ -25,9 +25,10 @@ from torch import Tensor
 from kfs.errors import SolverError
 from kfs.factors.blocks import decompositions
 from kfs.factors.blocks.dense import Dense
+from kfs.factors.blocks.eigenbasis import InBasis
 from kfs.factors.blocks.factor import Factor, kronecker_product
 from kfs.factors.blocks.kronecker import Kronecker
-from kfs.factors.blocks.structure import InBasis, Structure
+from kfs.factors.blocks.structure import Structure
 
 # Blocks of at most this many rows are formed as dense matrices if there is no closed form.
 _LARGEST_DENSE = 4096

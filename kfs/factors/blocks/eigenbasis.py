@@ -14,7 +14,28 @@ from torch import Tensor
 
 from kfs.factors.blocks import decompositions
 from kfs.factors.blocks.factor import Factor, check_shape, kronecker_product, positive_power
-from kfs.factors.blocks.structure import InBasis, Structure
+from kfs.factors.blocks.structure import Structure
+
+
+class InBasis(Structure):
+    """Base of structures that are diagonal in some basis, with values `[stack, d_B, d_A]`."""
+
+    values: Tensor
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """`d_B`."""
+        return self.values.shape[1]
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        """`d_A`."""
+        return self.values.shape[2]
+
+    @property
+    def like(self) -> Tensor:
+        """The values."""
+        return self.values
 
 
 @dataclass(frozen=True, eq=False, repr=False)

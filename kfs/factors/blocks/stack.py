@@ -133,12 +133,6 @@ def stacks_of(stacks: list[Stack], distribution: Distribution) -> list[Stack]:
     return stacked((layout, structure) for layout, structure in blocks if distribution.has(layout.name))
 
 
-def by_parameter(space: Space) -> Callable[[Layout], tuple[int, tuple[int, int]]]:
-    """Return the sort key of layouts: the position of their parameter in a space, and their rows."""
-    order = {name: place for place, name in enumerate(space.shapes)}
-    return lambda layout: (order[layout.weight], layout.rows)
-
-
 def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) -> list[Stack]:
     """Return stacks of blocks, with blocks of zeros for rows of parameters that no block contains."""
     parts = list(parts)

@@ -124,24 +124,3 @@ class Structure(Stackable, ABC):
     @abstractmethod
     def shift(self, delta: float | Tensor) -> "Structure":
         """Add a multiple of the identity: one number for all blocks, or one for each, `[stack]`."""
-
-
-class InBasis(Structure):
-    """Base of structures that are diagonal in some basis, with values `[stack, d_B, d_A]`."""
-
-    values: Tensor
-
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        """`d_B`."""
-        return self.values.shape[1]
-
-    @property
-    def columns(self) -> int:  # type: ignore[override]
-        """`d_A`."""
-        return self.values.shape[2]
-
-    @property
-    def like(self) -> Tensor:
-        """The values."""
-        return self.values
