@@ -1,4 +1,4 @@
-"""Distributions of blocks over ranks: all blocks in every process, or each block on its owner rank.
+"""The distribution of blocks over processes: replicated, or each block on its owner rank.
 
 Algebra with blocks is written for the blocks of one process. An operator's distribution turns the results of one
 process into the results of all: `sum` and `concat` for numbers, `union` for lists, `fetch` and `write` for states.
@@ -9,7 +9,7 @@ over ranks is the result, with the same bits on all of them.
 """
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kfs import files
 from kfs.distributed.assignment import EIGENVALUES, Part, place
 from kfs.distributed.collectives import Same, add_up, check_same, fetched, joined, write_joined
 from kfs.distributed.ranks import Ranks
@@ -27,131 +26,66 @@ T = TypeVar("T")
 _SAME_VECTORS = "Broadcast vectors, or draw them from the same seed in all processes."
 
 
-class Replicated:
-    """All blocks in every process.
-
-    Attributes:
-        ranks: This process alone.
-        owners: Empty: no block has an owner.
-        rank: The owner of all blocks of this process; `None`.
-        is_complete: Whether each process has all blocks.
-
-    Example:
-        >>> everywhere = Replicated()
-        >>> everywhere.has("weight"), everywhere.concat("traces", torch.ones(2))
-        (True, tensor([1., 1.]))
-    """
-
-    ranks = Ranks()
-    owners: Mapping[str, int] = {}
-    rank: int | None = None
-    is_complete = True
-
-    def has(self, name: str) -> bool:
-        """Whether this process has a block."""
-        return True
-
-    def shares(self, other: "Distribution") -> bool:
-        """Whether the blocks of another operator are on the same ranks."""
-        return other.is_complete
-
-    def check(self, ranks: Ranks) -> None:
-        """Raise if data belong to other processes than the blocks: never, because each process has all blocks."""
-
-    def check_complete(self, formula: str) -> None:
-        """Raise if this process does not have all blocks of an operator: never."""
-
-    def agree(self, where: str, ranks: Ranks | None = None) -> AbstractContextManager[None]:
-        """Return a context for computations with blocks, and with the data of other ranks, if these are given."""
-        return nullcontext() if ranks is None else ranks.agreed(where)
-
-    def same(self, formula: str, **arguments: object) -> None:
-        """Raise if the arguments of a method differ between ranks: never."""
-
-    def same_vectors(self, columns: Mapping[str, Tensor]) -> None:
-        """Raise if vectors differ between ranks: never."""
-
-    def empty_like(self, t: Tensor) -> Tensor:
-        """Return a tensor that all blocks write their parts into, before a `sum`."""
-        return torch.empty_like(t)
-
-    def sum(self, formula: str, parts: Iterable[Tensor]) -> None:
-        """Replace tensors by their sums over ranks, in place."""
-
-    def concat(self, where: str, numbers: Tensor) -> Tensor:
-        """Return the numbers of all blocks, given those of the blocks of this process, as vectors."""
-        return numbers
-
-    def union(self, where: str, items: list[T]) -> list[T]:
-        """Return the items of all ranks, given those of this process."""
-        return items
-
-    def all(self, where: str, flag: bool) -> bool:
-        """Whether a flag is true on all ranks."""
-        return flag
-
-    def fetch(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state, whose lists are about the blocks of this process, with the items of all ranks in lists."""
-        return dict(state)
-
-    def write(self, path: str | Path, about: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Write a state, as in `fetch`, into one file; `about` is its header for readers."""
-        files.write(path, about, state)
-
-
-class Owned:
-    """Each block on its owner rank.
-
-    Methods are those of `Replicated`. All ranks must call them.
+class Distribution:
+    """Base of `Replicated` and `Owned`. All ranks must call the methods, which do nothing in a single process.
 
     Args:
-        ranks: The ranks that own blocks.
+        ranks: The ranks that own blocks; this process alone if each process has all blocks.
         owners: The rank that owns each block, by name. Rank 0 owns blocks without an entry.
-    """
 
-    is_complete = False
+    Attributes:
+        is_complete: Whether each process has all blocks.
+        rank: The rank of this process among the owners; `None` if blocks have no owners.
+    """
 
     def __init__(self, ranks: Ranks, owners: Mapping[str, int]) -> None:
         self.ranks = ranks
         self.owners = owners
-        self.rank: int | None = ranks.rank
+        self.is_complete = not ranks.are_several
+        self.rank = None if self.is_complete else ranks.rank
 
     def has(self, name: str) -> bool:
-        """Whether this rank owns a block."""
-        return self.owners.get(name, 0) == self.ranks.rank
+        """Whether this process has a block."""
+        return self.is_complete or self.owners.get(name, 0) == self.rank
 
     def shares(self, other: "Distribution") -> bool:
-        """Whether the blocks of another operator are on the same ranks."""
+        """Whether the blocks of another operator are in the same processes."""
         return self.ranks.group is other.ranks.group
 
     def check(self, ranks: Ranks) -> None:
-        """Raise if data belong to other processes than the blocks.
+        """Raise if data belong to other processes than those that own blocks.
 
         Raises:
             DistributedError: If the process groups differ.
         """
-        if self.ranks.group is not ranks.group:
+        if not self.is_complete and self.ranks.group is not ranks.group:
             raise DistributedError(
                 f"The blocks are owned by {self.ranks.size} processes, but the risk has another process group.",
                 "Pass a risk whose data are split over the same group, or use K.gathered().",
             )
 
     def check_complete(self, formula: str) -> None:
-        """Raise because this process does not have all blocks of an operator.
+        """Raise if this process does not have all blocks of an operator.
 
         Raises:
-            DistributedError: Always.
+            DistributedError: If blocks have owners.
         """
-        raise DistributedError(
-            f"The blocks of {formula} are owned by {self.ranks.size} processes, and this needs all of them in each "
-            "process.",
-            "Call K.gathered() in all processes, which copies all blocks to each of them, or compute K with "
-            "placement='replicated'.",
-        )
+        if not self.is_complete:
+            raise DistributedError(
+                f"The blocks of {formula} are owned by {self.ranks.size} processes, and this needs all of them in each "
+                "process.",
+                "Call K.gathered() in all processes, which copies all blocks to each of them, or compute K with "
+                "placement='replicated'.",
+            )
 
-    def agree(self, where: str, ranks: Ranks | None = None) -> AbstractContextManager[None]:
-        """Return a context that ends in the same way on all ranks that own blocks; see `Ranks.agreed`."""
-        return self.ranks.agreed(where)
+    def agree(self, where: str, of_data: Ranks | None = None) -> AbstractContextManager[None]:
+        """Return a context that ends in the same way in all processes; see `Ranks.agreed`.
+
+        Args:
+            where: Description of the computation.
+            of_data: The ranks that share the data. They must agree if no process owns blocks.
+        """
+        return (of_data if self.is_complete and of_data is not None else self.ranks).agreed(where)
 
     def same(self, formula: str, **arguments: object) -> None:
         """Raise if arguments differ between ranks. Otherwise, each block would use those of its owner."""
@@ -164,18 +98,20 @@ class Owned:
         check_same(self.ranks, "product", {"The vectors to multiply with": Same(columns, _SAME_VECTORS)})
 
     def empty_like(self, t: Tensor) -> Tensor:
-        """Return zeros, because parts of blocks on other ranks must be zero before a `sum`."""
-        return torch.zeros_like(t)
+        """Return a tensor for blocks to write their parts into, before a `sum`: parts of other ranks are zero."""
+        return torch.empty_like(t) if self.is_complete else torch.zeros_like(t)
 
     def sum(self, formula: str, parts: Iterable[Tensor]) -> None:
         """Replace tensors by their sums over ranks, in place."""
         add_up(self.ranks, formula, parts)
 
     def concat(self, where: str, numbers: Tensor) -> Tensor:
-        """Return the numbers of all ranks, in their order."""
+        """Return the numbers of all blocks, given those of the blocks of this process, as vectors."""
+        if self.is_complete:
+            return numbers
         found = self.ranks.gather(where, (len(numbers), numbers.dtype))
         sizes = [size for size, _ in found]
-        start = sum(sizes[: self.rank])
+        start = sum(sizes[: self.ranks.rank])
         # A rank without blocks does not know the precision of the others.
         result = numbers.new_zeros(sum(sizes), dtype=reduce(torch.promote_types, [dtype for _, dtype in found]))
         result[start : start + len(numbers)] = numbers
@@ -183,7 +119,7 @@ class Owned:
         return result
 
     def union(self, where: str, items: list[T]) -> list[T]:
-        """Return the items of all ranks, in their order."""
+        """Return the items of all ranks, given those of this process, in the order of ranks."""
         return [item for some in self.ranks.gather(where, items) for item in some]
 
     def all(self, where: str, flag: bool) -> bool:
@@ -191,24 +127,40 @@ class Owned:
         return all(self.ranks.gather(where, flag))
 
     def fetch(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state with the items of all ranks in lists, and with copies of all their tensors."""
+        """Return a state, whose lists are about the blocks of this process, with the items and tensors of all ranks."""
         found: dict[str, Any] = fetched(joined(self.ranks, state, _lists(state)))
         return found
 
     def write(self, path: str | Path, about: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Write one file on rank 0, which holds one tensor of other ranks at a time."""
+        """Write a state, as in `fetch`, into one file. Rank 0 writes it, and holds one tensor of others at a time."""
         write_joined(self.ranks, path, about, joined(self.ranks, state, _lists(state), root=0))
 
 
-Distribution = Replicated | Owned
+class Replicated(Distribution):
+    """All blocks in every process.
+
+    Example:
+        >>> everywhere = Replicated()
+        >>> everywhere.has("weight"), everywhere.concat("traces", torch.ones(2))
+        (True, tensor([1., 1.]))
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Ranks(), {})
+
+
+class Owned(Distribution):
+    """Each block on its owner rank."""
+
+
 REPLICATED = Replicated()
 
 
 def by_bytes(ranks: Ranks, sizes: Mapping[str, int]) -> Distribution:
-    """Distribute blocks over ranks by their bytes; a single process has all blocks."""
+    """Distribute blocks over ranks by their bytes; a single process has all of them."""
     if not ranks.are_several:
         return REPLICATED
-    parts = [Part(name, EIGENVALUES, size, diagonal=(True,), itemsize=1, eigen=True) for name, size in sizes.items()]
+    parts = [Part(name, EIGENVALUES, n, diagonal=(True,), itemsize=1, eigen=True) for name, n in sizes.items()]
     return Owned(ranks, {name: rank for (name, _), rank in place(parts, ranks.size).owners.items()})
 
 

@@ -54,7 +54,6 @@ from kfs.factors.blocks.structure import Structure
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, digest, naming
 from kfs.factors.compute import WITHOUT_VMAP, JournalOf, exact_diagonals, one_by_one, sweep
 from kfs.factors.kfac import KFAC
-from kfs.factors.loading import loadable
 from kfs.factors.settings import Fisher, Settings, Sharing
 from kfs.files import UnfitError
 from kfs.operators.space import Space
@@ -193,7 +192,6 @@ def _by_name(stacks: list[Stack], K: KFAC) -> dict[str, Eigenbasis]:
     return {name: _checked(block) for name, block in blocks if name in K.blocks}
 
 
-@loadable
 class EKFAC(BlockDiagonal):
     """KFAC with corrected eigenvalues. It takes the arguments of `KFAC`, except that there is no `"forward-only"`.
 

@@ -24,7 +24,6 @@ from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.stack import Stack, stacked, zero_blocks
 from kfs.factors.checkpoint import Checkpoint
 from kfs.factors.compute import compute_factors, warn_of_wide
-from kfs.factors.loading import loadable
 from kfs.factors.settings import Advanced, Fisher, Settings, Sharing, Uncovered, check_names
 from kfs.operators.space import Space
 from kfs.problem.risk import EmpiricalRisk, check_risk
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 _SAME_SETTINGS = "Pass the same arguments in all processes."
 
 
-@loadable
 class KFAC(BlockDiagonal):
     """Kronecker factors of every parametric operation of a model.
 

@@ -57,6 +57,8 @@ class Structure(Stackable, ABC):
             shape = [sizes[name] for name in cls.field_shapes.get(f.name, ())]
             if f.type is Factor:
                 values[f.name] = Factor.from_state(state[f.name], count, *shape)
+            elif isinstance(f.type, type) and issubclass(f.type, Structure):
+                values[f.name] = f.type.from_state(state[f.name], count, rows, columns)
             elif f.type is Tensor:
                 values[f.name] = check_shape(state[f.name], count, *shape)
             else:
@@ -113,13 +115,13 @@ class Structure(Stackable, ABC):
         """Return the inverses of the blocks."""
         return self.power(-1.0)
 
-    @abstractmethod
     def product(self, other: "Structure") -> "Structure | None":
         """Return products, block by block; `None` if no structure can store them."""
+        return None
 
-    @abstractmethod
     def plus(self, other: "Structure") -> "Structure | None":
         """Return sums, block by block; `None` if no structure can store them."""
+        return None
 
     @abstractmethod
     def shift(self, delta: float | Tensor) -> "Structure":
