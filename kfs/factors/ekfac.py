@@ -64,18 +64,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def decomposed(K: KFAC) -> list[Stack]:
-    """Return the eigenvectors of the blocks of this process, and check them before they are used."""
-    with allow_sync(), K.distribution.agree("eigenvectors"):
-        return [Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in K.own_stacks]
-
-
 def compute_parts(
     K: KFAC, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None
 ) -> tuple[KFAC, list[Stack], int, float, Audit | None]:
     """Decompose factors, and compute eigenvalues; return everything that an `EKFAC` consists of."""
     K.distribution.check(risk.ranks)
-    bases = decomposed(K)
+    with allow_sync(), K.distribution.agree("eigenvectors"):  # so that decompositions are checked before they are used
+        bases = [Stack(stack.layouts, stack.apply(lambda one: one.eigenbasis())) for stack in K.own_stacks]
     if risk.ranks.are_several and K.distribution.is_complete:
         found = [_checked(stack.structure) for stack in bases]
         tensors = [Q.values for basis in found for Q in (basis.Q_A, basis.Q_B)]

@@ -8,7 +8,7 @@ Contracts, for a `BlockDiagonal` operator `K`, a vector `v` and numbers `d`, `p`
     K.to_dense().logdet() == K.logdet()            K.to_dense().trace() == K.trace()
     values, Q = K.eigh(); Q @ (values * (Q.T @ v)) == K @ v
 
-Every method computes with the blocks of this process, in one of four ways: `_own`, `_write`, `_numbers`, `_map`. The
+Every method computes with the blocks of this process, by `_own`, `_write`, `_numbers` or `_map_structures`. There, the
 distribution of the operator (`kfs.distributed.distribution`) turns the results into those of all blocks.
 """
 
@@ -128,10 +128,10 @@ class BlockDiagonal(LinearOperator):
         return made
 
     def _set(self, *parts: Any) -> None:
-        """Set all attributes, given the parts of an object; for subclasses whose `__init__` computes them."""
+        """Set all attributes, given the parts of an object."""
         BlockDiagonal.__init__(self, *parts)
 
-    # Blocks, and the four ways to compute with them in all processes.
+    # Blocks, and the ways to compute with them in all processes.
 
     @property
     def own_stacks(self) -> list[Stack]:
@@ -155,10 +155,6 @@ class BlockDiagonal(LinearOperator):
         parts = self._own(where, lambda stack: function(stack).flatten().to(self.device))
         return self.distribution.concat(where, torch.cat([none, *parts]))
 
-    def _map(self, function: Callable[[Stack], Structure]) -> "BlockDiagonal":
-        """Return an operator with the same layouts and new structures."""
-        return self._with_structures(self._own("blocks", function))
-
     def _with_structures(self, structures: Iterable[Structure]) -> "BlockDiagonal":
         """Return an operator with the same layouts and the given structures, one for each stack."""
         pairs = zip(self.own_stacks, structures, strict=True)
@@ -167,14 +163,18 @@ class BlockDiagonal(LinearOperator):
 
     def _map_structures(self, function: Callable[[Structure], Structure]) -> "BlockDiagonal":
         """Return the operator after applying a function to all structures."""
-        return self._map(lambda stack: stack.apply(function))
+        return self._with_structures(self._own("blocks", lambda stack: stack.apply(function)))
 
     def _map_damped(self, function: Callable[[Structure, Tensor], Structure], damping: Damping) -> "BlockDiagonal":
         """Return the operator after applying a function to all structures and their dampings, `[stack]`."""
         numbers = damping_by_name(damping, {block.layout.name for block in self._listed()})
         # Only blocks of zeros need the mean, but a process does not know whether others have such blocks.
         mean = self.mean_eigenvalue() if any(isinstance(d, Relative) for d in numbers.values()) else 0.0
-        return self._map(lambda stack: stack.apply(function, absolute_damping(stack, numbers, mean)))
+
+        def damped(stack: Stack) -> Structure:
+            return stack.apply(function, absolute_damping(stack, numbers, mean))
+
+        return self._with_structures(self._own("blocks", damped))
 
     def _combine_blocks(
         self, other: object, function: Callable[[Structure, Structure], Structure | None]
