@@ -201,7 +201,9 @@ class BlockDiagonal(LinearOperator):
         """The ranks that own blocks; this process alone if each process has all blocks."""
         return self.distribution.ranks
 
-    _ranks = ranks
+    @property
+    def _ranks(self) -> Ranks:
+        return self.distribution.ranks
 
     @property
     def stacks(self) -> list[Stack]:
