@@ -340,10 +340,6 @@ class Factors:
             audit=merge_audits(self.audit, other.audit),
         )
 
-    def shared(self) -> "Factors":
-        """Return a shallow copy that shares tensors; a tensor that one of them replaces stays in the other."""
-        return replace(self, sums=[block.shared() for block in self.sums])
-
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> "Factors":
         """Return the factors on a device, or in another precision. The sums are changed in place."""
         for block in self.sums:

@@ -265,7 +265,7 @@ class KFAC(BlockDiagonal):
 
     def shared(self) -> "KFAC":
         """Return a shallow copy that shares tensors; a tensor that one of them replaces stays in the other."""
-        return KFAC.from_factors(self._factors.shared())
+        return KFAC.from_factors(replace(self._factors, sums=[block.shared() for block in self._factors.sums]))
 
     def fetch(self, name: str) -> Block:
         """Return a block with its factors from any owner. If blocks have owners, all processes must call it.

@@ -40,7 +40,7 @@ from kfs.factors.blocks.damping import (
     traces_and_rows,
 )
 from kfs.factors.blocks.dense import Dense
-from kfs.factors.blocks.display import Listed, describe_blocks, formula_of_both, plot_spectra, shown
+from kfs.factors.blocks.display import Listed, describe_blocks, formula_of_both, kind_of, plot_spectra, shown
 from kfs.factors.blocks.eigenbasis import Eigenbasis
 from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.kronecker_sum import plus, product
@@ -236,7 +236,8 @@ class BlockDiagonal(LinearOperator):
         """List the blocks of all processes in the order of parameters."""
         if self._listing is None:
             rank, place_of = self.distribution.rank, by_parameter(self.domain.shapes)
-            mine = [Listed.of(*block, rank) for stack in self.own_stacks for block in stack.blocks()]
+            blocks = [block for stack in self.own_stacks for block in stack.blocks()]
+            mine = [Listed(layout, kind_of(one), one.nbytes, one.symmetric, rank) for layout, one in blocks]
             found = self.distribution.union("blocks", mine)
             self._listing = sorted(found, key=lambda block: place_of(block.layout))
         return self._listing

@@ -33,11 +33,6 @@ class Listed(NamedTuple):
     symmetric: bool
     rank: int | None = None  # the owner rank; `None` if all ranks have the block
 
-    @classmethod
-    def of(cls, layout: Layout, structure: Structure, rank: int | None) -> "Listed":
-        """List a block, whose tensors may be on the meta device."""
-        return cls(layout, kind_of(structure), structure.nbytes, structure.symmetric, rank)
-
 
 def describe_blocks(about: str, listed: Iterable[Listed]) -> Description:
     """Describe the blocks of an operator, without reading their numbers."""

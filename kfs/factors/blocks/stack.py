@@ -141,7 +141,9 @@ def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) 
 
 def zero_blocks(layouts: Iterable[Layout], space: Space) -> list[tuple[Layout, Structure]]:
     """Return blocks of zeros for rows of parameters that no block contains; they need no memory."""
-    return [(layout, zero_block(layout, space)) for layout in layouts_of_unused_rows(layouts, space)]
+    zeros = torch.zeros((), dtype=at_least_float32(space.dtype), device=space.device)
+    unused = layouts_of_unused_rows(layouts, space)
+    return [(layout, Eigenbasis.of_diagonal(zeros.expand(layout.matrix_shape))) for layout in unused]
 
 
 def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
@@ -171,13 +173,6 @@ def check_coverage(layouts: Iterable[Layout], space: Space) -> None:
         layout.write(layout.matrix(counts) + 1, counts)
     if not all((t == 1).all() for t in counts.values()):
         raise UnfitError("blocks do not cover all parameters once")
-
-
-def zero_block(layout: Layout, space: Space) -> Structure:
-    """Return a block of zeros, for entries of a parameter that predictions do not depend on."""
-    dtype = at_least_float32(space.dtype)
-    zeros = torch.zeros((), dtype=dtype, device=space.device)
-    return Eigenbasis.of_diagonal(zeros.expand(layout.matrix_shape))
 
 
 def restricted(stacks: Iterable[Stack], names: Collection[str]) -> list[tuple[Layout, Structure]] | None:
