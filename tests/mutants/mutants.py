@@ -1265,6 +1265,13 @@ _MUTANTS = [
         "sums of others are kept",
         ("tests/distributed/test_owners.py",),
     ),
+    distributed(
+        "distributed/distribution.py",
+        "start = sum(sizes[: self.ranks.rank])",
+        "start = 0",
+        "numbers of ranks overlap",
+        ("tests/distributed/test_owners.py",),
+    ),
     # Files.
     storage(
         "files.py",

@@ -597,8 +597,8 @@ class BlockDiagonal(LinearOperator):
 
     def _zeros(self, num_columns: int) -> Columns:
         """Return columns of zeros."""
-        zeros = torch.zeros(num_columns, self.shape[0], dtype=self.dtype, device=self.device)
-        return {name: t.clone() for name, t in self.domain.unflatten(zeros).items()}
+        like: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return {name: torch.zeros(num_columns, *shape, **like) for name, shape in self.domain.shapes.items()}
 
     def _check_symmetric(self, verb: str) -> None:
         if not self.symmetric:
