@@ -16,9 +16,10 @@ from torch.nn import Module
 
 from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_count, readable_size
 from kfs.display.suggestions import suggest
-from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalues, parts_of, place, subsets_of
+from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalues, place, subsets_of
 from kfs.errors import DtypeError, ModelError
 from kfs.factors import inspect
+from kfs.factors.accumulate import parts_of
 from kfs.factors.settings import Settings
 
 

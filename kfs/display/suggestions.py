@@ -1,6 +1,6 @@
 """Suggests similar known names for an unknown name, so that a message need not list all names."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -11,14 +11,10 @@ _FEW = 6  # maximum number of names that are listed
 
 
 class ByName(dict[str, Value]):
-    """A dictionary that suggests similar names in the error for an unknown name.
-
-    Args:
-        values: The items.
-        noun: Noun for an item, such as `"block"`.
+    """A dictionary of blocks by name, which suggests similar names in the error for an unknown name.
 
     Example:
-        >>> blocks = ByName({"conv": 1, "head": 2}, "block")
+        >>> blocks = ByName({"conv": 1, "head": 2})
         >>> blocks["heat"]
         Traceback (most recent call last):
         kfs.errors.UnknownNameError: There is no block 'heat'. Did you mean 'head'?
@@ -28,17 +24,13 @@ class ByName(dict[str, Value]):
           'head': 2
     """
 
-    def __init__(self, values: Mapping[str, Value], noun: str) -> None:
-        super().__init__(values)
-        self.noun = noun
-
     def __repr__(self) -> str:
         """Return one line for each item, with the first line of its `repr`."""
         lines = [f"  {name!r}: {repr(value).splitlines()[0]}" for name, value in self.items()]
-        return "\n".join([f"{len(self)} {self.noun}{'' if len(self) == 1 else 's'} by name", *lines])
+        return "\n".join([f"{len(self)} block{'' if len(self) == 1 else 's'} by name", *lines])
 
     def __missing__(self, name: object) -> Value:
-        raise UnknownNameError(f"There is no {self.noun} {name!r}.", suggest([name], self))
+        raise UnknownNameError(f"There is no block {name!r}.", suggest([name], self))
 
 
 def suggest(unknown: Iterable[object], known: Iterable[str]) -> str:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, Protocol
 
 import numpy as np
 
@@ -31,7 +30,6 @@ EIGENVALUES = "eigenvalues"  # side of a part that is not a factor
 # Computations, section 8.3).
 DECOMPOSITION = 9
 _BISECTIONS = 12  # the smallest limit that works is found with a precision of about one thousandth
-_Side = Literal["A", "B"]
 
 
 @dataclass(frozen=True)
@@ -123,70 +121,6 @@ class Part:
         number = -(-self.size // width)
         edges = [self.size * i // number for i in range(number + 1)]
         return [replace(self, side=f"{self.side}[{a}:{b}]", size=b - a) for a, b in pairwise(edges)]
-
-
-class _Total(Protocol):
-    """The tensor of a sum."""
-
-    def element_size(self) -> int: ...
-
-
-class _Sum(Protocol):
-    """A sum of outer products."""
-
-    diagonal: bool
-
-    @property
-    def total(self) -> _Total: ...
-
-    @property
-    def size(self) -> int: ...
-
-
-class _Layout(Protocol):
-    """The layout of a block's parameters as matrices."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def matrix_shape(self) -> tuple[int, int, int]: ...
-
-
-class Summed(Protocol):
-    """Interface of the sums of a block, such as `kfs.factors.accumulate.block_sums.BlockSums`."""
-
-    @property
-    def layout(self) -> _Layout:
-        """The layout of the block's parameters as matrices."""
-
-    @property
-    def terms(self) -> float:
-        """Number of positions over which gradients were summed."""
-
-    def on_side(self, side: _Side, /) -> Sequence[_Sum]:
-        """Return the sums of the factor `A` or `B`."""
-
-
-def parts_of(block: Summed, num_data: int = 1, eigen: bool = False) -> list[Part]:
-    """Return the parts of a block, given its sums, which may be on the meta device.
-
-    Args:
-        block: The sums of the block.
-        num_data: Number of examples that the sums are over.
-        eigen: Whether owners keep eigenvectors and corrected eigenvalues instead of inverses.
-    """
-    groups, rows, columns = block.layout.matrix_shape
-    name = block.layout.name
-    parts = []
-    sides: tuple[_Side, ...] = ("A", "B")
-    for side in sides:
-        sums = block.on_side(side)
-        diagonal = tuple(one.diagonal for one in sums)
-        itemsize = sums[0].total.element_size()
-        positions = block.terms / len(sums) / num_data
-        parts.append(Part(name, side, sums[0].size, groups, diagonal, itemsize, positions, eigen))
-    return [*parts, eigenvalues(name, groups * rows * columns, itemsize)] if eigen else parts
 
 
 def eigenvalues(block: str, count: int, itemsize: int = 4) -> Part:

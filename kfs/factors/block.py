@@ -1,21 +1,46 @@
-"""A block: parameters that share one Kronecker product, with its factors `A` and `B`."""
+"""A block: parameters that share one Kronecker product, with its factors `A` and `B`.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+`Factors` are all blocks of a model, and everything else that a `kfs.KFAC` consists of, except for algebra, which lives
+in `kfs.factors.blocks`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kfs.display.describe import Described, Description, matrix, readable_size, shaped, times
-from kfs.errors import DistributedError, ShapeError
-from kfs.factors.accumulate.block_sums import BlockSums
+from kfs.display.charts import Panel, draw_factors
+from kfs.display.describe import Described, Description, Table, counted, matrix, readable_size, shaped, times
+from kfs.display.suggestions import ByName
+from kfs.distributed import Ranks
+from kfs.distributed.distribution import REPLICATED, Distribution, Owned
+from kfs.errors import DistributedError, ModelError, ShapeError
+from kfs.factors.accumulate.across_ranks import choose_owners
+from kfs.factors.accumulate.block_sums import BlockMap, BlockSums
+from kfs.factors.audit import Audit, merge_audits
+from kfs.factors.blocks import chosen
 from kfs.factors.blocks.decompositions import computable
+from kfs.factors.blocks.display import kind_and_size
 from kfs.factors.blocks.factor import Factor
 from kfs.factors.blocks.kronecker import Kronecker
-from kfs.factors.layout import Layout, Side
+from kfs.factors.blocks.stack import check_coverage, layouts_of_unused_rows
+from kfs.factors.checkpoint import details
+from kfs.factors.layout import Layout, Side, by_parameter
+from kfs.factors.settings import Settings
+from kfs.files import with_tensors
+from kfs.operators.space import Space
+from kfs.problem.risk import EmpiricalRisk
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _SHOWN = 2**20  # entries of a factor; of larger factors, only the size is shown
+# Always shown; other settings are shown if they differ from their default.
+_ALWAYS = ("fisher", "sharing")
 
 
 @dataclass(repr=False)
@@ -102,6 +127,14 @@ class Block(Described):
     def is_diagonal(self, side: Side) -> bool:
         """Whether only the diagonal of a factor is stored."""
         return self.sums.is_diagonal(side)
+
+    def kind(self, side: Side) -> str:
+        """Return kind and size of a factor, such as `"dense 4x4"`."""
+        _, rows, columns = self.layout.matrix_shape
+        kind = "diagonal" if self.is_diagonal(side) else "dense"
+        if side == "B" and self.sums.forward_only:
+            kind = "identity"
+        return kind_and_size(kind, columns if side == "A" else rows)
 
     def scale(self, side: Side) -> float:
         """Return the scale of the sum on one side, or of the identity in place of gradients."""
@@ -209,3 +242,178 @@ class Block(Described):
 
     def _without_single_group(self, factor: Tensor) -> Tensor:
         return factor if self.layout.groups > 1 else factor.squeeze(0)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What is stored of a loss with factors: its name, its reduction and scale, and a digest of its settings."""
+
+    name: str
+    reduction: str
+    scale: float
+    details: str
+
+    @classmethod
+    def of(cls, risk: EmpiricalRisk) -> "LossScale":
+        """Describe the loss of a risk."""
+        return cls(risk.loss.name, risk.loss.reduction, risk.loss.scale, details(risk.loss))
+
+    def reduction_factor(self, count: float) -> float:
+        """Return the reduction factor `R`, given the count of all targets."""
+        return self.scale if self.reduction == "sum" else self.scale / count
+
+    def check_same(self, other: "LossScale") -> None:
+        """Raise if the losses differ.
+
+        Raises:
+            ModelError: If the losses differ.
+        """
+        if self != other:
+            raise ModelError(f"The losses differ: {self} and {other}.", "Use the same loss for all data.")
+
+
+@dataclass(eq=False, repr=False)
+class Factors:
+    """Kronecker factors of all parameters: everything that a `kfs.KFAC` consists of.
+
+    Attributes:
+        space: The parameters.
+        sums: The sums of all blocks, in the order of parameters. Those of other owners are on the meta device.
+        settings: Which curvature matrix, and how.
+        loss: Name, reduction and scale of the loss.
+        count: The divisor of a mean over all targets seen.
+        num_data: Number of examples seen.
+        distribution: Which process has which blocks.
+        of: Short description of model and loss.
+        computed_at: Digest of the parameter values at which factors were computed; empty if unknown.
+        audit: The report of the audit; `None` if there was none, or if factors were loaded.
+        risk_of: Function from a model to its risk; `None` in copies and after loading, which have no data.
+        blocks: All blocks by name: the sums with their scale.
+    """
+
+    space: Space
+    sums: list[BlockSums]
+    settings: Settings
+    loss: LossScale
+    count: float
+    num_data: int
+    distribution: Distribution = REPLICATED
+    of: str = ""
+    computed_at: str = ""
+    audit: Audit | None = None
+    risk_of: "partial[EmpiricalRisk] | None" = None
+    blocks: ByName[Block] = field(init=False)
+
+    def __post_init__(self) -> None:
+        place_of = by_parameter(self.space.shapes)
+        self.sums = sorted(self.sums, key=lambda block: place_of(block.layout))
+        R = self.loss.reduction_factor(self.count)
+        self.blocks = ByName({block.layout.name: Block(block, R) for block in self.sums})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of copies and pickles, without the data."""
+        return self.__dict__ | {"risk_of": None}
+
+    def plus(self, other: "Factors") -> "Factors":
+        """Return the factors of the data of both, which may use other parameters, or rows of them (experts).
+
+        Raises:
+            ModelError: If parameters have blocks of different kinds.
+        """
+        others = {block.layout.name: block for block in other.sums}
+        others |= {n: others[n].turned_to(b.layout) for n, b in self.blocks.items() if n in others}
+        block_map = BlockMap([block.layout for block in self.sums])
+        fit = all(block_map.admit(block.layout) for block in others.values())
+        if not fit or set(other.space.shapes) != set(self.space.shapes):
+            raise ModelError(
+                f"The blocks differ: {list(self.blocks)} and {list(others)}.", "Use the same model and parameters."
+            )
+        merged = {name: block.sums for name, block in self.blocks.items()}
+        for name, block in others.items():
+            merged[name] = merged[name].plus(block) if name in merged else block.shared()
+        return replace(
+            self,
+            sums=list(merged.values()),
+            count=self.count + other.count,
+            num_data=self.num_data + other.num_data,
+            distribution=other.distribution,
+            audit=merge_audits(self.audit, other.audit),
+        )
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> "Factors":
+        """Return the factors on a device, or in another precision. The sums are changed in place."""
+        for block in self.sums:
+            block.to(device, dtype)
+        return replace(self, space=self.space.to(device, dtype))
+
+    def describe(self, about: str, data: str) -> Description:
+        """Describe an operator that has these factors, without reading their values.
+
+        Args:
+            about: The title.
+            data: Description of the data, with the number of examples.
+        """
+        nbytes = readable_size(sum(block.nbytes for block in self.sums))
+        values = {f.name: (getattr(self.settings, f.name), f.default) for f in fields(self.settings)}
+        settings = ", ".join(f"{n}={v!r}" for n, (v, default) in values.items() if n in _ALWAYS or v != default)
+        rows = []
+        for block in self.blocks.values():
+            layout = block.layout
+            size = times(layout.matrix_shape if layout.groups > 1 else layout.matrix_shape[1:])
+            operations = ", ".join(sorted(block.operations))
+            rows.append((block.name, size, block.kind("A"), block.kind("B"), operations, readable_size(block.nbytes)))
+        table = Table("blocks", ("block", "matrix", "A", "B", "operations", "bytes"), rows, ("bytes",))
+        counts = f"{data}, {counted(len(rows), 'block')}, {nbytes} of factors"
+        return Description(about, (settings, counts), (table,))
+
+    def plot(self, names: Iterable[str] | None, most: int) -> "list[Axes]":
+        """Draw the factors of blocks as heat maps; see `KFAC.plot`."""
+        shown = chosen(names, self.blocks)
+        if names is None and len(shown) > most:
+            matrices = [name for name in shown if min(self.blocks[name].layout.matrix_shape[1:]) > 1]
+            shown = (matrices or shown)[:most]
+        panels = [Panel(name, self.blocks[name].A, self.blocks[name].B) for name in shown]
+        return draw_factors(panels, left_out=0 if names is not None else len(self.blocks) - len(shown))
+
+    def about(self) -> dict[str, Any]:
+        """Return the readable part of a file's header."""
+        settings = self.settings.state()
+        return {
+            "loss": f"{self.loss.name}, reduction={self.loss.reduction!r}",
+            "fisher": settings["fisher"],
+            "sharing": settings["sharing"],
+            "num_data": self.num_data,
+            "seed": settings["seed"],
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the content of a file, without the space, with the blocks of this process."""
+        return {
+            "settings": self.settings.state(),
+            "of": self.of,
+            "computed_at": self.computed_at,
+            "loss": asdict(self.loss),
+            "count": self.count,
+            "num_data": self.num_data,
+            "blocks": [block.state() for block in self.sums if block.is_local],
+        }
+
+    @classmethod
+    def from_state(cls, state: Any, space: Space, ranks: Ranks) -> "Factors":
+        """Load the result of `state` for all blocks. If there are several ranks, each reads the blocks that it owns."""
+        states = list(state["blocks"])
+        settings = Settings.from_state(state["settings"])
+        distribution: Distribution = REPLICATED
+        if not ranks.are_several:
+            sums = list(map(BlockSums.from_state, states))
+        else:
+            settings = replace(settings, placement="owner")
+            sums = [BlockSums.from_state(with_tensors(one, lambda t: t.to("meta"))) for one in states]
+            distribution = Owned(ranks, choose_owners(sums, ranks.size, {}))
+            own = [distribution.has(block.layout.name) for block in sums]
+            sums = [BlockSums.from_state(states[i]) if own[i] else block for i, block in enumerate(sums)]
+        layouts = [block.layout for block in sums]
+        check_coverage([*layouts, *layouts_of_unused_rows(layouts, space)], space)
+        loss, count, num_data = LossScale(**state["loss"]), float(state["count"]), int(state["num_data"])
+        texts = str(state["of"]), str(state["computed_at"])
+        return cls(space, sums, settings, loss, count, num_data, distribution, *texts)

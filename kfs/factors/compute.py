@@ -21,7 +21,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import isfinite
@@ -31,58 +31,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kfs.distributed import Ranks, added_up
+from kfs.distributed import added_up
 from kfs.distributed.assignment import subsets_of
+from kfs.distributed.distribution import REPLICATED, Owned
 from kfs.errors import DataError, KfsWarning, ModelError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
 from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.statistic import Statistic, add_up_over_ranks, reset
 from kfs.factors.audit import Audits, Counts, predictor
+from kfs.factors.block import Factors, LossScale
 from kfs.factors.capture import CapturedPass, forward
-from kfs.factors.checkpoint import Checkpoint, Journal, Progress, details, naming
+from kfs.factors.checkpoint import Checkpoint, Journal, Progress, naming
 from kfs.factors.layout import Key, Side
 from kfs.factors.rules import new_trace
 from kfs.factors.settings import Settings
-from kfs.files import with_tensors
 from kfs.losses import Loss
 from kfs.losses.draws import Draws
 from kfs.operators.derivatives import leaves_and_rest, pull_back
-from kfs.problem.data import Batch
+from kfs.operators.space import Space
+from kfs.problem.data import Batch, values_digest
 from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.torch_fixes import RightGradients, explained, has_instance_norms
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import NO_GUARD, Guard, Replayer, has_hooks
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, numbers
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """What is stored of a loss with factors: its name, its reduction and scale, and a digest of its settings."""
-
-    name: str
-    reduction: str
-    scale: float
-    details: str
-
-    @classmethod
-    def of(cls, risk: EmpiricalRisk) -> "LossScale":
-        """Describe the loss of a risk."""
-        return cls(risk.loss.name, risk.loss.reduction, risk.loss.scale, details(risk.loss))
-
-    def reduction_factor(self, count: float) -> float:
-        """Return the reduction factor `R`, given the count of all targets."""
-        return self.scale if self.reduction == "sum" else self.scale / count
-
-    def check_same(self, other: "LossScale") -> None:
-        """Raise if the losses differ.
-
-        Raises:
-            ModelError: If the losses differ.
-        """
-        if self != other:
-            raise ModelError(f"The losses differ: {self} and {other}.", "Use the same loss for all data.")
 
 
 def not_covered(
@@ -575,29 +549,46 @@ def _all_count(risk: EmpiricalRisk, batch: Batch) -> bool:
         return targets is None or bool(targets.all())
 
 
-def compute_sums(
-    risk: EmpiricalRisk,
-    settings: Settings,
-    checkpoint: Checkpoint | None = None,
-    owners: Mapping[str, int] | None = None,
-) -> tuple[list[BlockSums], dict[str, int], Progress]:
-    """Compute the sums of all blocks, check them, and handle uncovered parameters.
+def compute_factors(
+    risk: EmpiricalRisk, settings: Settings, checkpoint: Checkpoint | None = None, known: Factors | None = None
+) -> Factors:
+    """Compute the factors of all parameters, check them, and handle uncovered parameters.
 
     Args:
         risk: Model, loss, data and parameters.
         settings: Which curvature matrix, and how.
         checkpoint: Where and how often to write intermediate results.
-        owners: The ranks that own blocks, as far as known.
-
-    Returns:
-        The sums; the rank that owns each block, if blocks have owners; and the counts.
+        known: Factors that the result will be added to: blocks keep their owners.
     """
     journal = None if checkpoint is None else partial(Journal, checkpoint, risk, settings)
+    owners = {} if known is None else known.distribution.owners
     with naming(checkpoint):
         try:
             sums, progress = kfac(risk, settings, journal, owners)
         except WITHOUT_VMAP as error:
             sums, progress = kfac(risk, one_by_one(settings, error), journal, owners)
+    blocks = _covered_blocks(risk, settings, sums, progress)
+    # Parameters without a block are not used and have zeros, unless uncovered parameters were skipped.
+    covered = {name for block in blocks for name in block.layout.params}
+    all_count = settings.uncovered != "skip"
+    params = {name: p for name, p in risk.params.items() if all_count or name in covered}
+    return Factors(
+        Space({name: p.shape for name, p in params.items()}, risk.dtype, risk.device),
+        blocks,
+        settings,
+        LossScale.of(risk),
+        progress.count,
+        progress.num_data,
+        Owned(risk.ranks, sums.owners) if sums.owners and risk.ranks.are_several else REPLICATED,
+        risk.about,
+        values_digest(params.values()) if known is None else known.computed_at,
+        progress.audit,
+        risk.with_model,
+    )
+
+
+def _covered_blocks(risk: EmpiricalRisk, settings: Settings, sums: FactorSums, progress: Progress) -> list[BlockSums]:
+    """Return the blocks of covered parameters, whose sums are finite, and exact diagonals of others if wanted."""
     # Which parameters are not covered?
     found = list(sums.blocks.values())
     bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts, progress.reached)
@@ -621,23 +612,7 @@ def compute_sums(
         blocks += exact
     if not blocks:
         raise coverage_error(uncovered or not_covered(risk.params, [], set(), set()))
-    return blocks, sums.owners, progress
-
-
-def read_blocks(states: Iterable[Any], ranks: Ranks) -> tuple[list[BlockSums], dict[str, int]]:
-    """Return the sums of blocks from a file, and the owner rank of each block, if there are several ranks.
-
-    The values of blocks that other ranks own are not read.
-    """
-    states = list(states)
-    if not ranks.are_several:
-        return list(map(BlockSums.from_state, states)), {}
-    blocks = [BlockSums.from_state(with_tensors(state, lambda t: t.to("meta"))) for state in states]
-    owners = choose_owners(blocks, ranks.size, {})
-    for place, block in enumerate(blocks):
-        if owners[block.layout.name] == ranks.rank:
-            blocks[place] = BlockSums.from_state(states[place])
-    return blocks, owners
+    return blocks
 
 
 def _is_finite(blocks: list[BlockSums]) -> bool:

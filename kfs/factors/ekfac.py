@@ -31,11 +31,11 @@ factors use the draws `0, ..., m - 1` of every example, and eigenvalues use the 
 depend only on the seed, the example and their number.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -43,47 +43,106 @@ from kfs.display.describe import Description, counted
 from kfs.display.progress import show_progress
 from kfs.distributed import Ranks, checksum
 from kfs.distributed.assignment import subsets_of
-from kfs.distributed.collectives import fetched, joined
 from kfs.errors import DataError, ModelError
 from kfs.factors.accumulate.per_example import PerDatumSums, Squares
-from kfs.factors.block import Block
-from kfs.factors.blocks.block_diagonal import BlockDiagonal, of_owner
+from kfs.factors.audit import Audit
+from kfs.factors.block import Block, LossScale
+from kfs.factors.blocks.block_diagonal import BlockDiagonal
 from kfs.factors.blocks.eigenbasis import Eigenbasis
-from kfs.factors.blocks.stack import Stack, check_coverage
+from kfs.factors.blocks.stack import Stack, check_coverage, stacks_of
 from kfs.factors.blocks.structure import Structure
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, digest, naming
-from kfs.factors.compute import WITHOUT_VMAP, JournalOf, LossScale, exact_diagonals, one_by_one, sweep
-from kfs.factors.kfac import KFAC, ShowsFactors, describe_factors
-from kfs.factors.loading import loadable
+from kfs.factors.compute import WITHOUT_VMAP, JournalOf, exact_diagonals, one_by_one, sweep
+from kfs.factors.kfac import KFAC
 from kfs.factors.settings import Fisher, Settings, Sharing
 from kfs.files import UnfitError
 from kfs.operators.space import Space
 from kfs.problem.risk import EmpiricalRisk, check_risk
 from kfs.runtime.sync import allow_sync, numbers
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-def sum_squares(
-    risk: EmpiricalRisk, settings: Settings, K: KFAC, blocks: Mapping[str, Eigenbasis], journal: JournalOf | None
-) -> Progress:
-    """Add squared gradients to the eigenvalues of blocks, in place, without the reduction factor.
+
+def compute_parts(
+    K: KFAC, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None
+) -> tuple[KFAC, list[Stack], int, float, Audit | None]:
+    """Decompose factors, and compute eigenvalues; return everything that an `EKFAC` consists of."""
+    K.distribution.check(risk.ranks)
+    with allow_sync(), K.distribution.agree("eigenvectors"):  # so that decompositions are checked before they are used
+        bases = [Stack(stack.layouts, stack.apply(lambda one: one.eigenbasis())) for stack in K.own_stacks]
+    if risk.ranks.are_several and K.distribution.is_complete:
+        found = [_checked(stack.structure) for stack in bases]
+        tensors = [Q.values for basis in found for Q in (basis.Q_A, basis.Q_B)]
+        risk.ranks.same(
+            "Eigenvectors",
+            list(map(checksum, tensors)),
+            "Use the same kind of device and the same version of PyTorch in all processes.",
+        )
+    journal = None
+    if checkpoint is not None:
+        own = _by_name(bases, K)
+        digests = [(name, digest([basis.Q_A.values, basis.Q_B.values])) for name, basis in own.items()]
+        of_all = dict(K.distribution.union("eigenvectors", digests))
+        journal = partial(Journal, checkpoint, risk, K.settings.with_fresh_draws(), basis=of_all)
+    with naming(checkpoint):
+        sums, progress = compute_eigenvalues(K, bases, risk, K.settings, journal)
+    return K, sums, progress.num_data, progress.count, progress.audit
+
+
+def compute_eigenvalues(
+    K: KFAC, bases: list[Stack], risk: EmpiricalRisk, settings: Settings, journal: JournalOf | None = None
+) -> tuple[list[Stack], Progress]:
+    """Sum squared gradients in the eigenbases, without the reduction factor.
 
     Args:
-        risk: Model, loss, data and parameters.
-        settings: Which curvature matrix, and how.
         K: The KFAC whose eigenvectors are used.
-        blocks: Eigenvectors, and eigenvalues of zero, of this process's blocks.
+        bases: The eigenvectors of the blocks of this process.
+        risk: Model, loss, data and parameters.
+        settings: Which curvature matrix, and how. Draws are fresh: those that eigenvectors come from have, by chance,
+            little curvature along the smallest ones.
         journal: Creates journals, which keep intermediate results in files.
 
     Returns:
-        The counts of the last pass.
+        The same eigenvectors with eigenvalues, and the counts.
     """
+    K.loss.check_same(LossScale.of(risk))
+    fresh = settings.with_fresh_draws()
+    stacks = [_zeros(stack) for stack in bases]
+    try:
+        progress = _sum_squares(K, _by_name(stacks, K), risk, fresh, journal)
+    except WITHOUT_VMAP as error:
+        fresh = one_by_one(fresh, error)
+        stacks = [_zeros(stack) for stack in bases]
+        progress = _sum_squares(K, _by_name(stacks, K), risk, fresh, journal)
+    # Write the exact diagonals of parameters that no rule covers.
+    exact = [block.name for block in K.blocks.values() if block.sharing == "exact"]
+    if exact:
+        entries = exact_diagonals(risk, exact, settings)
+        for name, basis in _by_name(stacks, K).items():
+            if name in entries:
+                basis.values.copy_(entries[name].reshape(1, -1, 1))
+    finite = numbers([stack.structure.like.isfinite().all() for stack in stacks])
+    with risk.ranks.agreed("eigenvalues"):
+        for stack, is_finite in zip(stacks, finite, strict=True):
+            if not is_finite:
+                raise DataError(
+                    f"Gradients of the blocks {sorted(set(stack.names))} are not finite.",
+                    "Look for NaN or infinity in the data, the parameters or the loss.",
+                )
+    return stacks, progress
+
+
+def _sum_squares(
+    K: KFAC, blocks: Mapping[str, Eigenbasis], risk: EmpiricalRisk, settings: Settings, journal: JournalOf | None
+) -> Progress:
+    """Add squared gradients to eigenvalues, in place, and return the counts of the last pass."""
     # Choose subsets of blocks whose eigenvectors fit into memory. All ranks need the same ones.
     names = [name for name, block in K.blocks.items() if block.sharing != "exact"]
-    sizes = {name: basis.nbytes for name, basis in blocks.items()}
-    everywhere = {name: size for some in K.ranks.gather("bases", sizes) for name, size in some.items()}
+    sizes = dict(K.distribution.union("bases", [(name, basis.nbytes) for name, basis in blocks.items()]))
     memory = float("inf") if settings.factor_memory is None else settings.factor_memory
     progress = Progress()
-    for number, subset in enumerate(subsets_of({name: everywhere[name] for name in names}, memory), 1):
+    for number, subset in enumerate(subsets_of({name: sizes[name] for name in names}, memory), 1):
         chosen = sorted(subset, key=names.index)
         stage = "eigenvalues" if number == 1 else f"eigenvalues.{number}"
         which = None if settings.factor_memory is None else chosen
@@ -105,11 +164,11 @@ def sum_squares(
 
 def _fetched(K: KFAC, own: Mapping[str, Eigenbasis]) -> dict[str, Eigenbasis]:
     """Return the eigenvectors of the blocks of all ranks, with eigenvalues to add to."""
-    if not K.ranks.are_several:
+    if K.distribution.is_complete:
         return dict(own)
     state = {"bases": [[name, basis.state()] for name, basis in own.items()]}
     found = {}
-    for name, of_basis in fetched(joined(K.ranks, state, ("bases",)))["bases"]:
+    for name, of_basis in K.distribution.fetch(state)["bases"]:
         basis = Eigenbasis.from_state(of_basis, *K.blocks[name].layout.matrix_shape)
         device = K.settings.factor_device or K.device
         found[name] = replace(basis.to(device), values=torch.zeros_like(basis.values, device=device))
@@ -122,8 +181,13 @@ def _squares(basis: Eigenbasis) -> Squares:
     return Squares(basis.values, Q_A, Q_B)
 
 
-@loadable
-class EKFAC(ShowsFactors, BlockDiagonal):
+def _by_name(stacks: list[Stack], K: KFAC) -> dict[str, Eigenbasis]:
+    """Return the blocks of stacks by name, as views, without blocks of unused rows."""
+    blocks = ((layout.name, block) for stack in stacks for layout, block in stack.blocks())
+    return {name: _checked(block) for name, block in blocks if name in K.blocks}
+
+
+class EKFAC(BlockDiagonal):
     """KFAC with corrected eigenvalues. It takes the arguments of `KFAC`, except that there is no `"forward-only"`.
 
     Args:
@@ -164,7 +228,6 @@ class EKFAC(ShowsFactors, BlockDiagonal):
     """
 
     symmetric = True
-    _lists = ("blocks", "eigenvalues")
 
     def __init__(
         self,
@@ -175,14 +238,13 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         checkpoint: str | Path | Checkpoint | None = None,
         **settings: Any,
     ) -> None:
-        """Compute factors, decompose them, and compute eigenvalues."""
         check_risk(risk)
         with risk.ranks.agreed("EKFAC"), show_progress("EKFAC", 2, risk.progress, "pass") as line:
             _check_fisher(fisher)
             checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
             factors = KFAC(risk, fisher, sharing, checkpoint=checkpoint, **settings)
             line.advance()
-            self._start(factors, risk, checkpoint)
+            self._set(*compute_parts(factors, risk, checkpoint))
 
     @classmethod
     def from_kfac(cls, K: KFAC, risk: EmpiricalRisk) -> "EKFAC":
@@ -193,53 +255,23 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             risk: The same model, loss and parameters, with any data.
         """
         check_risk(risk)
-        with (K.ranks if K.ranks.are_several else risk.ranks).agreed("EKFAC.from_kfac"):
+        with K.distribution.agree("EKFAC.from_kfac", risk.ranks):
             _check_fisher(K.settings.fisher)
-            E = cls.__new__(cls)
-            E._start(K.shared(), risk)
-        return E
+            factors = K.shared()
+            factors._factors.risk_of = K.risk_of or risk.with_model
+            return cls._from_parts(*compute_parts(factors, risk))
 
-    def _start(self, factors: KFAC, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
-        """Decompose factors, and compute eigenvalues."""
-        super().__init__(factors.domain, None, factors.ranks)
-        factors.check_ranks(risk)
+    def _set(self, factors: KFAC, sums: list[Stack], num_data: int, count: float, audit: Audit | None = None) -> None:
+        """Set all attributes."""
         self.factors = factors
-        factors.risk_of = factors.risk_of or risk.with_model
         self._of = factors.of
-        # Check decompositions here, before they are used.
-        with allow_sync(), self.ranks.agreed("eigenvectors"):
-            self._sums = [
-                Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis()))
-                for stack in factors.own_stacks
-            ]
-        if risk.ranks.are_several and not self.ranks.are_several:
-            basis = [Q.values for stack in self._sums for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
-            risk.ranks.same(
-                "Eigenvectors",
-                list(map(checksum, basis)),
-                "Use the same kind of device and the same version of PyTorch in all processes.",
-            )
-        journal = None
-        if checkpoint is not None:
-            settings = self.settings.with_fresh_draws()
-            journal = partial(Journal, checkpoint, risk, settings, basis=self._digests_of_eigenvectors())
-        with naming(checkpoint):
-            self._sums, progress = self._squares(risk, self.settings, journal)
-        self.num_data = progress.num_data
-        self.count = progress.count
-        self.audit = progress.audit
-        self._list_blocks()
-
-    def _digests_of_eigenvectors(self) -> dict[str, str]:
-        """Return a digest of the eigenvectors of each block, including blocks of other ranks."""
-        own = self._blocks_in(self._sums)
-        digests = {name: digest([basis.Q_A.values, basis.Q_B.values]) for name, basis in own.items()}
-        return {name: one for some in self.ranks.gather("eigenvectors", digests) for name, one in some.items()}
-
-    def describe(self) -> Description:
-        """Describe model, loss, settings, data and blocks."""
-        data = f"factors of {counted(self.factors.num_data, 'example')}, eigenvalues of {self.num_data:,}"
-        return describe_factors(self.about, self.blocks, self.settings, data)
+        self._sums = sums
+        self.num_data = num_data
+        self.count = count
+        self.audit = audit
+        R = factors.loss.reduction_factor(count)
+        stacks = [Stack(stack.layouts, _with_noise(stack.structure.scaled(R))) for stack in sums]
+        super().__init__(factors.domain, stacks, factors.distribution)
 
     @property
     def blocks(self) -> dict[str, Block]:
@@ -251,22 +283,23 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         """Digest of the parameter values at which the factors were computed; empty if unknown."""
         return self.factors.computed_at
 
-    def fetch(self, name: str) -> Block:
-        """Return a block with `A` and `B` from any owner; see `KFAC.fetch`."""
-        return self.factors.fetch(name)
-
     @property
     def settings(self) -> Settings:
         """All settings."""
         return self.factors.settings
 
-    @property
-    def own_stacks(self) -> list[Stack]:
-        """The blocks as eigenvalues and eigenvectors, stacked by size."""
-        if self._stacks is None:
-            R = self.factors.loss.reduction_factor(self.count)
-            self._stacks = [Stack(stack.layouts, _with_noise(stack.structure.scaled(R))) for stack in self._sums]
-        return self._stacks
+    def fetch(self, name: str) -> Block:
+        """Return a block with `A` and `B` from any owner; see `KFAC.fetch`."""
+        return self.factors.fetch(name)
+
+    def describe(self) -> Description:
+        """Describe model, loss, settings, data and blocks."""
+        data = f"factors of {counted(self.factors.num_data, 'example')}, eigenvalues of {self.num_data:,}"
+        return self.factors._factors.describe(self.about, data)
+
+    def plot(self, names: Iterable[str] | None = None, *, most: int = 12) -> "list[Axes]":
+        """Draw the factors `A` and `B` of every block as heat maps, into a new figure; see `KFAC.plot`."""
+        return self.factors.plot(names, most=most)
 
     def update(self, risk: EmpiricalRisk) -> Self:
         """Add more data to the eigenvalues, in place, with the same eigenvectors. If it fails, nothing is changed.
@@ -275,10 +308,10 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             risk: The same model, loss and parameters with other data. Draws continue where they ended.
         """
         settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
-        with (self.ranks if self.ranks.are_several else getattr(risk, "ranks", self.ranks)).agreed("update"):
+        with self.distribution.agree("update", getattr(risk, "ranks", None)):
             check_risk(risk)
-            self.factors.check_ranks(risk)
-            sums, progress = self._squares(risk, settings)
+            self.distribution.check(risk.ranks)
+            sums, progress = compute_eigenvalues(self.factors, self._sums, risk, settings)
             self._add(sums, progress.num_data, progress.count)
         return self
 
@@ -288,13 +321,13 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         Args:
             other: An EKFAC from the same factors; create both with `from_kfac`.
         """
-        with self.ranks.agreed("merge"):
+        with self.distribution.agree("merge"):
             if not isinstance(other, EKFAC):
                 raise ModelError(f"A {type(other).__name__} cannot be merged with an EKFAC.", "Merge two of one kind.")
             self.settings.check_same(other.settings)
             self.factors.loss.check_same(other.factors.loss)
-            is_same = self.ranks.group is other.ranks.group and all(
-                mine.layouts == theirs.layouts and mine.structure.same_basis(theirs.structure)  # type: ignore[attr-defined]
+            is_same = self.distribution.shares(other.distribution) and all(
+                mine.layouts == theirs.layouts and _checked(mine.structure).same_basis(theirs.structure)
                 for mine, theirs in zip(self._sums, other._sums, strict=True)
             )
             if not is_same:
@@ -302,77 +335,22 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         self._add(other._sums, other.num_data, other.count)
         return self
 
+    def _add(self, sums: list[Stack], num_data: int, count: float) -> None:
+        """Add the eigenvalues of other data."""
+        for mine, theirs in zip(self._sums, sums, strict=True):
+            mine.structure.like.add_(theirs.structure.like.to(mine.structure.like))
+        self._set(self.factors, self._sums, self.num_data + num_data, self.count + count, self.audit)
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move factors, eigenvectors and eigenvalues to a device, or convert them, in place."""
-        self.factors.to(device, dtype)
-        self._sums = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self._sums]
-        self._move_space(device, dtype)
-        self._stacks = None
-        self._list_blocks()
+        sums = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self._sums]
+        self._set(self.factors.to(device, dtype), sums, self.num_data, self.count, self.audit)
         return self
 
-    def _squares(
-        self, risk: EmpiricalRisk, settings: Settings, journal: JournalOf | None = None
-    ) -> tuple[list[Stack], Progress]:
-        """Sum squared gradients in the eigenbases, without the reduction factor, and return them with counts."""
-        self.factors.loss.check_same(LossScale.of(risk))
-
-        # Use fresh draws: those that the eigenvectors come from have, by chance, little curvature along the smallest
-        # ones.
-        fresh = settings.with_fresh_draws()
-        stacks = [_zeros(stack) for stack in self._sums]
-        try:
-            progress = sum_squares(risk, fresh, self.factors, self._blocks_in(stacks), journal)
-        except WITHOUT_VMAP as error:
-            fresh = one_by_one(fresh, error)
-            stacks = [_zeros(stack) for stack in self._sums]
-            progress = sum_squares(risk, fresh, self.factors, self._blocks_in(stacks), journal)
-        self._write_exact_diagonals(stacks, risk, settings)
-        finite = numbers([stack.structure.like.isfinite().all() for stack in stacks])
-        with risk.ranks.agreed("eigenvalues"):
-            for stack, is_finite in zip(stacks, finite, strict=True):
-                if not is_finite:
-                    raise DataError(
-                        f"Gradients of the blocks {sorted(set(stack.names))} are not finite.",
-                        "Look for NaN or infinity in the data, the parameters or the loss.",
-                    )
-        return stacks, progress
-
-    def _write_exact_diagonals(self, stacks: list[Stack], risk: EmpiricalRisk, settings: Settings) -> None:
-        """Write the exact diagonals of parameters that no rule covers."""
-        exact = [block.name for block in self.blocks.values() if block.sharing == "exact"]
-        if exact:
-            entries = exact_diagonals(risk, exact, settings)
-            for name, basis in self._blocks_in(stacks).items():
-                if name in entries:
-                    basis.values.copy_(entries[name].reshape(1, -1, 1))
-
-    def _blocks_in(self, stacks: list[Stack]) -> dict[str, Eigenbasis]:
-        """Return the blocks of stacks by name, as views."""
-        found = {}
-        for stack in stacks:
-            for layout, part in stack.slices():
-                if layout.name in self.blocks:  # skips the blocks of unused rows
-                    basis = stack.structure[part]
-                    assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
-                    found[layout.name] = basis
-        return found
-
-    def _add(self, stacks: list[Stack], num_data: int, count: float) -> None:
-        """Add the eigenvalues of other data."""
-        for mine, theirs in zip(self._sums, stacks, strict=True):
-            mine.structure.like.add_(theirs.structure.like.to(mine.structure.like))
-        self.num_data += num_data
-        self.count += count
-        self._stacks = None
-        self._list_blocks()
-
     def _about(self) -> dict[str, Any]:
-        """Return the readable part of a file's header."""
         return self.factors._about() | {"num_data": self.num_data}
 
     def _state(self) -> dict[str, Any]:
-        """Return the state for a file, without the space."""
         return self.factors._state() | {
             "num_data": self.num_data,
             "num_data_of_factors": self.factors.num_data,
@@ -382,21 +360,13 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     @classmethod
     def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
-        """Return the object from its state."""
-        E = cls.__new__(cls)
-        BlockDiagonal.__init__(E, space, None, ranks)
-        E.num_data = int(state["num_data"])
-        E.audit = None
-        E._of = str(state["of"])
-        E.factors = KFAC._from_state(state | {"num_data": state["num_data_of_factors"]}, space, ranks)
-        E.count = float(state["eigen_count"])
-        E._sums = list(map(Stack.from_state, state["eigenvalues"]))
-        check_coverage([layout for stack in E._sums for layout in stack.layouts], space)
-        if not all(isinstance(stack.structure, Eigenbasis) for stack in E._sums):
+        factors = KFAC._from_state(state | {"num_data": state["num_data_of_factors"]}, space, ranks)
+        sums = list(map(Stack.from_state, state["eigenvalues"]))
+        check_coverage([layout for stack in sums for layout in stack.layouts], space)
+        if not all(isinstance(stack.structure, Eigenbasis) for stack in sums):
             raise UnfitError("blocks are not given by eigenvalues")
-        E._sums = of_owner(E._sums, E.factors.owners, E.ranks)
-        E._list_blocks()
-        return E
+        sums = stacks_of(sums, factors.distribution)
+        return cls._from_parts(factors, sums, int(state["num_data"]), float(state["eigen_count"]))
 
 
 def _check_fisher(fisher: str) -> None:
@@ -407,17 +377,21 @@ def _check_fisher(fisher: str) -> None:
         )
 
 
-def _with_noise(basis: Structure) -> Eigenbasis:
-    """Return the basis with the noise of its eigenvalues: they are squares of rotated, and so rounded, gradients."""
+def _checked(basis: Structure) -> Eigenbasis:
     assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
+    return basis
+
+
+def _with_noise(structure: Structure) -> Eigenbasis:
+    """Return the basis with the noise of its eigenvalues: they are squares of rotated, and so rounded, gradients."""
+    basis = _checked(structure)
     precision = sum(basis.values.shape[1:]) * torch.finfo(basis.values.dtype).eps
     return replace(basis, noise=precision**2 * basis.values.flatten(1).amax(1).to(basis.noise))
 
 
 def _zeros(stack: Stack) -> Stack:
     """Return the same eigenvectors with eigenvalues of zero."""
-    basis = stack.structure
-    assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
+    basis = _checked(stack.structure)
     zeros = torch.zeros_like(basis.values, memory_format=torch.contiguous_format)
     return Stack(stack.layouts, replace(basis, values=zeros, noise=torch.zeros_like(basis.noise)))
 

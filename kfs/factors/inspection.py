@@ -16,7 +16,7 @@ from kfs.errors import DataError, KfsError, ModelError
 from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.audit import Audit, Audits, predictor
-from kfs.factors.blocks.block_diagonal import kind_and_size
+from kfs.factors.blocks.display import kind_and_size
 from kfs.factors.capture import forward
 from kfs.factors.compute import not_covered, shared_with
 from kfs.factors.layout import Side

@@ -12,7 +12,7 @@ together:
 - Structures take `[stack, columns, d_B, d_A]`, where a stack holds the blocks of several layouts, one for each group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -195,3 +195,9 @@ class Layout:
             return W, None
         b = columns[self.bias]
         return W, b[:, rows] if self.bias_has_rows else b
+
+
+def by_parameter(names: Iterable[str]) -> Callable[[Layout], tuple[int, tuple[int, int]]]:
+    """Return the sort key of layouts: the position of their weight among the names of parameters, and their rows."""
+    order = {name: place for place, name in enumerate(names)}
+    return lambda layout: (order[layout.weight], layout.rows)

@@ -1,7 +1,6 @@
 """Loading of operators from files written by `save`."""
 
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -9,18 +8,13 @@ from kfs import files
 from kfs.distributed import Group, Ranks
 from kfs.errors import StorageError
 from kfs.factors.blocks.block_diagonal import BlockDiagonal
+from kfs.factors.ekfac import EKFAC
+from kfs.factors.kfac import KFAC
 from kfs.factors.settings import check_device
 from kfs.files import UnfitError
 from kfs.operators.space import Space
 
-Operator = TypeVar("Operator", bound=type[BlockDiagonal])
-_CLASSES: dict[str, type[BlockDiagonal]] = {"BlockDiagonal": BlockDiagonal}
-
-
-def loadable(cls: Operator) -> Operator:
-    """Register a class, so that `load` can create its objects. A decorator."""
-    _CLASSES.setdefault(cls.__name__, cls)  # a module that is run as a program defines its class a second time
-    return cls
+_CLASSES: dict[str, type[BlockDiagonal]] = {"BlockDiagonal": BlockDiagonal, "KFAC": KFAC, "EKFAC": EKFAC}
 
 
 def load(path: str | Path, device: str | torch.device = "cpu", group: Group | None = None) -> BlockDiagonal:
@@ -43,7 +37,7 @@ def load(path: str | Path, device: str | torch.device = "cpu", group: Group | No
 
     Example:
         >>> import tempfile
-        >>> from kfs import KFAC, EmpiricalRisk
+        >>> from kfs import EmpiricalRisk
         >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
         >>> K = KFAC(risk)
         >>> with tempfile.TemporaryDirectory() as folder:

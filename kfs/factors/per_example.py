@@ -381,7 +381,7 @@ class GradientBatch(Described):
     def some(self, data: slice) -> "GradientBatch":
         """Return the gradients of a slice of these examples."""
         places = range(*data.indices(len(self)))
-        blocks = ByName({name: block.some(data) for name, block in self.blocks.items()}, "block")
+        blocks = ByName({name: block.some(data) for name, block in self.blocks.items()})
         return GradientBatch(self.start + places.start, self.start + places.stop, blocks, self.shapes)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -599,7 +599,7 @@ class _Stream:
             blocks.append(of_block(_flat_layout(risk, name), whole=g.reshape(num_data, 1, -1, 1)))
         blocks.sort(key=lambda block: (self.order[block.layout.weight], block.layout.rows))
         shapes = {name: p.shape for name, p in risk.params.items()}
-        by_name = ByName({block.layout.name: block for block in blocks}, "block")
+        by_name = ByName({block.layout.name: block for block in blocks})
         return GradientBatch(batch.first, batch.first + num_data, by_name, shapes)
 
     def _by_autograd(self, batch: Batch, bad: Mapping[str, str]) -> list[dict[str, Tensor]]:

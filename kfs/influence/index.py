@@ -456,7 +456,7 @@ class Index(Described):
         self._stored = builder.stored
         self._count = int(state["shards"])
         self.error = float(state["error"])
-        self.forms = ByName({name: stored.form for name, stored in self._stored.items()}, "block")
+        self.forms = ByName({name: stored.form for name, stored in self._stored.items()})
         self.nbytes = self._shards.size()
 
     def describe(self) -> Description:
@@ -594,7 +594,7 @@ class _IndexStream(Stream):
                         name: restored(state, self._layouts[name], stop - start, train.sum_dtype, train.device)
                         for name, state in batch["blocks"].items()
                     }
-                    found.append(GradientBatch(start, stop, ByName(blocks, "block"), shapes))
+                    found.append(GradientBatch(start, stop, ByName(blocks), shapes))
                     self._own[start] = batch["own"].to(train.device)
             yield from found
 

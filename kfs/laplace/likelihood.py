@@ -19,8 +19,8 @@ from torch import Tensor
 from kfs.display.suggestions import few, guess
 from kfs.errors import DtypeError, ModelError
 from kfs.factors import EKFAC, KFAC
+from kfs.factors.block import LossScale
 from kfs.factors.blocks import BlockDiagonal, Relative
-from kfs.factors.compute import LossScale
 from kfs.factors.match import check_curvature, check_risk, warn_of_other_values
 from kfs.problem.risk import EmpiricalRisk
 

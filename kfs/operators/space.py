@@ -62,6 +62,10 @@ class Space:
     def __repr__(self) -> str:
         return f"Space of {self.listed}: {counted(self.size, 'number')}, {kind(self.dtype, self.device)}"
 
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Space":
+        """Return the space on another device, or with another dtype."""
+        return Space(self.shapes, dtype or self.dtype, self.device if device is None else torch.device(device))
+
     @property
     def listed(self) -> str:
         """Names of the tensors as text, shortened if there are many."""

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfs
-from kfs.distributed.assignment import LIMIT, Part, Placement, eigenvalues, parts_of, place, subsets_of
+from kfs.distributed.assignment import LIMIT, Part, Placement, eigenvalues, place, subsets_of
 from kfs.errors import ModelError
+from kfs.factors.accumulate import parts_of
 from kfs.factors.block import Block
 from kfs.losses import TokenCrossEntropy
 from kfs.optim.averages import Average

@@ -1,7 +1,9 @@
 """Kronecker algebra: all methods of an operator with structured blocks, against its dense matrix."""
 
+import ast
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import DtypeError, KfsWarning, ModelError, SolverError
-from kfs.factors import EKFAC, KFAC, exact_blocks
+from kfs.factors import EKFAC, KFAC, blocks, exact_blocks
 from kfs.factors.blocks.block_diagonal import BlockDiagonal
 from kfs.factors.blocks.dense import Dense
 from kfs.factors.blocks.eigenbasis import Eigenbasis
@@ -335,3 +337,25 @@ def test_determinants_of_singular_operators_are_zero(make: Any, dtype: torch.dty
     small = K.shift(1e-3) * 1e-9
     scaled = float(K.shift(1e-3).logdet()) + K.shape[0] * math.log(1e-9)
     assert float(small.logdet()) == pytest.approx(scaled, rel=1e-5)
+
+
+# Words of communication between processes, which only the distribution of an operator knows.
+COMMUNICATION = {"Ranks", "add_up", "agreed", "are_several", "check_same", "dist", "gather", "group", "joined", "ranks"}
+# An operator shows its ranks, and files are read by several.
+EXEMPT = {"ranks", "_ranks", "_from_state"}
+
+
+def words_of(node: ast.AST) -> set[str]:
+    """Return the names and attributes in code, without the bodies of exempt functions."""
+    if isinstance(node, ast.FunctionDef) and node.name in EXEMPT:
+        return set()
+    if isinstance(node, ast.Name | ast.Attribute):
+        own = {node.id if isinstance(node, ast.Name) else node.attr}
+    else:
+        own = {node.arg} if isinstance(node, ast.arg) else set()
+    return own.union(*map(words_of, ast.iter_child_nodes(node)))
+
+
+@pytest.mark.parametrize("file", sorted(Path(blocks.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_algebra_does_not_mention_ranks(file: Path) -> None:
+    assert not words_of(ast.parse(file.read_text("utf-8"))) & COMMUNICATION

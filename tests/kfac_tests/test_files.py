@@ -11,6 +11,7 @@ import kfs
 from kfs import kfac_tests
 from kfs.errors import VerificationError
 from kfs.factors import KFAC
+from kfs.factors.block import Factors
 from kfs.kfac_tests import _checks
 from kfs.tour.run import definitions, run_definition
 from kfs.verification import by_claim, recording
@@ -57,8 +58,8 @@ def test_a_wrong_kfac_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(KFAC):
         """Forgets to divide by the number of examples."""
 
-        def _update_scale(self) -> None:
-            super()._update_scale()
+        def _set(self, factors: Factors) -> None:
+            super()._set(factors)
             for block in self.blocks.values():
                 block.reduction_factor *= self.num_data
 

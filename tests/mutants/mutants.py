@@ -760,15 +760,20 @@ _MUTANTS = [
     ),
     kfac(
         "factors/ekfac.py",
-        "R = self.factors.loss.reduction_factor(self.count)",
-        "R = self.factors.loss.reduction_factor(self.factors.count)",
+        "R = factors.loss.reduction_factor(count)",
+        "R = factors.loss.reduction_factor(factors.count)",
         "count of other data",
     ),
-    kfac("factors/kfac.py", "self.num_data += num_data", "self.num_data = num_data", "data of before forgotten"),
     kfac(
-        "factors/kfac.py",
-        "block.reduction_factor = self.loss.reduction_factor(self.count)",
-        "block.reduction_factor = self.loss.scale",
+        "factors/block.py",
+        "num_data=self.num_data + other.num_data",
+        "num_data=other.num_data",
+        "data of before forgotten",
+    ),
+    kfac(
+        "factors/block.py",
+        "R = self.loss.reduction_factor(self.count)",
+        "R = self.loss.scale",
         "mean not divided",
     ),
     kfac(
@@ -1258,6 +1263,13 @@ _MUTANTS = [
         "torch._foreach_zero_([part.detach() for part in some])",
         "pass",
         "sums of others are kept",
+        ("tests/distributed/test_owners.py",),
+    ),
+    distributed(
+        "distributed/distribution.py",
+        "start = sum(sizes[: self.ranks.rank])",
+        "start = 0",
+        "numbers of ranks overlap",
         ("tests/distributed/test_owners.py",),
     ),
     # Files.

@@ -1,6 +1,6 @@
 """Running sums over data: outer products of inputs and of gradients, and moments of the gradients of every example."""
 
-from kfs.factors.accumulate.across_ranks import agreed_blocks
+from kfs.factors.accumulate.across_ranks import agreed_blocks, parts_of
 from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, read_counts
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.inputs import Use
@@ -50,6 +50,7 @@ __all__ = [
     "full_precision",
     "in_block",
     "mirror",
+    "parts_of",
     "read_counts",
     "reset",
 ]

@@ -17,11 +17,32 @@ import torch
 from torch import Tensor
 
 from kfs.distributed import Ranks
-from kfs.distributed.assignment import parts_of, place
+from kfs.distributed.assignment import Part, eigenvalues, place
 from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, merge, read_counts
-from kfs.factors.layout import Key
+from kfs.factors.layout import Key, Side
 from kfs.factors.settings import Products
 from kfs.runtime.sync import numbers
+
+
+def parts_of(block: BlockSums, num_data: int = 1, eigen: bool = False) -> list[Part]:
+    """Return the parts of a block, given its sums, which may be on the meta device.
+
+    Args:
+        block: The sums of the block.
+        num_data: Number of examples that the sums are over.
+        eigen: Whether owners keep eigenvectors and corrected eigenvalues instead of inverses.
+    """
+    groups, rows, columns = block.layout.matrix_shape
+    name = block.layout.name
+    parts = []
+    sides: tuple[Side, ...] = ("A", "B")
+    for side in sides:
+        sums = block.on_side(side)
+        diagonal = tuple(one.diagonal for one in sums)
+        itemsize = sums[0].total.element_size()
+        positions = block.terms / len(sums) / num_data
+        parts.append(Part(name, side, sums[0].size, groups, diagonal, itemsize, positions, eigen))
+    return [*parts, eigenvalues(name, groups * rows * columns, itemsize)] if eigen else parts
 
 
 def choose_owners(blocks: Iterable[BlockSums], ranks: int, known: Mapping[str, int]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Blocks: algebra on blocks of a curvature matrix, for all structures in which they are stored."""
 
-from kfs.factors.blocks.block_diagonal import BlockDiagonal, chosen, describe_factor
+from kfs.factors.blocks.block_diagonal import BlockDiagonal
 from kfs.factors.blocks.congruence import Congruence
 from kfs.factors.blocks.damping import (
     METHODS,
@@ -14,6 +14,7 @@ from kfs.factors.blocks.damping import (
 )
 from kfs.factors.blocks.decompositions import BlockError, checking_later, computable
 from kfs.factors.blocks.dense import Dense
+from kfs.factors.blocks.display import chosen, describe_factor
 from kfs.factors.blocks.eigenbasis import Eigenbasis
 from kfs.factors.blocks.factor import Factor
 from kfs.factors.blocks.kronecker import Kronecker

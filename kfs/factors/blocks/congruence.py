@@ -25,9 +25,10 @@ from torch import Tensor
 from kfs.errors import SolverError
 from kfs.factors.blocks import decompositions
 from kfs.factors.blocks.dense import Dense
-from kfs.factors.blocks.factor import Factor, kronecker_product
+from kfs.factors.blocks.eigenbasis import InBasis
+from kfs.factors.blocks.factor import Factor
 from kfs.factors.blocks.kronecker import Kronecker
-from kfs.factors.blocks.structure import InBasis, Structure
+from kfs.factors.blocks.structure import Structure
 
 # Blocks of at most this many rows are formed as dense matrices if there is no closed form.
 _LARGEST_DENSE = 4096
@@ -49,24 +50,14 @@ class Congruence(InBasis):
     values: Tensor
     field_shapes: ClassVar = {"T_A": ("columns",), "T_B": ("rows",), "values": ("rows", "columns")}
 
-    def multiply(self, M: Tensor) -> Tensor:
-        """Multiply in the common basis: transform, scale, transform back."""
-        inside = self.T_B.T.left(self.T_A.T.right(M))
-        return self.T_B.left(self.T_A.right(self.values.unsqueeze(1) * inside))
+    @property
+    def bases(self) -> tuple[Factor, Factor]:
+        """The common bases of both sides."""
+        return self.T_A, self.T_B
 
     def scaled(self, factor: float) -> "Congruence":
         """Return blocks with scaled values."""
         return replace(self, values=factor * self.values)
-
-    def to_dense(self) -> Tensor:
-        """Return the blocks as matrices."""
-        T = kronecker_product(self.T_B, self.T_A)
-        return (T * self.values.flatten(1).unsqueeze(1)) @ T.transpose(1, 2)
-
-    def diagonal(self) -> Tensor:
-        """Return the diagonals: sums of squared entries of the basis, weighted by values."""
-        T_A, T_B = (replace(T, values=T.values.square()) for T in (self.T_A, self.T_B))
-        return T_B.left(T_A.right(self.values.unsqueeze(1))).squeeze(1)
 
     def squared_norm(self) -> Tensor:
         """Return the sums of squared entries, from values and inner products of basis vectors."""
@@ -87,12 +78,6 @@ class Congruence(InBasis):
     def inverse(self) -> "Congruence":
         """Return the inverses, by inverting the basis and the values."""
         return Congruence(self.T_A.inverse().T, self.T_B.inverse().T, 1 / self.values)
-
-    def product(self, other: Structure) -> None:
-        """Return `None`: no structure can store products."""
-
-    def plus(self, other: Structure) -> None:
-        """Return `None`: no structure can store sums."""
 
     def shift(self, delta: float | Tensor) -> Dense:
         """Add a multiple of the identity, as dense matrices."""

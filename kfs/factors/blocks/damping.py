@@ -20,7 +20,7 @@ Damping is a number, or `Relative`: a multiple of each block's mean eigenvalue.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -156,15 +156,12 @@ def mean_eigenvalues(stack: Stack) -> Tensor:
     return torch.cat([means[part].mean().expand(layout.groups) for layout, part in stack.slices()])
 
 
-def traces_and_rows(stacks: Iterable[Stack]) -> Tensor:
-    """Return the sum of traces and the number of rows of all blocks that are not zero, `[2]`."""
-    totals = torch.zeros(2, dtype=torch.float64)
-    for stack in stacks:
-        traces = stack.structure.trace().double()
-        # All groups of channels of one layer are one block.
-        rows = (mean_eigenvalues(stack) != 0) * float(stack.structure.rows * stack.structure.columns)
-        totals = totals.to(traces.device) + torch.stack([traces.sum(), rows.sum()])
-    return totals
+def traces_and_rows(stack: Stack) -> Tensor:
+    """Return the sum of traces and the number of rows of the blocks of a stack that are not zero, `[2]`."""
+    traces = stack.structure.trace().double()
+    # All groups of channels of one layer are one block.
+    rows = (mean_eigenvalues(stack) != 0) * float(stack.structure.rows * stack.structure.columns)
+    return torch.stack([traces.sum(), rows.sum()])
 
 
 def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Structure:

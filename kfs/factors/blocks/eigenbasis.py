@@ -6,6 +6,7 @@ eigenvalue `v` with an error up to `e`, times an eigenvalue `w` with an error up
 `|v| f + |w| e + e f`. In this way, a singular block stays singular after any multiplication.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeGuard
 
@@ -14,7 +15,58 @@ from torch import Tensor
 
 from kfs.factors.blocks import decompositions
 from kfs.factors.blocks.factor import Factor, check_shape, kronecker_product, positive_power
-from kfs.factors.blocks.structure import InBasis, Structure
+from kfs.factors.blocks.structure import Structure
+
+
+class InBasis(Structure):
+    """Base of structures `T diag(values) T^T`, where `T` is a Kronecker product of bases of both sides.
+
+    Attributes:
+        values: `[stack, d_B, d_A]`.
+        bases: The bases of the input side and of the gradient side, with scales of one.
+    """
+
+    values: Tensor
+
+    @property
+    @abstractmethod
+    def bases(self) -> tuple[Factor, Factor]:
+        """As above."""
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """`d_B`."""
+        return self.values.shape[1]
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        """`d_A`."""
+        return self.values.shape[2]
+
+    @property
+    def like(self) -> Tensor:
+        """The values."""
+        return self.values
+
+    def rotated(self, M: Tensor, back: bool = False) -> Tensor:
+        """Return `T_B^T M T_A`, or `T_B M T_A^T` if `back`."""
+        T_A, T_B = self.bases
+        return T_B.left(T_A.right(M)) if back else T_B.T.left(T_A.T.right(M))
+
+    def multiply(self, M: Tensor) -> Tensor:
+        """Multiply in the basis: rotate, scale, rotate back."""
+        return self.rotated(self.values.unsqueeze(1) * self.rotated(M), back=True)
+
+    def to_dense(self) -> Tensor:
+        """Return the blocks as matrices."""
+        T_A, T_B = self.bases
+        T = kronecker_product(T_B, T_A)
+        return (T * self.values.flatten(1).unsqueeze(1)) @ T.transpose(1, 2)
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonals: sums of squared entries of the basis, weighted by values."""
+        T_A, T_B = (replace(T, values=T.values.square()) for T in self.bases)
+        return T_B.left(T_A.right(self.values.unsqueeze(1))).squeeze(1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,6 +87,11 @@ class Eigenbasis(InBasis):
     noise: Tensor
     field_shapes: ClassVar = {"Q_A": ("columns",), "Q_B": ("rows",), "values": ("rows", "columns"), "noise": ()}
 
+    @property
+    def bases(self) -> tuple[Factor, Factor]:
+        """The eigenvectors of both sides."""
+        return self.Q_A, self.Q_B
+
     @classmethod
     def of_diagonal(cls, values: Tensor) -> "Eigenbasis":
         """Return diagonal blocks with the given entries, `[stack, d_B, d_A]`."""
@@ -51,15 +108,6 @@ class Eigenbasis(InBasis):
         shape = (count,) if noise.ndim == 1 else (count, rows, columns)
         return replace(basis, noise=check_shape(noise, *shape))
 
-    def rotated(self, M: Tensor, back: bool = False) -> Tensor:
-        """Return `Q_B^T M Q_A`, or `Q_B M Q_A^T` if `back`."""
-        Q_A, Q_B = (self.Q_A, self.Q_B) if back else (self.Q_A.T, self.Q_B.T)
-        return Q_B.left(Q_A.right(M))
-
-    def multiply(self, M: Tensor) -> Tensor:
-        """Multiply in the eigenbasis: rotate, scale, rotate back."""
-        return self.rotated(self.values.unsqueeze(1) * self.rotated(M), back=True)
-
     def scaled(self, factor: float) -> "Eigenbasis":
         """Return blocks with scaled eigenvalues."""
         return replace(self, values=factor * self.values, noise=abs(factor) * self.noise)
@@ -67,16 +115,6 @@ class Eigenbasis(InBasis):
     def eigenvalues(self) -> Tensor:
         """Return the eigenvalues."""
         return self.values.flatten(1)
-
-    def to_dense(self) -> Tensor:
-        """Return the blocks as matrices."""
-        Q = kronecker_product(self.Q_B, self.Q_A)
-        return (Q * self.values.flatten(1).unsqueeze(1)) @ Q.transpose(1, 2)
-
-    def diagonal(self) -> Tensor:
-        """Sum squared eigenvectors, weighted by eigenvalues."""
-        Q_A, Q_B = (replace(Q, values=Q.values.square()) for Q in (self.Q_A, self.Q_B))
-        return Q_B.left(Q_A.right(self.values.unsqueeze(1))).squeeze(1)
 
     def trace(self) -> Tensor:
         """Sum eigenvalues."""

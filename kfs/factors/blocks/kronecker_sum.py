@@ -18,7 +18,7 @@ from kfs.errors import SolverError
 from kfs.factors.blocks import decompositions
 from kfs.factors.blocks.congruence import Congruence, diagonalized, inverse_in_common_basis, small_dense
 from kfs.factors.blocks.dense import Dense
-from kfs.factors.blocks.factor import Factor, check_shape
+from kfs.factors.blocks.factor import Factor
 from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.structure import Structure
 from kfs.operators.linear_operator import LinearOperator
@@ -182,13 +182,6 @@ class IterativeInverse(Structure):
     scale: Tensor
     field_shapes: ClassVar = {}
 
-    @classmethod
-    def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
-        """Undo `state`."""
-        total = KroneckerSum.from_state(state["total"], count, rows, columns)
-        near = Congruence.from_state(state["near"], count, rows, columns)
-        return cls(total, near, check_shape(state["scale"], count))
-
     @property
     def rows(self) -> int:  # type: ignore[override]
         """`d_B`."""
@@ -251,12 +244,6 @@ class IterativeInverse(Structure):
         """Return the sums, divided by the scales."""
         decompositions.check_each(self.scale != 0, "is singular: its scale is zero")
         return KroneckerSum(tuple(Kronecker(term.A.scaled(1 / self.scale), term.B) for term in self.total.terms))
-
-    def product(self, other: Structure) -> None:
-        """Return `None`: no structure can store products."""
-
-    def plus(self, other: Structure) -> None:
-        """Return `None`: no structure can store sums."""
 
     def shift(self, delta: float | Tensor) -> Dense:
         """Add a multiple of the identity, as dense matrices."""

@@ -1,17 +1,19 @@
 """Stacks: blocks of one structure and size, with the parameters that they belong to."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from kfs.distributed.distribution import Distribution
 from kfs.errors import SolverError
-from kfs.factors.blocks.congruence import Congruence
+from kfs.factors.blocks.congruence import Congruence, can_be_dense, small_dense
 from kfs.factors.blocks.decompositions import BlockError
 from kfs.factors.blocks.dense import Dense
 from kfs.factors.blocks.eigenbasis import Eigenbasis
+from kfs.factors.blocks.factor import Factor
 from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.kronecker_sum import IterativeInverse, KroneckerSum
 from kfs.factors.blocks.structure import Structure
@@ -60,6 +62,11 @@ class Stack:
         for layout in self.layouts:
             yield layout, slice(start, start + layout.groups)
             start += layout.groups
+
+    def blocks(self) -> Iterator[tuple[Layout, Structure]]:
+        """Yield each layout with its blocks, as views."""
+        for layout, part in self.slices():
+            yield layout, self.structure[part]
 
     def read(self, columns: Mapping[str, Tensor]) -> Tensor:
         """Return the matrices of all blocks, `[stack, columns, d_B, d_A]`."""
@@ -118,6 +125,14 @@ def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
     return stacks
 
 
+def stacks_of(stacks: list[Stack], distribution: Distribution) -> list[Stack]:
+    """Return the blocks that this process has, from stacks of all blocks."""
+    if distribution.is_complete:
+        return stacks
+    blocks = (block for stack in stacks for block in stack.blocks())
+    return stacked((layout, structure) for layout, structure in blocks if distribution.has(layout.name))
+
+
 def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) -> list[Stack]:
     """Return stacks of blocks, with blocks of zeros for rows of parameters that no block contains."""
     parts = list(parts)
@@ -126,7 +141,9 @@ def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) 
 
 def zero_blocks(layouts: Iterable[Layout], space: Space) -> list[tuple[Layout, Structure]]:
     """Return blocks of zeros for rows of parameters that no block contains; they need no memory."""
-    return [(layout, zero_block(layout, space)) for layout in layouts_of_unused_rows(layouts, space)]
+    zeros = torch.zeros((), dtype=at_least_float32(space.dtype), device=space.device)
+    unused = layouts_of_unused_rows(layouts, space)
+    return [(layout, Eigenbasis.of_diagonal(zeros.expand(layout.matrix_shape))) for layout in unused]
 
 
 def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
@@ -158,8 +175,63 @@ def check_coverage(layouts: Iterable[Layout], space: Space) -> None:
         raise UnfitError("blocks do not cover all parameters once")
 
 
-def zero_block(layout: Layout, space: Space) -> Structure:
-    """Return a block of zeros, for entries of a parameter that predictions do not depend on."""
-    dtype = at_least_float32(space.dtype)
-    zeros = torch.zeros((), dtype=dtype, device=space.device)
-    return Eigenbasis.of_diagonal(zeros.expand(layout.matrix_shape))
+def restricted(stacks: Iterable[Stack], names: Collection[str]) -> list[tuple[Layout, Structure]] | None:
+    """Return the parts of blocks that belong to the named parameters.
+
+    If a weight and a bias share a block and only one of them is named, the part is a submatrix: some columns of the
+    matrix that the block acts on. Other blocks are returned unchanged.
+
+    Returns:
+        Layouts and structures; `None` if no structure can store a part.
+    """
+    result = []
+    for stack in stacks:
+        for layout, whole in stack.blocks():
+            wanted = [name for name in layout.params if name in names]
+            if not wanted:
+                continue
+            structure: Structure | None = whole
+            if len(wanted) < len(layout.params):
+                is_weight = wanted == [layout.weight]
+                structure = _with_columns(whole, slice(0, -1) if is_weight else slice(-1, None))
+                layout = replace(layout, bias=None) if is_weight else _layout_of_bias(layout)  # noqa: PLW2901
+            if structure is None:
+                return None
+            result.append((layout, structure))
+    return result
+
+
+def _layout_of_bias(layout: Layout) -> Layout:
+    """Return the layout of a bias without the weight that it shares a block with: a matrix with one column."""
+    assert layout.bias is not None  # noqa: S101 (its name was given)
+    size = layout.groups * layout.row_size
+    if not layout.bias_has_rows:
+        return Layout(layout.bias, (size,), (0, size), (0,), 1, layout.groups)
+    num_rows = layout.rows[1] - layout.rows[0]
+    shape = (layout.shape[0], size // num_rows)
+    return Layout(layout.bias, shape, layout.rows, (0, 1), 2, layout.groups)
+
+
+def _with_columns(structure: Structure, columns: slice) -> Structure | None:
+    """Return submatrices of blocks, for some columns of the matrix that they act on; `None` if no structure fits."""
+    if isinstance(structure, Kronecker):
+        return Kronecker(_submatrix(structure.A, columns), structure.B)
+    if isinstance(structure, KroneckerSum):
+        return KroneckerSum(tuple(Kronecker(_submatrix(term.A, columns), term.B) for term in structure.terms))
+    if isinstance(structure, Eigenbasis) and structure.Q_A.kind == "identity":
+        noise = structure.noise if structure.noise.ndim == 1 else structure.noise[:, :, columns]
+        return Eigenbasis(_submatrix(structure.Q_A, columns), structure.Q_B, structure.values[:, :, columns], noise)
+    if not can_be_dense(structure):
+        return None
+    # A submatrix has other eigenvectors, so it is formed densely.
+    whole = small_dense(structure).matrix
+    sizes = (structure.rows, structure.columns)
+    part = whole.reshape(-1, *sizes, *sizes)[:, :, columns, :, columns]
+    num_columns = part.shape[2]
+    size = structure.rows * num_columns
+    return Dense(part.reshape(-1, size, size), structure.rows, num_columns, structure.symmetric)
+
+
+def _submatrix(factor: Factor, part: slice) -> Factor:
+    """Return the same rows and columns of all factors."""
+    return replace(factor, values=factor.values[:, part, part] if factor.kind == "dense" else factor.values[:, part])

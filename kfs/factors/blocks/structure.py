@@ -57,6 +57,8 @@ class Structure(Stackable, ABC):
             shape = [sizes[name] for name in cls.field_shapes.get(f.name, ())]
             if f.type is Factor:
                 values[f.name] = Factor.from_state(state[f.name], count, *shape)
+            elif isinstance(f.type, type) and issubclass(f.type, Structure):
+                values[f.name] = f.type.from_state(state[f.name], count, rows, columns)
             elif f.type is Tensor:
                 values[f.name] = check_shape(state[f.name], count, *shape)
             else:
@@ -113,35 +115,14 @@ class Structure(Stackable, ABC):
         """Return the inverses of the blocks."""
         return self.power(-1.0)
 
-    @abstractmethod
     def product(self, other: "Structure") -> "Structure | None":
         """Return products, block by block; `None` if no structure can store them."""
+        return None
 
-    @abstractmethod
     def plus(self, other: "Structure") -> "Structure | None":
         """Return sums, block by block; `None` if no structure can store them."""
+        return None
 
     @abstractmethod
     def shift(self, delta: float | Tensor) -> "Structure":
         """Add a multiple of the identity: one number for all blocks, or one for each, `[stack]`."""
-
-
-class InBasis(Structure):
-    """Base of structures that are diagonal in some basis, with values `[stack, d_B, d_A]`."""
-
-    values: Tensor
-
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        """`d_B`."""
-        return self.values.shape[1]
-
-    @property
-    def columns(self) -> int:  # type: ignore[override]
-        """`d_A`."""
-        return self.values.shape[2]
-
-    @property
-    def like(self) -> Tensor:
-        """The values."""
-        return self.values
