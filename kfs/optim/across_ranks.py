@@ -326,7 +326,8 @@ def _with_copied_summands(average: Average) -> Average:
     eigen = average.eigen
     if eigen is not None:
         eigen = replace(eigen, values=eigen.values.clone())
-    return replace(average, factors=Kronecker(A, B), eigen=eigen)
+    weight, uses = average.weight.clone(), average.uses.clone()  # The next step changes them in place.
+    return replace(average, factors=Kronecker(A, B), weight=weight, uses=uses, eigen=eigen)
 
 
 def _factors(structure: Any) -> Iterator[Factor]:

@@ -3,16 +3,18 @@
 The update rule lives in `kfs.optim.update_rule`, the recording of CUDA graphs in `kfs.runtime.cuda_graphs`.
 
 On an accelerator, flags say whether gradients are finite and of a usual size, and whether a step is taken. The host
-does not wait for these flags. The device applies them: if a flag is false, averages and parameters do not change. The
-host continues as if all flags were true. When it reads them later (`PendingChecks`), they have long arrived. Then it
-counts failures and corrects its own numbers. Flags are read at the start of the next step with new factors, and
-whenever states, reports or events are requested, because these depend on them.
+does not wait for these flags. The device applies them: if a flag is false, nothing changes. All numbers that depend on
+flags are on the device. When the host reads flags later (`PendingChecks`), they have long arrived. It only counts
+failures then. Flags are read at the start of the next step with new factors, and whenever states, reports or events are
+requested.
+
+The *age* of a parameter is the number of gradients that have entered its averages. Parameters with a common history
+share one tensor, so that the host can update them together without knowing their age.
 """
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,6 @@ from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, c
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import NO_GUARD, Guard, Replayer, RunKey
-from kfs.runtime.nested import mapped
 from kfs.runtime.precision import at_least_float32, tf32, uses_tf32
 from kfs.runtime.sync import Message
 
@@ -47,49 +48,49 @@ class StepNotFiniteError(Exception):
     """Gradients are finite, but products with inverses are not."""
 
 
-class StepOutcome(NamedTuple):
-    """The outcome of a step that an accelerator decides."""
-
-    names: tuple[str, ...]  # updated parameters; their ages are incremented in any case
-    flag: Tensor  # whether the step was taken; the next step may overwrite it
-
-
 @dataclass(frozen=True)
 class UpdateBatch:
     """Parameters of one group with the same age, which are updated with the same hyperparameters.
 
     Attributes:
         names: Their names.
-        numbers: Learning rate, decay factor and bias correction, as in `ParameterGroup`; for AdamW, also the bias
-            correction of squares.
+        numbers: Learning rate and decay factor, as in `ParameterGroup`.
         momentum: Fraction of the averages that is kept.
         decays: Whether weights decay.
+        age: Their age, shared by all of them.
     """
 
     names: tuple[str, ...]
-    numbers: tuple[float, ...]
+    numbers: tuple[float, float]
     momentum: float
     decays: bool
+    age: Tensor
+
+    def add_to_age(self, params: Parameters, state: State, taken: Tensor) -> None:
+        """Increment the age if a step was taken. Other parameters that share it keep the old one."""
+        age = self.age + taken
+        for name in self.names:
+            state[params.tensors[name]]["age"] = age
 
 
 def update_batches(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[UpdateBatch]:
     """Divide parameters into batches that are updated with the same hyperparameters."""
     found: dict[tuple[int, int], list[str]] = {}
+    fresh: Tensor | None = None
     for name in names:
-        age = state_of(state, params.tensors[name], adamw)["age"]
-        found.setdefault((id(params.groups[name]), age), []).append(name)
+        p = params.tensors[name]
+        if any(average not in state[p] for average in _averages_of(adamw)):
+            fresh = new_age(p.device) if fresh is None else fresh
+            start_averages(state, p, adamw, fresh)
+        found.setdefault((id(params.groups[name]), id(state[p]["age"])), []).append(name)
     result = []
-    for (_, age), same in found.items():
+    for same in found.values():
         group = params.groups[same[0]]
-        momentum = float(group["momentum"])
         lr, decay = float(group["lr"]), float(group["weight_decay"])
-        numbers: tuple[float, ...] = (lr, 1 - lr * decay, correction(momentum, age + 2))
-        if adamw:
-            # Weights decay relative to lr, as for all parameters.
-            bias = [correction(beta, age + 1) for beta in _BETAS]
-            numbers = (lr * float(group["adamw_lr"]), 1 - lr * decay, *bias)
-            momentum = _BETAS[0]
-        result.append(UpdateBatch(tuple(same), numbers, momentum, decay != 0))
+        # Weights decay relative to lr, as for all parameters.
+        numbers = (lr * float(group["adamw_lr"]) if adamw else lr, 1 - lr * decay)
+        momentum = _BETAS[0] if adamw else float(group["momentum"])
+        result.append(UpdateBatch(tuple(same), numbers, momentum, decay != 0, state[params.tensors[same[0]]]["age"]))
     return result
 
 
@@ -102,6 +103,7 @@ def natural_updates(
     params: Parameters,
     state: State,
     parts: Sequence[UpdateBatch],
+    ages: Sequence[Tensor],
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
@@ -110,7 +112,7 @@ def natural_updates(
     communication: ReplicatedInverses,
     scale: Tensor | None,
 ) -> None:
-    """Update parameters that have curvature, given gradients of the average over examples.
+    """Update parameters that have curvature, given gradients of the average over examples, and the ages of batches.
 
     With `kl_clip`, the change of predictions, as measured by the curvature, is limited. On an accelerator, the host
     does not check whether steps are finite: `precondition` sets the flag `taken`, and nothing changes if it is false.
@@ -123,7 +125,10 @@ def natural_updates(
         return
     on_device = sync.is_asynchronous(taken.device)
     allowed = None if scale is None else next(numbers)
-    shares = [_share(params, state, part, "average", numbers, grads) for part in parts]
+    shares = [
+        _share(params, state, part, "average", numbers, grads, correction(part.momentum, age + 2))
+        for part, age in zip(parts, ages, strict=True)
+    ]
     if on_device:
         shares = [share._replace(taken=taken) for share in shares]
     names = [name for part in parts for name in part.names]
@@ -238,22 +243,18 @@ def adamw_updates(
     params: Parameters,
     state: State,
     parts: Sequence[UpdateBatch],
+    ages: Sequence[Tensor],
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
     taken: Tensor,
 ) -> None:
     """Update other parameters by AdamW. On an accelerator, nothing changes unless the step is `taken`."""
     on_device = sync.is_asynchronous(taken.device)
-    for part in parts:
-        share = _share(params, state, part, "exp_avg", numbers, grads)
+    for part, age in zip(parts, ages, strict=True):
+        of_gradients, of_squares = (correction(beta, age + 1) for beta in _BETAS)
+        share = _share(params, state, part, "exp_avg", numbers, grads, of_gradients)
         squares = [local_part(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
-        adamw_step(share._replace(taken=taken if on_device else None), squares, _BETAS[1], next(numbers))
-
-
-def increment_age(params: Parameters, state: State, names: Iterable[str], by: int = 1) -> None:
-    """Change the ages of parameters: the numbers of gradients that have entered their averages."""
-    for name in names:
-        state[params.tensors[name]]["age"] += by
+        adamw_step(share._replace(taken=taken if on_device else None), squares, _BETAS[1], of_squares)
 
 
 def _share(
@@ -263,12 +264,13 @@ def _share(
     average: str,
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
+    corrected: Scalar,
 ) -> ParameterGroup:
     """Return parameters with gradients, averages and numbers; for sharded ones, the part of this process."""
     tensors = [params.tensors[n] for n in part.names]
     averages = [local_part(state[p][average]) for p in tensors]
     own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
-    lr, kept, corrected = (next(numbers) for _ in range(3))
+    lr, kept = next(numbers), next(numbers)
     # The host knows which weights do not decay, and skips their multiplication by one.
     left = kept if part.decays else 1.0
     return ParameterGroup([local_part(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
@@ -306,7 +308,7 @@ class Updates:
         unit: float,
         half: bool,
         allowed: float,
-    ) -> StepOutcome | None:
+    ) -> Tensor | None:
         """Take a step.
 
         Args:
@@ -319,7 +321,8 @@ class Updates:
             allowed: The largest allowed overshoot of the latest steps, if steps have a scale.
 
         Returns:
-            The outcome that is still on an accelerator; `None` if the host knows it.
+            The flag whether the step was taken, on an accelerator, which the next step overwrites; `None` if the host
+            knows it.
         """
         params, curvature = self._params, self._curvature
         parts = update_batches(params, state, natural, adamw=False)
@@ -339,8 +342,9 @@ class Updates:
         taken = self._taken
 
         # An accelerator sets `taken` to false if the step is not finite. Parameters and state do not change then.
-        def update(inputs: tuple[list[Tensor], Tensor], numbers: Sequence[Scalar]) -> None:
-            given, are_finite = inputs
+        def update(inputs: tuple[list[Tensor], Tensor, list[Tensor]], numbers: Sequence[Scalar]) -> None:
+            given, are_finite, ages = inputs
+            own_ages, other_ages = ages[: len(parts)], ages[len(parts) :]
             taken.copy_(are_finite)
 
             def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -353,24 +357,25 @@ class Updates:
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                natural_updates(
-                    params, state, parts, values, mine, precondition, self._kl_clip, taken, communication, scale
-                )
-            adamw_updates(params, state, others, values, mine, taken)
+                rest_of = (values, mine, precondition, self._kl_clip, taken, communication, scale)
+                natural_updates(params, state, parts, own_ages, *rest_of)
+            adamw_updates(params, state, others, other_ages, values, mine, taken)
 
         is_enabled = self._replayer.is_enabled
         guard = Guard(place=self._place(state, parts, others, grads, unit, half)) if is_enabled else NO_GUARD
         numbers = [1 / unit, *([] if scale is None or not parts else [allowed]), *all_numbers(parts)]
         numbers += all_numbers(others)
         try:
-            self._replayer.run(RunKey(), update, (list(grads.values()), finite), guard, numbers)
+            ages = [part.age for part in (*parts, *others)]
+            self._replayer.run(RunKey(), update, (list(grads.values()), finite, ages), guard, numbers)
         except StepNotFiniteError:
             curvature.note_overflow()
             return None
         # Autograd does not notice that a CUDA graph changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
-        increment_age(params, state, grads)
-        return StepOutcome(tuple(grads), taken) if on_device else None
+        for part in (*parts, *others):
+            part.add_to_age(params, state, taken)
+        return taken if on_device else None
 
     def _communication(self) -> ReplicatedInverses:
         """Return how gradients are exchanged between processes to multiply them with inverses."""
@@ -405,7 +410,8 @@ class Updates:
 
 
 def _tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)]
+    """Return the tensors of a state that change in place."""
+    return [value for name, value in state.items() if isinstance(value, Tensor) and name != "age"]
 
 
 def tried_updates(
@@ -436,8 +442,10 @@ def tried_updates(
     for n, s in steps.items():
         params.tensors[n].add_(s, alpha=lrs[n])
     parts = update_batches(params, state, rest, adamw=True)
-    adamw_updates(params, state, parts, iter(all_numbers(parts)), rest, torch.tensor(True))
-    increment_age(params, state, rest)
+    taken = torch.tensor(True)
+    adamw_updates(params, state, parts, [part.age for part in parts], iter(all_numbers(parts)), rest, taken)
+    for part in parts:
+        part.add_to_age(params, state, taken)
     trial = try_step([params.tensors[n] for n in old], list(old.values()), change, slope, noise)
     for n in steps if trial.share else ():
         params.tensors[n].sub_(old[n], alpha=lrs[n] * params.groups[n]["weight_decay"])
@@ -450,18 +458,22 @@ def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]
     PyTorch has already converted it to the precision of the parameters, but averages may be more precise.
     """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
+    ages: dict[tuple[torch.device, int], Tensor] = {}
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         mine = saved["state"].get(i, {})
         # For a sharded parameter, only the part of this process is copied.
         if mine:
-            state[p] = copied_to(p.device, mapped(mine, partial(_sharded_like, p)) if is_sharded(p) else mine)
+            mine = {name: _sharded_like(p, t) if isinstance(t, Tensor) and t.ndim else t for name, t in mine.items()}
+            state[p] = copied_to(p.device, mine)
+            if "age" in mine:  # Parameters of the same age are updated together.
+                state[p]["age"] = ages.setdefault((p.device, int(mine["age"])), state[p]["age"])
         else:
             state.pop(p, None)
 
 
 def _sharded_like(p: Tensor, t: Tensor) -> Tensor:
     """Return a tensor of a state, sharded in any way, with the sharding of a parameter."""
-    return sharded_like(whole(t), p)
+    return sharded_like(whole(t), p) if is_sharded(p) else t
 
 
 def keep_mean_step(state: State, p: Tensor) -> None:
@@ -470,21 +482,28 @@ def keep_mean_step(state: State, p: Tensor) -> None:
         state[p]["mean_step"] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
 
 
-def state_of(state: State, p: Tensor, adamw: bool) -> dict[str, Any]:
-    """Return a parameter's state. New averages are zeros in float32 or better."""
+def new_age(device: torch.device) -> Tensor:
+    """Return the age of parameters whose averages start now."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _averages_of(adamw: bool) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq") if adamw else ("average",)
+
+
+def start_averages(state: State, p: Tensor, adamw: bool, age: Tensor) -> None:
+    """Add missing averages to the state of a parameter: zeros in float32 or better, with a new age."""
     mine = state[p]
-    for name in ("exp_avg", "exp_avg_sq") if adamw else ("average",):
+    for name in _averages_of(adamw):
         if name not in mine:
             mine[name] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
-            mine["age"] = 0
-    return mine
+            mine["age"] = age
 
 
 class _PendingStep(NamedTuple):
     """A step with flags that the host has not read."""
 
     fine: GoodStep  # the last good step, if gradients were usable
-    names: tuple[str, ...]  # parameters with incremented ages, as if the step was taken
     # In this order: gradients usable, gradients finite, step taken, and, if there were new factors, factors added.
     flags: Message
 
@@ -495,37 +514,30 @@ class PendingChecks:
 
     curvature: Curvature
     last_good_step: LastGoodStep
-    params: Parameters
     _steps: list[_PendingStep] = field(default_factory=list)
 
-    def add(self, state: State, fine: GoodStep, finite: Tensor, good: Tensor, taken: StepOutcome) -> None:
+    def add(self, fine: GoodStep, flags: list[Tensor]) -> None:
         """Send the flags of a step to the host.
 
         Args:
-            state: State of the optimizer.
             fine: Describes the step.
-            finite: Flag: gradients are finite.
-            good: Flag: gradients are finite and of a usual size.
-            taken: Outcome of the step.
+            flags: Whether gradients are finite and of a usual size, whether they are finite, whether the step was
+                taken, and, if there were new factors, whether they were added.
         """
-        flags = [good, finite, taken.flag]
-        if self.curvature.unconfirmed is not None:
-            flags.append(self.curvature.unconfirmed)
-            self.curvature.unconfirmed = None
-        self._steps.append(_PendingStep(fine, taken.names, Message(torch.stack(flags))))
+        self._steps.append(_PendingStep(fine, Message(torch.stack(flags))))
         if len(self._steps) >= _MOST:
-            self._read(state, len(self._steps) - _LEFT)
+            self._read(len(self._steps) - _LEFT)
 
-    def read_all(self, state: State) -> None:
-        """Read all flags, count failures, and correct host state that assumed that nothing failed."""
-        self._read(state, len(self._steps))
+    def read_all(self) -> None:
+        """Read all flags, and count failures."""
+        self._read(len(self._steps))
         self.curvature.note_failures()
 
     def forget(self) -> None:
         """Discard all steps, after another state was loaded."""
         self._steps.clear()
 
-    def _read(self, state: State, count: int) -> None:
+    def _read(self, count: int) -> None:
         """Read the flags of the oldest steps."""
         steps = self._steps[:count]
         del self._steps[:count]
@@ -535,12 +547,10 @@ class PendingChecks:
                 self.last_good_step.note(one.fine)
             else:
                 self.note_skipped(finite)
-            if added:
-                self.curvature.confirm(good, added[0])
+            if added and good:
+                self.curvature.note_added(added[0])
             if good and not taken:
                 self.curvature.note_overflow()
-            if not taken:
-                increment_age(self.params, state, one.names, by=-1)
 
     def note_skipped(self, finite: bool) -> None:
         """Count a step that was skipped: its loss or gradients are not finite, or its gradients are far too large."""

@@ -90,8 +90,6 @@ class Curvature:
     damping_scale: float = 1.0  # multiplies all dampings
     events: Events = field(default_factory=Events)
     costs: Costs = field(default_factory=Costs)
-    # Flag on the device: whether the last sums were added. `None` if the host decided, or already requested it.
-    unconfirmed: Tensor | None = None
     sizes: UsualSizes = field(init=False)  # of factors
     _troubles: int = 0  # events in a row
     _successes: int = 0  # steps without event in a row
@@ -134,18 +132,17 @@ class Curvature:
         )
 
     @timed("factors")
-    def add(self, sums: StepSums, without: Iterable[str], finite: Tensor | None = None) -> bool:
+    def add(self, sums: StepSums, without: Iterable[str], finite: Tensor | None = None) -> Tensor | bool:
         """Add the sums of one step to the averages if they are finite and not far larger than before.
 
         Args:
             sums: Sums from the passes of the step.
             without: Parameters that turned out not to be covered. Their blocks are left out and removed.
             finite: Flag on the device: whether gradients are usable. If given, the device decides, without
-                synchronization; blocks must be known, and `confirm` must be called when the host has read the flag (see
-                `unconfirmed`).
+                synchronization; blocks must be known.
 
         Returns:
-            Whether the sums were added; `True` if the device decides.
+            Whether the sums were added: a flag on the device if it decides. Give its value to `note_added`.
         """
         without = set(without)
         # An expert without tokens has no statistics, and keeps its average. Blocks are sorted: the order of averages
@@ -156,9 +153,9 @@ class Curvature:
         # On the host, bad sums end this method. On the device, they are replaced when averages are updated.
         good: Tensor | None = None
         if finite is not None:
-            good = self.unconfirmed = finite if usable is None else finite & usable
+            good = finite if usable is None else finite & usable
         elif not sums.finite or (usable is not None and not usable):
-            self._note_refusal()
+            self.note_added(False)
             return False
         # A weight that is used in a different way than before, such as by rows, has different blocks now.
         block_map = BlockMap(block.layout for block in blocks.values())
@@ -181,8 +178,9 @@ class Curvature:
         add_factors(pairs, self.decay, good)
         self.forget(without)
         if good is None:
-            self._note_success()
-        return True
+            self.note_added(True)
+            return True
+        return good
 
     def _are_usable(self, blocks: Mapping[Key, BlockSums], sums: StepSums, finite: Tensor | None) -> Tensor | None:
         """Return whether all sums are finite and of a usual size on all ranks; `None` if there are no sums."""
@@ -198,14 +196,18 @@ class Curvature:
         sizes = torch.stack(torch._foreach_norm(list(totals.values()), 1.0)) / (sums.examples or 1.0)
         return self.sizes.check(self.ranks, tuple(totals), sizes, finite)[1]
 
-    def confirm(self, finite: bool, good: bool) -> None:
-        """Process flags of the device: whether gradients were usable, and whether the last sums were added."""
-        for average in self.averages.values():
-            average.confirm(good)
-        if good:
-            self._note_success()
-        elif finite:
-            self._note_refusal()
+    def note_added(self, good: bool) -> None:
+        """Count sums that were added or refused. After many that were added in a row, undo one raise of damping."""
+        if not good:
+            text = "statistics of a batch are not finite, or absurdly large, and were not used"
+            self.note_trouble("refused_statistics", text)
+            return
+        self._troubles = 0
+        self._successes += 1
+        if self._rises and self._successes >= _RECOVERY * self.patience:
+            self._successes = 0
+            self._rises -= 1
+            self.scale_damping(1 / _DAMPING_RISE)
 
     def note_failures(self) -> None:
         """Count failed inverses that were not noticed yet. This synchronizes with the latest inverses."""
@@ -302,19 +304,6 @@ class Curvature:
             text = f"the loss falls only along {trial.share:.2g} of a step, which was shortened"
             self.events.note("shortened_steps", text)
 
-    def _note_refusal(self) -> None:
-        text = "statistics of a batch are not finite, or absurdly large, and were not used"
-        self.note_trouble("refused_statistics", text)
-
-    def _note_success(self) -> None:
-        """Count sums that were added. After many in a row, undo one raise of damping."""
-        self._troubles = 0
-        self._successes += 1
-        if self._rises and self._successes >= _RECOVERY * self.patience:
-            self._successes = 0
-            self._rises -= 1
-            self.scale_damping(1 / _DAMPING_RISE)
-
     def forget(self, names: Iterable[str]) -> None:
         """Remove the blocks of some parameters."""
         gone = set(names)
@@ -406,4 +395,3 @@ class Curvature:
         self.sizes.restore(state["sizes"])
         self.inverses.forget()
         self.inverses.forget_failures()
-        self.unconfirmed = None

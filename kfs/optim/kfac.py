@@ -30,7 +30,7 @@ from kfs.factors.layout import Key
 from kfs.factors.settings import Fisher, Settings, Sharing
 from kfs.losses import describe
 from kfs.optim.across_ranks import Exchange, agreed, made_by_all, sum_over_ranks
-from kfs.optim.apply import PendingChecks, StepOutcome, Updates, keep_mean_step, read_state, state_of, tried_updates
+from kfs.optim.apply import PendingChecks, Updates, keep_mean_step, new_age, read_state, start_averages, tried_updates
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.costs import PARTS
 from kfs.optim.curvature import Curvature, Events, Interval, interval_at
@@ -298,7 +298,7 @@ class KFAC(Described, Optimizer):
         self._scale = None if noise is None or quadratic_model else StepScale(noise)
         self._trend = LossTrend()
         self._updates = Updates(self._params, self._curvature, kl_clip, replay, self._scale)
-        self._pending = PendingChecks(self._curvature, self._last_good_step, self._params)
+        self._pending = PendingChecks(self._curvature, self._last_good_step)
         module = loss if isinstance(loss, nn.Module) else None
         # `called` is a pair: positional and keyword arguments of the model.
         masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
@@ -307,7 +307,7 @@ class KFAC(Described, Optimizer):
 
     def close(self) -> None:
         """Remove all hooks from the model, so that another optimizer can watch it. Afterwards, `step()` raises."""
-        self._pending.read_all(self.state)
+        self._pending.read_all()
         self._watch.close()
         self._params.closed = True
 
@@ -379,7 +379,7 @@ class KFAC(Described, Optimizer):
             sums = self._merged(self._watch.collect(), grads)
             # Adding factors requires the outcomes of earlier steps, which may still be on the device.
             if sums is not None and sums.has_factors:
-                self._pending.read_all(self.state)
+                self._pending.read_all()
                 self._last_good_step.check(self._params.tensors)
             self._check(sums, grads, result)
             # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
@@ -399,14 +399,13 @@ class KFAC(Described, Optimizer):
                     self._last_good_step.check(self._params.tensors)
                     return result
                 self._last_good_step.note(fine)
-            if sums is not None:
-                self._add_sums(sums, lost, None if waits else good)
+            added = None if sums is None else self._add_sums(sums, lost, None if waits else good)
             # The quadratic model needs the curvature of the current step.
             self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
             taken = self._update(sums, grads, good, batch)
             # Flags that are still on the device are read in a later step.
             if taken is not None:
-                self._pending.add(self.state, fine, finite, good, taken)
+                self._pending.add(fine, [good, finite, taken, *([] if added is None else [added])])
             self._curvature.costs.end_step()
             self._keep_place_for_carrier()
             self.steps += 1
@@ -414,11 +413,11 @@ class KFAC(Described, Optimizer):
 
     def _update(
         self, sums: StepSums | None, grads: dict[str, Tensor], good: Tensor, batch: BatchLoss | None
-    ) -> StepOutcome | None:
+    ) -> Tensor | None:
         """Update parameters: with curvature by the natural gradient, others by AdamW.
 
         Returns:
-            The outcome that is still on the accelerator; `None` if the host knows it.
+            The flag whether the step was taken, on an accelerator; `None` if the host knows it.
         """
         taken = None
         covered = self._curvature.covered
@@ -561,19 +560,23 @@ class KFAC(Described, Optimizer):
             return False
         return sums is None or (sums.finite and (not sums.has_factors or self._curvature.knows(sums)))
 
-    def _add_sums(self, sums: StepSums, lost: dict[str, str], good: Tensor | None) -> None:
+    def _add_sums(self, sums: StepSums, lost: dict[str, str], good: Tensor | None) -> Tensor | None:
         """Add the statistics of a step to the averages, and warn about parameters and factors that are left out.
 
         If `good`, a flag on the device, is given, averages change only if it is true.
+
+        Returns:
+            If the device decides, its flag: whether statistics were added.
         """
         if sums.examples and sums.finite:
             mean = self._loss.reduction == "mean"
             # Gradients are averaged over processes, even if the loss is a sum.
             self._unit = self._loss.scale * sums.examples / (sums.count if mean else self._exchange.ranks.size)
         if not sums.has_factors:
-            return  # Examples were only counted, or all targets are ignored.
-        if not self._curvature.add(sums, lost, good):
-            return
+            return None  # Examples were only counted, or all targets are ignored.
+        added = self._curvature.add(sums, lost, good)
+        if added is False:
+            return None
         # The counter advances even if the device rejects the sums: random numbers for labels are never used twice.
         self._watch.first_datum += sums.num_data
         self.uncovered |= lost
@@ -584,6 +587,7 @@ class KFAC(Described, Optimizer):
             text = f"KFAC does not cover some parameters, which are trained by AdamW ({listed(lost)})."
             warnings.warn(text, KfsWarning, stacklevel=4)
         warn_of_wide(new, self._settings, stacklevel=5)
+        return added if isinstance(added, Tensor) else None
 
     @property
     def _device(self) -> torch.device:
@@ -592,7 +596,7 @@ class KFAC(Described, Optimizer):
     @property
     def events(self) -> Events:
         """Counts of handled problems: skipped steps, refused statistics, failed inverses. Synchronizes with a GPU."""
-        self._pending.read_all(self.state)
+        self._pending.read_all()
         return self._curvature.events
 
     @property
@@ -624,7 +628,7 @@ class KFAC(Described, Optimizer):
               fisher='mc', eigen=False, quadratic_model=False
               steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
         """
-        self._pending.read_all(self.state)
+        self._pending.read_all()
         curvature = self._curvature
         place = {name: i for i, name in enumerate(self._params.tensors)}
         averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
@@ -682,7 +686,7 @@ class KFAC(Described, Optimizer):
         if _is_for_checkpoint():
             return self._state_by_parameter()
         averages: Iterable[Average] = self._curvature.averages.values()
-        self._pending.read_all(self.state)
+        self._pending.read_all()
         if self._exchange.ranks.size == 1:
             tensors = self._whole_tensors()
         elif self._whole is not None:
@@ -727,9 +731,10 @@ class KFAC(Described, Optimizer):
     def _fill_state(self) -> None:
         """Create missing state for all trainable parameters, and an entry for the carrier."""
         trained = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        age = new_age(self._device)
         for p, group in trained:
             adamw = group["method"] == "adamw" or "exp_avg" in self.state[p]
-            state_of(self.state, p, adamw)
+            start_averages(self.state, p, adamw, age)
             if self._scale is not None and not adamw:
                 keep_mean_step(self.state, p)
         self._keep_place_for_carrier()
@@ -742,7 +747,7 @@ class KFAC(Described, Optimizer):
 
     def _state_by_parameter(self) -> dict[str, Any]:
         """Return the state for a distributed checkpoint. All ranks call this. Sharded state stays sharded."""
-        self._pending.read_all(self.state)
+        self._pending.read_all()
         self._fill_state()
         averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
         state = super().state_dict()
@@ -750,12 +755,16 @@ class KFAC(Described, Optimizer):
         packed = [i for group in state["param_groups"] for i in group["params"]]
         for i, name in zip(packed, self._params.ordered(self.param_groups), strict=True):
             mine = dict(state["state"].get(i, {}))
+            if "age" in mine:
+                mine["age"] = mine["age"].clone()  # A checkpoint is read into these tensors, one by one.
             if "exp_avg" in mine and self._params.groups[name]["method"] == "kfac":
                 adamw[name] = {key: mine[key] for key in ("exp_avg", "exp_avg_sq", "age")}
                 # Replace it by the entries of a new optimizer.
                 mine = {key: value for key, value in mine.items() if key == _CARRIER}
                 names = ("average",) if self._scale is None else ("average", "mean_step")
-                mine |= {"age": 0} | {key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names}
+                mine |= {"age": new_age(self._device)} | {
+                    key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names
+                }
             if mine:
                 state["state"][i] = mine
         carried = {"kfac": self._own_state(averages), "adamw": mapped(adamw, whole)}
@@ -791,7 +800,7 @@ class KFAC(Described, Optimizer):
             >>> optimizer.consolidate_state_dict()
             >>> state = optimizer.state_dict()
         """
-        self._pending.read_all(self.state)
+        self._pending.read_all()
         averages = sum_over_ranks(self._exchange.ranks, self._curvature.averages.values())
         self._whole = Consolidated(averages, self._whole_tensors())
 

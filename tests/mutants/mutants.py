@@ -848,7 +848,10 @@ _MUTANTS = [
     # The optimizer.
     optim("optim/update_rule.py", "1 - share.momentum**2)", "1 - share.momentum)", "missing look-ahead"),
     optim(
-        "optim/update_rule.py", "return float(1 / (1 - decay**age))", "return 1.0", "no correction of the start at zero"
+        "optim/update_rule.py",
+        "return 1 / (1 - decay ** (age",
+        "return 1.0 + 0 * (decay ** (age",
+        "no correction of the start at zero",
     ),
     optim(
         "optim/update_rule.py",
@@ -873,14 +876,14 @@ _MUTANTS = [
     ),
     optim(
         "optim/averages.py",
-        "average.weight = decay * average.weight + 1 - decay",
-        "average.weight = 1.0",
+        "weight = decay * old[:, 0] + 1 - decay",
+        "weight = torch.ones_like(old[:, 0])",
         "no correction of the start at zero",
         ("tests/optim/test_curvature.py", "tests/optim/test_trajectory.py"),
     ),
     optim(
         "optim/averages.py",
-        "self.uses = self.before.uses",
+        "new = torch.where(good, new, old)",
         "pass",
         "a refused batch counts",
         (
@@ -941,8 +944,8 @@ _MUTANTS = [
     ),
     optim(
         "optim/apply.py",
-        "numbers: tuple[float, ...] = (lr, 1 - lr * decay,",
-        "numbers: tuple[float, ...] = (lr, 1 - decay,",
+        "adamw else lr, 1 - lr * decay)",
+        "adamw else lr, 1 - decay)",
         "weight decay without learning rate",
         ("tests/optim/test_kfac.py", "tests/optim/test_trajectory.py"),
     ),

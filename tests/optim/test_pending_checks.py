@@ -158,7 +158,7 @@ def test_bad_gradients_at_every_place(at: int, bad: str, replay: bool, monkeypat
     there, optimizer = run(left_out=False)
     mine = optimizer.state_dict()["kfac"]["curvature"]["averages"]
     assert optimizer.events == (Events(refused_gradients=1) if bad == "spike" else Events(skipped_steps=1))
-    assert {state["age"] for state in optimizer.state.values()} == {11}
+    assert {int(state["age"]) for state in optimizer.state.values()} == {11}
     wait_always(monkeypatch)
     here, other = run(left_out=True)
     assert torch.equal(there, here)
@@ -190,7 +190,7 @@ def test_bad_gradients_of_batches_of_several_sizes(at: int, monkeypatch: pytest.
                 grad.fill_(torch.nan)
             optimizer.step()
         optimizer.state_dict()  # reads all flags
-        return weights(model), [average.uses for average in optimizer._curvature.averages.values()]
+        return weights(model), [float(average.uses) for average in optimizer._curvature.averages.values()]
 
     there, uses = run(left_out=False)
     wait_always(monkeypatch)
@@ -237,7 +237,6 @@ def test_bad_factors(fisher: Any, eigen: bool) -> None:
     moved = weights(model)
     step(model, optimizer, "factors")
     assert not torch.equal(weights(model), moved)
-    assert averages[0].weight != before[0][2]  # The host does not know yet.
     step(model, optimizer)
     assert optimizer._curvature.events.refused_statistics == 0
     assert optimizer.events == Events(refused_statistics=1)
@@ -265,7 +264,7 @@ def test_bad_batches_at_every_place(at: int) -> None:
         step(model, optimizer, "batch" if i == at else "")
         assert torch.equal(weights(model), before) == (i == at)
     assert optimizer.events == Events(skipped_steps=1)
-    assert {state["age"] for state in optimizer.state.values()} == {5}
+    assert {int(state["age"]) for state in optimizer.state.values()} == {5}
 
 
 def test_damping_rises_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
