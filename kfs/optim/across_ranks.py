@@ -57,10 +57,9 @@ from kfs.factors.compute import not_covered
 from kfs.factors.layout import Key
 from kfs.factors.settings import Products
 from kfs.losses import describe
-from kfs.optim.averages import Average, Inverted
+from kfs.optim.averages import Average, Inverted, StepSums
 from kfs.optim.fsdp import gathered, group_of, own_parts
 from kfs.optim.inverses import Inverses
-from kfs.optim.step_sums import StepSums
 from kfs.problem.isolation import equal_up_to_round_off
 from kfs.problem.whole_parameters import is_sharded, model_to_run
 from kfs.runtime import sync
@@ -535,7 +534,7 @@ _WAYS_OUT = {
     "Buffers": "Copy the buffers of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
 }
 _MADE_WITH = "settings of the optimizer"
-_NO_SETTINGS = {"self", "model", "loss", "params", "group"}
+_NO_SETTINGS = {"self", "model", "loss", "params", "rest", "group"}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -550,7 +549,7 @@ def agreed(where: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with cast("Any", args[0])._exchange.ranks.agreed(where):
+            with cast("Any", args[0]).exchange.ranks.agreed(where):
                 return method(*args, **kwargs)
 
         return run
@@ -568,7 +567,7 @@ def made_by_all(init: Callable[P, None]) -> Callable[P, None]:
         with suppress(KfsError):  # It is raised again below.
             if isinstance(given.get("model"), nn.Module):
                 ranks = Exchange.of(given["model"], given.get("group"))[1].ranks
-        with ranks.agreed("kfs.optim.KFAC"):
+        with ranks.agreed(f"kfs.optim.{type(given['self']).__name__}"):
             init(*args, **kwargs)
             bound = signature(init).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -577,7 +576,7 @@ def made_by_all(init: Callable[P, None]) -> Callable[P, None]:
             names = {name: list(p.shape) for name, p in model_to_run(bound.arguments["model"]).named_parameters()}
             facts = {"Settings": settings, "Losses": loss, "Shapes of parameters": names}
             way_out = "Make the optimizer with the same model, loss and settings in all processes."
-            exchange: Exchange = given["self"]._exchange
+            exchange: Exchange = given["self"].exchange
             exchange.made_with = {n: Same(values, way_out) for n, values in facts.items()}
             if ranks.are_several:
                 check_same(ranks, _MADE_WITH, exchange.made_with)

@@ -1,12 +1,9 @@
-"""In-place updates of parameters and optimizer state, and pending checks of steps that the device decides.
+"""In-place updates of parameters and optimizer state.
 
 The update rule lives in `kfs.optim.update_rule`, the recording of CUDA graphs in `kfs.runtime.cuda_graphs`.
 
-On an accelerator, flags say whether gradients are finite and of a usual size, and whether a step is taken. The host
-does not wait for these flags. The device applies them: if a flag is false, nothing changes. All numbers that depend on
-flags are on the device. When the host reads flags later (`PendingChecks`), they have long arrived. It only counts
-failures then. Flags are read at the start of the next step with new factors, and whenever states, reports or events are
-requested.
+On an accelerator, a flag says whether a step is taken (see `kfs.optim.preconditioner`). If it is false, nothing
+changes.
 
 The *age* of a parameter is the number of gradients that have entered its averages. Parameters with a common history
 share one tensor, so that the host can update them together without knowing their age.
@@ -14,38 +11,28 @@ share one tensor, so that the host can update them together without knowing thei
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
+from kfs.optim.across_ranks import ReplicatedInverses
 from kfs.optim.averages import copied_to
-from kfs.optim.curvature import Curvature
 from kfs.optim.fsdp import local_part
-from kfs.optim.last_good_step import GoodStep, LastGoodStep
 from kfs.optim.parameters import Parameters
+from kfs.optim.preconditioner import Preconditioner, StepNotFiniteError
 from kfs.optim.quadratic_model import Trial, try_step
 from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers
-from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, correction, natural_step, total_size
+from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, correction, natural_step
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import NO_GUARD, Guard, Replayer, RunKey
 from kfs.runtime.precision import at_least_float32, tf32, uses_tf32
-from kfs.runtime.sync import Message
 
 log = logging.getLogger("kfs.optim")
-# After this many steps without new factors, flags of the oldest are read. The latest may not have arrived yet.
-_MOST = 64
-_LEFT = 16
-
 State = MutableMapping[Tensor, dict[str, Any]]
 _BETAS = (0.9, 0.95)
-
-
-class StepNotFiniteError(Exception):
-    """Gradients are finite, but products with inverses are not."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +93,14 @@ def natural_updates(
     ages: Sequence[Tensor],
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
-    precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-    kl_clip: float | None,
+    preconditioner: Preconditioner,
     taken: Tensor,
-    communication: ReplicatedInverses,
     scale: Tensor | None,
 ) -> None:
     """Update parameters that have curvature, given gradients of the average over examples, and the ages of batches.
 
-    With `kl_clip`, the change of predictions, as measured by the curvature, is limited. On an accelerator, the host
-    does not check whether steps are finite: `precondition` sets the flag `taken`, and nothing changes if it is false.
-    The numbers of the step scale, if given as `scale`, change in place.
+    On an accelerator, the host does not check whether steps are finite: `preconditioner` sets the flag `taken`, and
+    nothing changes if it is false. The numbers of the step scale, if given as `scale`, change in place.
 
     Raises:
         StepNotFiniteError: If steps are not finite, on a CPU; nothing has changed then.
@@ -136,53 +120,16 @@ def natural_updates(
     if scale is not None and allowed is not None:
         means = [[local_part(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
         shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
-        scaled = _scaled(scale, shares, parts, communication, allowed, taken)
+        scaled = _scaled(scale, shares, parts, preconditioner.communication(), allowed, taken)
         shares = [_with_scale(share, scaled[2].exp()) for share in shares]
 
-    def clipped(u: Tensors) -> Tensors:
-        own = dict(zip(names, u, strict=True))
-        ahead = communication.gathered(own)
-        # All processes either take the step, or skip it, or raise.
-        D, problem = _multiplied(precondition, ahead, communication, taken)
-        _agree_on_steps(D, communication, taken)
-        if kl_clip is not None:
-            lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
-            # Gradients that are not finite are not clipped: their length is undefined.
-            shorter = torch.where(taken, _shorter(kl_clip, lrs, ahead, D, communication, u[0].new_zeros(())), 1.0)
-            D = {n: shorter * d for n, d in D.items()}
-        steps = list(communication.scattered(D, own).values())
-        if problem is not None:
-            raise problem
-        return steps
+    def multiplied(u: Tensors) -> Tensors:
+        lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
+        return list(preconditioner.natural_gradient(dict(zip(names, u, strict=True)), lrs, taken).values())
 
-    natural_step(shares, clipped)
+    natural_step(shares, multiplied)
     if scale is not None and scaled is not None:
         scale.copy_(torch.where(taken, scaled, scale))
-
-
-def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
-    """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
-    if sync.is_asynchronous(taken.device):
-        # So far, the flag is about the products of this process.
-        everywhere = communication.all_true(taken)
-        if everywhere is not taken:
-            taken.copy_(everywhere)
-    elif not communication.all_true(total_size(list(D.values())).isfinite()):
-        raise StepNotFiniteError
-
-
-def _shorter(
-    kl_clip: float,
-    lrs: Mapping[str, Scalar],
-    ahead: Mapping[str, Tensor],
-    D: Mapping[str, Tensor],
-    communication: ReplicatedInverses,
-    zero: Tensor,
-) -> Tensor:
-    """Return the factor that keeps the change of predictions by a step within the limit."""
-    change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
-    result: Tensor = (kl_clip / communication.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
-    return result
 
 
 def _scaled(
@@ -217,26 +164,6 @@ def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], commu
         for copies, pairs in alike.items():
             slopes.append(displacement_factor(share.lr) * inner_product(*zip(*pairs, strict=True)) / copies)
     return torch.stack(slopes).sum()
-
-
-def _multiplied(
-    precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-    ahead: dict[str, Tensor],
-    communication: ReplicatedInverses,
-    taken: Tensor,
-) -> tuple[dict[str, Tensor], Exception | None]:
-    """Multiply with inverses. An error is returned, not raised, if other processes wait for the products.
-
-    On an accelerator, these processes get zeros, take no step, and raise at its end. On a CPU, they are notified
-    earlier.
-    """
-    if not (isinstance(communication, OwnedInverses) and sync.is_asynchronous(taken.device)):
-        return precondition(ahead), None
-    try:
-        return precondition(ahead), None
-    except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
-        taken.fill_(False)
-        return {name: torch.zeros_like(t) for name, t in ahead.items()}, problem
 
 
 def adamw_updates(
@@ -280,111 +207,81 @@ class Updates:
     """Takes steps with the natural gradient, and with AdamW for parameters that are not covered.
 
     Args:
-        params: All parameters.
-        curvature: Multiplies with inverses.
-        kl_clip: Limit for the change of predictions in a step.
-        replay: Whether steps on a GPU are recorded as CUDA graphs.
+        preconditioner: Multiplies with inverses.
         scale: The scale of steps; `None` for whole steps.
     """
 
-    def __init__(
-        self, params: Parameters, curvature: Curvature, kl_clip: float | None, replay: bool, scale: StepScale | None
-    ) -> None:
-        self._params = params
-        self._curvature = curvature
-        self._kl_clip = kl_clip
-        self._replay = replay
+    def __init__(self, preconditioner: Preconditioner, scale: StepScale | None) -> None:
+        self._preconditioner = preconditioner
         self._scale = scale
         self._replayer: Replayer | None = None
         self._taken: Tensor | None = None  # flag of the last step, in memory that recordings write
-        self._at_owners: OwnedInverses | None = None
+
+    def close(self) -> None:
+        """Free recordings."""
+        if self._replayer is not None:
+            self._replayer.close()
 
     def take(
-        self,
-        state: State,
-        natural: dict[str, Tensor],
-        rest: dict[str, Tensor],
-        finite: Tensor,
-        unit: float,
-        half: bool,
-        allowed: float,
-    ) -> Tensor | None:
+        self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], good: Tensor, allowed: float
+    ) -> Tensor:
         """Take a step.
 
         Args:
             state: State of the optimizer.
             natural: Gradients of covered parameters.
             rest: Gradients of parameters that AdamW trains.
-            finite: Flag: whether all gradients are usable. Only a GPU evaluates it; otherwise, the host has checked it.
-            unit: The loss is this many times the average over examples.
-            half: Whether gradients were computed in half precision. If so, a GPU multiplies in TF32.
+            good: Flag: whether all gradients are usable. Only a GPU evaluates it; otherwise, the host has checked it.
             allowed: The largest allowed overshoot of the latest steps, if steps have a scale.
 
         Returns:
-            The flag whether the step was taken, on an accelerator, which the next step overwrites; `None` if the host
-            knows it.
+            The flag whether the step was taken. The next step overwrites it.
         """
-        params, curvature = self._params, self._curvature
+        preconditioner, params = self._preconditioner, self._preconditioner.params
         parts = update_batches(params, state, natural, adamw=False)
         others = update_batches(params, state, rest, adamw=True)
         grads = {**natural, **rest}
-        scale = None if self._scale is None else self._scale.numbers_on(finite.device)
+        scale = None if self._scale is None else self._scale.numbers_on(good.device)
         if scale is not None:
             for name in natural:
                 keep_mean_step(state, params.tensors[name])
 
-        on_device = sync.is_asynchronous(finite.device)
-        communication = self._communication()
-
-        if self._replayer is None or self._taken is None or self._taken.device != finite.device:
-            self._replayer = Replayer("Updates", log, finite.device, self._replay)
-            self._taken = torch.empty_like(finite)
+        if self._replayer is None or self._taken is None or self._taken.device != good.device:
+            self._replayer = Replayer("Updates", log, good.device, preconditioner.replay)
+            self._taken = torch.empty_like(good)
         taken = self._taken
+        unit = preconditioner.unit  # The loss is this many times the average over examples.
+        half = preconditioner.watch.in_half_precision  # If so, a GPU multiplies in TF32.
 
         # An accelerator sets `taken` to false if the step is not finite. Parameters and state do not change then.
         def update(inputs: tuple[list[Tensor], Tensor, list[Tensor]], numbers: Sequence[Scalar]) -> None:
-            given, are_finite, ages = inputs
+            given, are_good, ages = inputs
             own_ages, other_ages = ages[: len(parts)], ages[len(parts) :]
-            taken.copy_(are_finite)
-
-            def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
-                flag = taken if on_device else None
-                return curvature.precondition(u, params.tensors, params.groups, limit=True, taken=flag, half=half)
-
+            taken.copy_(are_good)
             values = iter(numbers)
             mine = dict(zip(grads, given, strict=True))
             share = next(values)
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                rest_of = (values, mine, precondition, self._kl_clip, taken, communication, scale)
-                natural_updates(params, state, parts, own_ages, *rest_of)
+                natural_updates(params, state, parts, own_ages, values, mine, preconditioner, taken, scale)
             adamw_updates(params, state, others, other_ages, values, mine, taken)
 
         is_enabled = self._replayer.is_enabled
         guard = Guard(place=self._place(state, parts, others, grads, unit, half)) if is_enabled else NO_GUARD
         numbers = [1 / unit, *([] if scale is None or not parts else [allowed]), *all_numbers(parts)]
         numbers += all_numbers(others)
+        ages = [part.age for part in (*parts, *others)]
         try:
-            ages = [part.age for part in (*parts, *others)]
-            self._replayer.run(RunKey(), update, (list(grads.values()), finite, ages), guard, numbers)
+            self._replayer.run(RunKey(), update, (list(grads.values()), good, ages), guard, numbers)
         except StepNotFiniteError:
-            curvature.note_overflow()
-            return None
+            preconditioner.curvature.note_overflow()
+            return taken.fill_(False)
         # Autograd does not notice that a CUDA graph changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
         for part in (*parts, *others):
             part.add_to_age(params, state, taken)
-        return taken if on_device else None
-
-    def _communication(self) -> ReplicatedInverses:
-        """Return how gradients are exchanged between processes to multiply them with inverses."""
-        if not self._curvature.at_owners:
-            return ReplicatedInverses(self._params.tensors, self._curvature.ranks)
-        if self._at_owners is None or self._at_owners.like is not self._params.tensors:
-            self._at_owners = OwnedInverses(self._params.tensors, self._curvature.ranks)
-        self._at_owners.owners = self._curvature.owners
-        return self._at_owners
+        return taken
 
     def _place(
         self,
@@ -396,8 +293,8 @@ class Updates:
         half: bool,
     ) -> Hashable:
         """Return everything that a recording depends on: updates at the same place perform the same operations."""
-        params = self._params
-        stacks = self._curvature.inverses.stacks(self._curvature.averages.values())
+        params, curvature = self._preconditioner.params, self._preconditioner.curvature
+        stacks = curvature.inverses.stacks(curvature.averages.values())
         tensors = [t for n in grads for t in (params.tensors[n], *_tensors_in(state[params.tensors[n]]))]
         return (
             tuple((part.names, part.momentum, part.decays) for part in (*parts, *others)),
@@ -420,10 +317,11 @@ def tried_updates(
     steps: dict[str, Tensor],
     grads: dict[str, Tensor],
     rest: dict[str, Tensor],
+    step_rest: Callable[[], None] | None,
     change: Callable[[], float],
     noise: float,
 ) -> Trial:
-    """Take given steps, and AdamW steps for other parameters, and shorten them until the loss falls.
+    """Take given steps, and steps for other parameters, and shorten them until the loss falls.
 
     If a step is taken, weights decay by the full amount, even if the step was shortened. This may increase the loss.
 
@@ -432,7 +330,8 @@ def tried_updates(
         state: State of the optimizer.
         steps: Steps, to be multiplied by learning rates.
         grads: Gradients of the loss for these parameters.
-        rest: Gradients of parameters that AdamW trains. Its averages change even if the step is taken back.
+        rest: Gradients of other parameters. The averages for them change even if the step is taken back.
+        step_rest: Takes the step for these; `None` for AdamW.
         change: Evaluates the change of the loss since the call.
         noise: Round-off of the loss.
     """
@@ -441,11 +340,14 @@ def tried_updates(
     slope = sum(lrs[n] * float((grads[n] * s).sum()) for n, s in steps.items())
     for n, s in steps.items():
         params.tensors[n].add_(s, alpha=lrs[n])
-    parts = update_batches(params, state, rest, adamw=True)
-    taken = torch.tensor(True)
-    adamw_updates(params, state, parts, [part.age for part in parts], iter(all_numbers(parts)), rest, taken)
-    for part in parts:
-        part.add_to_age(params, state, taken)
+    if step_rest is None:
+        parts = update_batches(params, state, rest, adamw=True)
+        taken = torch.tensor(True)
+        adamw_updates(params, state, parts, [part.age for part in parts], iter(all_numbers(parts)), rest, taken)
+        for part in parts:
+            part.add_to_age(params, state, taken)
+    else:
+        step_rest()
     trial = try_step([params.tensors[n] for n in old], list(old.values()), change, slope, noise)
     for n in steps if trial.share else ():
         params.tensors[n].sub_(old[n], alpha=lrs[n] * params.groups[n]["weight_decay"])
@@ -498,65 +400,3 @@ def start_averages(state: State, p: Tensor, adamw: bool, age: Tensor) -> None:
         if name not in mine:
             mine[name] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
             mine["age"] = age
-
-
-class _PendingStep(NamedTuple):
-    """A step with flags that the host has not read."""
-
-    fine: GoodStep  # the last good step, if gradients were usable
-    # In this order: gradients usable, gradients finite, step taken, and, if there were new factors, factors added.
-    flags: Message
-
-
-@dataclass(eq=False)
-class PendingChecks:
-    """Steps with flags that are still on the device."""
-
-    curvature: Curvature
-    last_good_step: LastGoodStep
-    _steps: list[_PendingStep] = field(default_factory=list)
-
-    def add(self, fine: GoodStep, flags: list[Tensor]) -> None:
-        """Send the flags of a step to the host.
-
-        Args:
-            fine: Describes the step.
-            flags: Whether gradients are finite and of a usual size, whether they are finite, whether the step was
-                taken, and, if there were new factors, whether they were added.
-        """
-        self._steps.append(_PendingStep(fine, Message(torch.stack(flags))))
-        if len(self._steps) >= _MOST:
-            self._read(len(self._steps) - _LEFT)
-
-    def read_all(self) -> None:
-        """Read all flags, and count failures."""
-        self._read(len(self._steps))
-        self.curvature.note_failures()
-
-    def forget(self) -> None:
-        """Discard all steps, after another state was loaded."""
-        self._steps.clear()
-
-    def _read(self, count: int) -> None:
-        """Read the flags of the oldest steps."""
-        steps = self._steps[:count]
-        del self._steps[:count]
-        for one in steps:
-            good, finite, taken, *added = one.flags.read()
-            if good:
-                self.last_good_step.note(one.fine)
-            else:
-                self.note_skipped(finite)
-            if added and good:
-                self.curvature.note_added(added[0])
-            if good and not taken:
-                self.curvature.note_overflow()
-
-    def note_skipped(self, finite: bool) -> None:
-        """Count a step that was skipped: its loss or gradients are not finite, or its gradients are far too large."""
-        if finite:
-            text = "gradients are absurdly larger than all before, and the step was skipped"
-            self.curvature.events.note("refused_gradients", text)
-            return
-        self.curvature.note_trouble("skipped_steps", "the loss or gradients are not finite, and the step was skipped")
-        self.last_good_step.note_skipped()

@@ -4,8 +4,7 @@ Non-finite numbers never enter an average. If an inverse cannot be computed, the
 are counted and logged. After several of them in a row, damping is raised.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,60 +18,19 @@ from kfs.factors.block import Block
 from kfs.factors.blocks import BlockError
 from kfs.factors.layout import Key
 from kfs.optim import across_ranks
-from kfs.optim.averages import Average, add_factors
-from kfs.optim.costs import Costs, timed
+from kfs.optim.averages import Average, Bases, StepSums, add_factors
 from kfs.optim.inverses import Groups, Inverses, inverted_together
 from kfs.optim.last_good_step import UsualSizes
+from kfs.optim.options import Interval, interval_at
 from kfs.optim.quadratic_model import Trial
-from kfs.optim.step_sums import Bases, StepSums
+from kfs.optim.report import Costs, Events, timed
 
-log = logging.getLogger("kfs.optim")
-# A number of steps, or a function that returns it for the current step.
-Interval = int | Callable[[int], int]
 _DAMPING_RISE = 10.0
 # Limits of the factor that multiplies dampings. Beyond them, it has no further effect on steps, and may overflow.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-10, 1e10
 # Factors of a batch are refused if they are more than this many times larger than the largest so far.
 _FACTORS_LIMIT = 1e4
 _RECOVERY = 20  # A raise of damping is undone after this many times `patience` successes in a row.
-
-
-def interval_at(interval: Interval, step: int) -> int:
-    """Return the number of steps between two computations that applies at this step."""
-    return max(1, interval(step) if callable(interval) else interval)
-
-
-@dataclass
-class Events:
-    """How often something went wrong.
-
-    Attributes:
-        skipped_steps: Steps skipped because the loss, gradients or products with inverses were not finite.
-        refused_gradients: Steps skipped because gradients were more than 100 times larger than before.
-        refused_statistics: Factors that were not added to averages, because they were not finite, or more than 10,000
-            times larger than before.
-        failed_inverses: Decompositions that failed. The previous inverse stayed in use.
-        raised_damping: Raises of damping, after several skipped steps, refused statistics or failed inverses in a row.
-        shortened_steps: With a quadratic model, steps that were shortened because the loss on the batch did not fall.
-        rejected_steps: Steps that were taken back because the loss did not fall, however short they were.
-        rising_losses: How often the loss had been far above its lowest value for many steps.
-    """
-
-    skipped_steps: int = 0
-    refused_gradients: int = 0
-    refused_statistics: int = 0
-    failed_inverses: int = 0
-    raised_damping: int = 0
-    shortened_steps: int = 0
-    rejected_steps: int = 0
-    rising_losses: int = 0
-
-    def note(self, name: str, text: str) -> None:
-        """Count an event. Log the first, second, fourth, eighth, ... of its kind."""
-        count = getattr(self, name) + 1
-        setattr(self, name, count)
-        if count & (count - 1) == 0:  # a power of two
-            log.warning("kfs.optim: %s%s.", text, "" if count == 1 else f" ({count} times so far)")
 
 
 @dataclass(eq=False)

@@ -1,53 +1,59 @@
-"""Validation of the optimizer's options, with hints for users of other optimizers."""
+"""The options of `KFAC` and `Preconditioner`, and their validation, with hints for users of other optimizers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfs.errors import LossError, ModelError
-from kfs.factors.blocks import METHODS, Relative
+from kfs.factors.blocks import METHODS, Method, Relative
+from kfs.factors.settings import Fisher, Settings, Sharing
+from kfs.optim.averages import Unit
 from kfs.optim.fsdp import is_fully_sharded
 
-_CALL = "KFAC(model, nn.CrossEntropyLoss(), lr=1.0)"
+# A number of steps, or a function that returns it for the current step.
+Interval = int | Callable[[int], int]
 
 
-def check_call(model: Any, loss: Any) -> None:
-    """Check that a model and a loss were passed, in this order.
+def check_call(model: Any, loss: Any, name: str = "KFAC") -> None:
+    """Check that a model and a loss were passed to the class of this name, in this order.
 
     Raises:
         ModelError: If the first argument is not a model.
         LossError: If the second argument is missing, or is not a loss, for example parameters.
     """
+    example = "lr=1.0" if name == "KFAC" else "damping=0.003"
     if not isinstance(model, nn.Module):
         given = "parameters" if _may_be_parameters(model) else f"a {type(model).__name__}"
         raise ModelError(
-            f"KFAC needs the model (a torch.nn.Module), but the first argument is {given}: factors come from the "
+            f"{name} needs the model (a torch.nn.Module), but the first argument is {given}: factors come from the "
             "inputs and gradients of its layers, which parameters alone do not show.",
-            f"Pass model and loss: {_CALL}. To train only some parameters, or groups of them, pass params=.",
+            f"Pass model and loss: {name}(model, nn.CrossEntropyLoss(), {example}). To train only some parameters, or "
+            "groups of them, pass params=.",
         )
     if loss is None:
         raise LossError(
-            "KFAC needs the loss. Curvature depends on the loss as a function of the model's predictions (its Hessian, "
-            "or the likelihood that labels are drawn from), which gradients do not show.",
-            "Pass the loss that you minimize: KFAC(model, nn.CrossEntropyLoss()), or nn.MSELoss(), or one of "
+            f"{name} needs the loss. Curvature depends on the loss as a function of the model's predictions (its "
+            "Hessian, or the likelihood that labels are drawn from), which gradients do not show.",
+            f"Pass the loss that you minimize: {name}(model, nn.CrossEntropyLoss()), or nn.MSELoss(), or one of "
             "kfs.losses. The training loop stays as it is.",
         )
     if _may_be_parameters(loss):
         raise LossError(
-            "The second argument of KFAC is the loss, but parameters were passed.",
-            "Pass them as the third argument: KFAC(model, nn.CrossEntropyLoss(), model.parameters()).",
+            f"The second argument of {name} is the loss, but parameters were passed.",
+            f"Pass them as the third argument: {name}(model, nn.CrossEntropyLoss(), model.parameters()).",
         )
     if isinstance(loss, int | float):
         raise LossError(
-            f"The second argument of KFAC is the loss, but {loss!r} was passed.",
-            f"Pass settings by name: KFAC(model, nn.CrossEntropyLoss(), lr={loss!r}).",
+            f"The second argument of {name} is the loss, but {loss!r} was passed.",
+            f"Pass settings by name: {name}(model, nn.CrossEntropyLoss(), {example.partition('=')[0]}={loss!r}).",
         )
     if isinstance(loss, type):
         raise LossError(
             f"The loss is the class {loss.__name__}, not an instance of it.",
-            "Call it: KFAC(model, nn.CrossEntropyLoss()).",
+            f"Call it: {name}(model, nn.CrossEntropyLoss()).",
         )
 
 
@@ -66,49 +72,100 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "decay"), (0, 1)),
     "adamw_lr": (1e-12, torch.inf),  # Weight decay is divided by it.
 }
-_IN_GROUPS = ("lr", "damping", "momentum", "weight_decay", "trust", "adamw_lr")
+# Numbers in parameter groups.
+IN_GROUPS = ("lr", "damping", "momentum", "weight_decay", "trust", "adamw_lr")
 _METHODS = ("kfac", "adamw")
 _INTERVALS = ("factors_every", "inverses_every", "patience")
-# Options that must be the same for all parameters.
-_NOT_IN_GROUPS = (
-    *("kl_clip", "noise", "fisher", "sharing", "eigen", "decay", "factors_every", "inverses_every", "damping_method"),
-    *("damping_unit", "quadratic_model", "patience", "max_dim", "batch_axis", "seed", "audit", "replay"),
-)
 _CHOICES = {"damping_method": (None, *METHODS), "damping_unit": ("relative", "absolute")}
 
 
-def number_and_unit(damping: Any, unit: Any) -> tuple[Any, Any]:
-    """Return damping as a number and a unit: `kfs.Relative(0.1)` is 0.1 with the unit `"relative"`."""
-    return (damping.fraction, "relative") if isinstance(damping, Relative) else (damping, unit)
+@dataclass(frozen=True)
+class Options:
+    """The options of `KFAC` and `Preconditioner`, which describe them. All of them are validated here."""
 
+    damping: float | Relative
+    trust: float | None
+    kl_clip: float | None
+    fisher: Fisher
+    sharing: Sharing | Mapping[str, Sharing]
+    eigen: bool
+    decay: float
+    factors_every: Interval | None
+    inverses_every: Interval
+    damping_method: Method | None
+    damping_unit: Unit
+    patience: int
+    max_dim: int | None
+    batch_axis: int | None
+    mask: str | Callable[..., Tensor] | None
+    seed: int
+    audit: bool
+    replay: bool
 
-def check_options(given: Mapping[str, Any]) -> None:
-    """Check the arguments of `KFAC`, by name.
-
-    Raises:
-        ModelError: If a value is out of range, or if two options are incompatible.
-    """
-    for name in _RANGES:
-        _check_number(name, given[name])
-    for name in _INTERVALS:
-        value = given[name]
-        if value is not None and not callable(value) and not (type(value) is int and value >= 1):
-            raise ModelError(f"{name} is {value!r}.", "Use a positive integer (or a function of the step).")
-    for name, allowed in _CHOICES.items():
-        if given[name] not in allowed:
-            raise ModelError(f"{name} is {given[name]!r}.", f"Choose from {list(allowed)}.")
-    if given["eigen"] and (given["fisher"] == "forward-only" or given["damping_method"] not in {None, "exact"}):
-        raise ModelError(
-            "Corrected eigenvalues need gradients and exact damping.",
-            "Use eigen=True with another fisher than 'forward-only', and damping_method='exact'.",
+    @property
+    def settings(self) -> Settings:
+        """The options for factors."""
+        return Settings(
+            self.fisher,
+            self.sharing,
+            seed=self.seed,
+            max_dim=self.max_dim,
+            batch_axis=self.batch_axis,
+            audit=self.audit,
         )
-    if given["quadratic_model"] and given["factors_every"] not in {None, 1}:
-        raise ModelError("A quadratic model needs the data of every step.", "Leave factors_every out, or set it to 1.")
-    if given["quadratic_model"] and is_fully_sharded(given["model"]):
-        raise ModelError(
-            "A quadratic model takes derivatives along a step, which a model that fully_shard has sharded cannot.",
-            "Leave quadratic_model out, or train a DistributedDataParallel model.",
-        )
+
+    def number_and_unit(self) -> tuple[float, Unit]:
+        """Return damping as a number and a unit: `kfs.Relative(0.1)` is 0.1 with the unit `"relative"`."""
+        if isinstance(self.damping, Relative):
+            return self.damping.fraction, "relative"
+        return self.damping, self.damping_unit
+
+    def check(self, **more: Any) -> None:
+        """Validate all options.
+
+        Args:
+            more: Further options of `KFAC` that are numbers.
+
+        Raises:
+            ModelError: If a value is out of range, or if two options are incompatible.
+        """
+        _ = self.settings  # validates the options for factors
+        given = vars(self) | {"damping": self.number_and_unit()[0]} | more
+        for name in _RANGES:
+            if name in given:
+                _check_number(name, given[name])
+        for name in _INTERVALS:
+            value = given[name]
+            if value is not None and not callable(value) and not (type(value) is int and value >= 1):
+                raise ModelError(f"{name} is {value!r}.", "Use a positive integer (or a function of the step).")
+        for name, allowed in _CHOICES.items():
+            if given[name] not in allowed:
+                raise ModelError(f"{name} is {given[name]!r}.", f"Choose from {list(allowed)}.")
+        if self.eigen and (self.fisher == "forward-only" or self.damping_method not in {None, "exact"}):
+            raise ModelError(
+                "Corrected eigenvalues need gradients and exact damping.",
+                "Use eigen=True with another fisher than 'forward-only', and damping_method='exact'.",
+            )
+
+    def check_quadratic_model(self, model: nn.Module) -> None:
+        """Check that a quadratic model of the loss is possible for a model.
+
+        Raises:
+            ModelError: If it is not.
+        """
+        if self.factors_every not in {None, 1}:
+            raise ModelError(
+                "A quadratic model needs the data of every step.", "Leave factors_every out, or set it to 1."
+            )
+        if is_fully_sharded(model):
+            raise ModelError(
+                "A quadratic model takes derivatives along a step, which a model that fully_shard has sharded cannot.",
+                "Leave quadratic_model out, or train a DistributedDataParallel model.",
+            )
+
+
+# These options may differ between parameters; all others must not.
+_NOT_IN_GROUPS = ({field.name for field in fields(Options)} | {"noise", "quadratic_model"}) - {"damping", "trust"}
 
 
 def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
@@ -118,8 +175,8 @@ def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
         ModelError: If a number is out of range, or an option must be the same for all parameters.
     """
     for group in groups:
-        for name in _NOT_IN_GROUPS:
-            if name in group:
+        for name in group:
+            if name in _NOT_IN_GROUPS:
                 raise ModelError(
                     f"A parameter group sets {name}, which must be the same for all parameters.",
                     f"Pass {name}= to KFAC itself. Groups may have lr, weight_decay, damping, trust, adamw_lr, method.",
@@ -136,8 +193,9 @@ def check_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
         ModelError: If a value is out of range, or not a number.
     """
     for group in groups:
-        for name in _IN_GROUPS:
-            _check_number(name, group[name])
+        for name in IN_GROUPS:
+            if name in group:
+                _check_number(name, group[name])
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -155,3 +213,8 @@ def warmup_interval(step: int) -> int:
         [1, 1, 2, 6, 10, 10]
     """
     return min(10, 1 + step // 10)
+
+
+def interval_at(interval: Interval, step: int) -> int:
+    """Return the number of steps between two computations that applies at this step."""
+    return max(1, interval(step) if callable(interval) else interval)

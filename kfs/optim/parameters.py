@@ -3,7 +3,7 @@
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -15,6 +15,7 @@ from kfs.errors import KfsWarning, ModelError, StorageError
 from kfs.factors.layout import Layout
 from kfs.optim.fsdp import reshard
 from kfs.optim.options import check_groups
+from kfs.optim.report import user_stacklevel
 from kfs.problem.parameters import refuse_scripted
 from kfs.problem.whole_parameters import is_sharded
 
@@ -35,6 +36,7 @@ class Parameters:
         tensors: Parameters by name.
         groups: Parameter groups by name of the parameter.
         closed: Whether the optimizer was closed, so that other optimizers may own the parameters.
+        close: Weak reference to the method that closes the optimizer.
     """
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], close: Callable[[], None]) -> None:
@@ -43,7 +45,7 @@ class Parameters:
         self.closed = False
         self._taken_over = False
         self._model = model
-        self._close = weakref.WeakMethod(close)
+        self.close = weakref.WeakMethod(close)
         self.read(groups, take_over=True)
 
     def read(self, groups: list[dict[str, Any]], take_over: bool = False) -> None:
@@ -67,7 +69,7 @@ class Parameters:
                 "Pass parameters of the model itself, not of a copy: its forward pass is watched.",
             )
         check_groups(groups)
-        if len({group["momentum"] for group in groups}) > 1:
+        if len({group.get("momentum") for group in groups}) > 1:
             raise ModelError(
                 "Parameter groups differ in their momentum, but weights and biases are averaged together.",
                 "Give all groups the same momentum.",
@@ -129,13 +131,9 @@ class Parameters:
                 "Move the model first, then make the optimizer; load_state_dict() takes over a state.",
             )
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise if the state belongs to another optimizer or another model."""
-        if "kfac" not in state:
-            raise StorageError(
-                "The state is not one of kfs.optim.KFAC.", "Load what state_dict() of such an optimizer returned."
-            )
-        layouts = [Layout.from_state(average["layout"]) for average in state["kfac"]["curvature"]["averages"]]
+    def check_blocks(self, averages: Iterable[Mapping[str, Any]]) -> None:
+        """Raise if the averages of a state belong to another model."""
+        layouts = [Layout.from_state(average["layout"]) for average in averages]
         sizes = {n: p.numel() for n, p in self.tensors.items()}
         strange = [x.name for x in layouts if sizes.get(x.weight) != prod(x.shape) or (x.bias or x.weight) not in sizes]
         if strange:
@@ -160,7 +158,7 @@ class Parameters:
         if others:
             text = "A KFAC optimizer for this model exists already. The new one takes the model over, and the first "
             text += "one's step() raises from now on. To avoid this warning, call close() of the first one before."
-            warnings.warn(text, KfsWarning, stacklevel=6)
+            warnings.warn(text, KfsWarning, stacklevel=user_stacklevel())
         for other, close in others.items():
             close()
             other._taken_over = True
@@ -171,7 +169,7 @@ class Parameters:
         """Return other open optimizers that own some of these parameters, and the method that closes each of them."""
         owners = {owner() for p in params if (owner := _OWNERS.get(p)) is not None} - {None, self}
         open_ones = [owner for owner in owners if not owner.closed]
-        return {owner: close for owner in open_ones if (close := owner._close()) is not None}
+        return {owner: close for owner in open_ones if (close := owner.close()) is not None}
 
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:

@@ -51,7 +51,7 @@ def test_unseen_failures_are_saved() -> None:
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
     train(model, optimizer, [(X, y)] * 11, LOSS)
-    average = optimizer._curvature.averages["2.weight", (0, 5)]
+    average = optimizer.preconditioner.curvature.averages["2.weight", (0, 5)]
     average.factors.A.values.neg_()
     average.changed = True
     train(model, optimizer, [(X, y)], LOSS)
@@ -65,7 +65,7 @@ def test_unseen_failures_are_saved() -> None:
     resumed = KFAC(mlp(), LOSS, fisher="type-2", factors_every=10, inverses_every=1)
     resumed.load_state_dict(state)
     assert resumed.events.failed_inverses == 1
-    assert resumed._curvature.averages["2.weight", (0, 5)].failed
+    assert resumed.preconditioner.curvature.averages["2.weight", (0, 5)].failed
 
 
 def test_reports_and_closing_look() -> None:
@@ -78,5 +78,5 @@ def test_reports_and_closing_look() -> None:
     assert optimizer.report().events.skipped_steps == 1
     step(model, optimizer, "gradient")
     optimizer.close()
-    assert not optimizer._pending._steps
-    assert optimizer._curvature.events.skipped_steps == 2
+    assert not optimizer.preconditioner.pending._steps
+    assert optimizer.preconditioner.curvature.events.skipped_steps == 2
