@@ -31,6 +31,7 @@ class Parameters:
         groups: The optimizer's parameter groups.
         close: A method that closes the optimizer. It is called when another optimizer takes the model over. Only a weak
             reference to it is stored.
+        kind: The name of its kind, for messages.
 
     Attributes:
         tensors: Parameters by name.
@@ -39,10 +40,11 @@ class Parameters:
         close: Weak reference to the method that closes the optimizer.
     """
 
-    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], close: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], close: Callable[[], None], kind: str) -> None:
         """Look up names, and take the parameters over from an earlier optimizer of the same model."""
         refuse_scripted(model, [("", model)])  # scripted parts of a model are trained by AdamW
         self.closed = False
+        self.kind = kind
         self._taken_over = False
         self._model = model
         self.close = weakref.WeakMethod(close)
@@ -90,12 +92,12 @@ class Parameters:
         """Raise if the optimizer was closed."""
         if self._taken_over:
             raise ModelError(
-                "The model of this optimizer was taken over by another KFAC optimizer, which was made later for the "
+                f"The model of this {self.kind} was taken over by another KFAC optimizer, which was made later for the "
                 "same model and watches its passes now.",
                 "Use the new optimizer, or make one again and use only that.",
             )
         if self.closed:
-            raise ModelError("This optimizer was closed.", "Make a new optimizer.")
+            raise ModelError(f"This {self.kind} was closed.", f"Make a new {self.kind}.")
 
     def trainable(self) -> dict[str, Tensor]:
         """Return parameters in groups for KFAC that require gradients, by name."""

@@ -238,12 +238,13 @@ class Preconditioner(Described):
         self.others = Others()
         # The natural gradients of the last step: references to the tensors, and their versions.
         self._written: dict[str, tuple[weakref.ref[Tensor], int]] = {}
-        self.params = Parameters(model, self.param_groups, self.close)
+        self.params = Parameters(model, self.param_groups, self.close, "preconditioner")
         module = loss if isinstance(loss, nn.Module) else None
         # `called` is a pair: positional and keyword arguments of the model.
         masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
         watched = (self.loss, self.settings, False, self.curvature.costs, self.replay, self.exchange, masks)
         self.watch = Watch(model, module, self._wanted, *watched)
+        self.watch.notes_versions = True
 
     def close(self) -> None:
         """Remove all hooks from the model, and free recordings. Afterwards, `step()` raises."""
