@@ -407,7 +407,7 @@ class ReplicatedInverses:
         Args:
             parts: Parts of this process, by name: the same names in all processes, in the same order.
         """
-        return gathered(parts, self.like)
+        return gathered(parts, self.like) if self._are_sharded else dict(parts)
 
     def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Invert `gathered`: return the parts of this process.
@@ -416,7 +416,8 @@ class ReplicatedInverses:
             tensors: Tensors that this process has multiplied.
             parts: The argument of `gathered`.
         """
-        return own_parts({name: tensors[name] for name in parts}, self.like)
+        own = {name: tensors[name] for name in parts}
+        return own_parts(own, self.like) if self._are_sharded else own
 
     def all_true(self, flag: Tensor) -> Tensor:
         """Return whether a flag about unsharded tensors is true on all processes that multiply some."""

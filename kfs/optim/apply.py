@@ -33,6 +33,8 @@ from kfs.runtime.precision import at_least_float32, tf32, uses_tf32
 log = logging.getLogger("kfs.optim")
 State = MutableMapping[Tensor, dict[str, Any]]
 _BETAS = (0.9, 0.95)
+# Names of averages in the state of a parameter, by whether AdamW trains it.
+_AVERAGES = {True: ("exp_avg", "exp_avg_sq"), False: ("average",)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def update_batches(params: Parameters, state: State, names: Iterable[str], adamw
     fresh: Tensor | None = None
     for name in names:
         p = params.tensors[name]
-        if any(average not in state[p] for average in _averages_of(adamw)):
+        if any(average not in state[p] for average in _AVERAGES[adamw]):
             fresh = new_age(p.device) if fresh is None else fresh
             start_averages(state, p, adamw, fresh)
         found.setdefault((id(params.groups[name]), id(state[p]["age"])), []).append(name)
@@ -389,14 +391,10 @@ def new_age(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def _averages_of(adamw: bool) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq") if adamw else ("average",)
-
-
 def start_averages(state: State, p: Tensor, adamw: bool, age: Tensor) -> None:
     """Add missing averages to the state of a parameter: zeros in float32 or better, with a new age."""
     mine = state[p]
-    for name in _averages_of(adamw):
+    for name in _AVERAGES[adamw]:
         if name not in mine:
             mine[name] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
             mine["age"] = age

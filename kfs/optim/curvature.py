@@ -1,35 +1,40 @@
-"""The curvature of all blocks: averages of factors, damped inverses, and products with them.
+"""The curvature of all blocks: averages of factors, damped inverses, products with them, and pending checks.
 
 Non-finite numbers never enter an average. If an inverse cannot be computed, the previous one stays in use. Such events
 are counted and logged. After several of them in a row, damping is raised.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfs.distributed import Ranks
+from kfs.distributed import Ranks, all_true
 from kfs.errors import KfsError
 from kfs.factors.accumulate import BlockMap, BlockSums
 from kfs.factors.block import Block
 from kfs.factors.blocks import BlockError
+from kfs.factors.compute import shared_with
 from kfs.factors.layout import Key
 from kfs.optim import across_ranks
 from kfs.optim.averages import Average, Bases, StepSums, add_factors
 from kfs.optim.inverses import Groups, Inverses, inverted_together
-from kfs.optim.last_good_step import UsualSizes
+from kfs.optim.last_good_step import GoodStep, LastGoodStep, UsualSizes
 from kfs.optim.options import Interval, interval_at
 from kfs.optim.quadratic_model import Trial
 from kfs.optim.report import Costs, Events, timed
+from kfs.runtime.sync import Message
 
 _DAMPING_RISE = 10.0
 # Limits of the factor that multiplies dampings. Beyond them, it has no further effect on steps, and may overflow.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-10, 1e10
 # Factors of a batch are refused if they are more than this many times larger than the largest so far.
 _FACTORS_LIMIT = 1e4
+# After this many steps without new factors, flags of the oldest are read. The latest may not have arrived yet.
+_MOST = 64
+_LEFT = 16
 _RECOVERY = 20  # A raise of damping is undone after this many times `patience` successes in a row.
 
 
@@ -353,3 +358,108 @@ class Curvature:
         self.sizes.restore(state["sizes"])
         self.inverses.forget()
         self.inverses.forget_failures()
+
+
+def lost_parameters(
+    sums: StepSums, trained: Collection[str], grads: Mapping[str, Tensor], known: Collection[Key], ranks: Ranks
+) -> dict[str, str]:
+    """Return the parameters that turn out not to be covered by curvature, each with the reason.
+
+    A parameter whose gradient is missing or zero is not reported: this step does not train it, but other steps may.
+
+    Args:
+        sums: Sums from the passes of a step.
+        trained: Names of parameters that should be covered.
+        grads: Gradients by name.
+        known: Blocks that already have averages.
+        ranks: Processes that train together. Each has a part of the sums, and possibly of the gradients.
+    """
+    new = [block for key, block in sorted(sums.blocks.items()) if key not in known and block.terms]
+    # For example, the blocks of a second head whose output has a separate loss.
+    flat = _without_curvature([block for block in new if not block.forward_only], ranks)
+    if flat:
+        # If no block has any curvature, the loss itself is flat here, such as a Huber loss far from its targets.
+        used = [block for _, block in sorted(sums.blocks.items()) if block.terms and not block.forward_only]
+        everywhere = _without_curvature(used, ranks)
+        if len(everywhere) == sum(len(block.layout.params) for block in used):
+            flat = []
+    beside = dict.fromkeys(flat, "the loss depends on it, but predictions do not")
+    reasons = {n: why for n, why in (beside | sums.uncovered).items() if n in trained and n in grads}
+    unused = _all_vanish([[grads[n]] for n in reasons], ranks)
+    lost = {n: why for (n, why), is_unused in zip(reasons.items(), unused, strict=True) if not is_unused}
+    return lost | shared_with(lost, sums.blocks.values())
+
+
+def _without_curvature(blocks: Collection[BlockSums], ranks: Ranks) -> list[str]:
+    """Return the parameters of blocks whose sums over backpropagated vectors are zero on all ranks."""
+    totals = [[role.gradient.total for role in block.roles.values()] for block in blocks]
+    vanish = _all_vanish(totals, ranks)
+    return [name for block, gone in zip(blocks, vanish, strict=True) if gone for name in block.layout.params]
+
+
+def _all_vanish(groups: Iterable[Iterable[Tensor]], ranks: Ranks) -> list[bool]:
+    """Return, for each group of tensors, whether all entries are zero on all ranks. Synchronizes with the device."""
+    flags = [~torch.stack([t.any() for t in tensors]).any() for tensors in groups]
+    return all_true(ranks, torch.stack(flags)).tolist() if flags else []
+
+
+class _PendingStep(NamedTuple):
+    """A step with flags that the host has not read."""
+
+    fine: GoodStep  # the last good step, if gradients were usable
+    # In this order: gradients usable, gradients finite, step taken, and, if there were new factors, factors added.
+    flags: Message
+
+
+@dataclass(eq=False)
+class PendingChecks:
+    """Steps with flags that are still on the device."""
+
+    curvature: Curvature
+    last_good_step: LastGoodStep
+    _steps: list[_PendingStep] = field(default_factory=list)
+
+    def add(self, fine: GoodStep, flags: list[Tensor]) -> None:
+        """Send the flags of a step to the host.
+
+        Args:
+            fine: Describes the step.
+            flags: Whether gradients are finite and of a usual size, whether they are finite, whether the step was
+                taken, and, if there were new factors, whether they were added.
+        """
+        self._steps.append(_PendingStep(fine, Message(torch.stack(flags))))
+        if len(self._steps) >= _MOST:
+            self._read(len(self._steps) - _LEFT)
+
+    def read_all(self) -> None:
+        """Read all flags, and count failures."""
+        self._read(len(self._steps))
+        self.curvature.note_failures()
+
+    def forget(self) -> None:
+        """Discard all steps, after another state was loaded."""
+        self._steps.clear()
+
+    def _read(self, count: int) -> None:
+        """Read the flags of the oldest steps."""
+        steps = self._steps[:count]
+        del self._steps[:count]
+        for one in steps:
+            good, finite, taken, *added = one.flags.read()
+            if good:
+                self.last_good_step.note(one.fine)
+            else:
+                self.note_skipped(finite)
+            if added and good:
+                self.curvature.note_added(added[0])
+            if good and not taken:
+                self.curvature.note_overflow()
+
+    def note_skipped(self, finite: bool) -> None:
+        """Count a step that was skipped: its loss or gradients are not finite, or its gradients are far too large."""
+        if finite:
+            text = "gradients are absurdly larger than all before, and the step was skipped"
+            self.curvature.events.note("refused_gradients", text)
+            return
+        self.curvature.note_trouble("skipped_steps", "the loss or gradients are not finite, and the step was skipped")
+        self.last_good_step.note_skipped()

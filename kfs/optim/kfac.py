@@ -387,7 +387,7 @@ class KFAC(Described, Optimizer):
                 )
             batch = None
             if closure is not None:
-                batch = BatchLoss(closure, preconditioner.model, preconditioner.device, self.exchange.mean)
+                batch = BatchLoss(closure, preconditioner.model, preconditioner.params.device, self.exchange.mean)
             result = None if batch is None else batch.result
             found = preconditioner.learn(result, None if self._quadratic is None else batch, self._step_scale)
             # The host may find that gradients are not good. Otherwise, the device skips the step if they are not.
@@ -545,7 +545,7 @@ class KFAC(Described, Optimizer):
     def _fill_state(self) -> None:
         """Create missing state for all trainable parameters, and an entry for the carrier."""
         trained = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
-        age = new_age(self.preconditioner.device)
+        age = new_age(self.preconditioner.params.device)
         for p, group in trained:
             adamw = group["method"] == "adamw" or "exp_avg" in self.state[p]
             start_averages(self.state, p, adamw, age)
@@ -575,7 +575,7 @@ class KFAC(Described, Optimizer):
                 # Replace it by the entries of a new optimizer.
                 mine = {key: value for key, value in mine.items() if key == _CARRIER}
                 names = ("average",) if self._scale is None else ("average", "mean_step")
-                mine |= {"age": new_age(self.preconditioner.device)} | {
+                mine |= {"age": new_age(self.preconditioner.params.device)} | {
                     key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names
                 }
             if mine:
@@ -654,7 +654,7 @@ class KFAC(Described, Optimizer):
         if self._scale is not None and mine["step_scale"] is not None:
             self._scale.restore(mine["step_scale"])
         if self._quadratic is not None:
-            self._quadratic.previous = copied_to(self.preconditioner.device, mine["previous"])
+            self._quadratic.previous = copied_to(self.preconditioner.params.device, mine["previous"])
         self.preconditioner.read_groups(self.param_groups)
         if self.state:
             self._keep_place_for_carrier()

@@ -83,6 +83,11 @@ class Parameters:
         # Modules with their children and parameters, to compare quickly. They stay alive, so their ids stay unique.
         self._parts = [(m, list(m._modules.values()), list(m._parameters.values())) for m in self._model.modules()]
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(iter(self.tensors.values())).device
+
     def ordered(self, groups: list[dict[str, Any]]) -> list[str]:
         """Return parameter names in the order of groups."""
         names = {id(p): name for name, p in self.tensors.items()}

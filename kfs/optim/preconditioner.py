@@ -13,9 +13,9 @@ states, reports or events are requested.
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from math import isfinite
 from typing import Any, NamedTuple
@@ -24,18 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from kfs.display.describe import Described, Description, number
-from kfs.distributed import Group, Ranks, all_true
+from kfs.distributed import Group
 from kfs.errors import DistributedError, KfsWarning, ModelError, StorageError
-from kfs.factors.accumulate import BlockSums
 from kfs.factors.audit import Audit
 from kfs.factors.blocks import Method, Relative
-from kfs.factors.compute import listed, shared_with, warn_of_wide
+from kfs.factors.compute import listed, warn_of_wide
 from kfs.factors.layout import Key
 from kfs.factors.settings import Fisher, Sharing
 from kfs.losses import describe
 from kfs.optim.across_ranks import Exchange, OwnedInverses, ReplicatedInverses, agreed, made_by_all, sum_over_ranks
 from kfs.optim.averages import Average, Bases, StepSums, Unit
-from kfs.optim.curvature import Curvature
+from kfs.optim.curvature import Curvature, PendingChecks, lost_parameters
 from kfs.optim.fsdp import is_fully_sharded, local_part
 from kfs.optim.inverses import Inverses
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, LossTrend, UsualSizes
@@ -49,13 +48,9 @@ from kfs.optim.watch import Watch
 from kfs.problem.data import MaskSource
 from kfs.runtime import sync
 from kfs.runtime.precision import at_least_float32, tf32
-from kfs.runtime.sync import Message
 
 # Gradients are not used if they are more than this many times larger than the largest so far.
 _GRADIENTS_LIMIT = 100.0
-# After this many steps without new factors, flags of the oldest are read. The latest may not have arrived yet.
-_MOST = 64
-_LEFT = 16
 
 
 class StepNotFiniteError(Exception):
@@ -330,7 +325,7 @@ class Preconditioner(Described):
         """
         self.exchange.check()
         self._whole = None
-        with self.exchange.step(self.device, self._has_statistics):
+        with self.exchange.step(self.params.device, self._has_statistics):
             self.params.check_open()
             check_numbers(self.param_groups)
             yield
@@ -646,11 +641,6 @@ class Preconditioner(Described):
         """The factor that currently multiplies all dampings."""
         return self.curvature.damping_scale
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return next(iter(self.params.tensors.values())).device
-
     def report(self) -> Report:
         """Return a report of covered parameters, costs of recent steps, and events; `print` shows it as a table.
 
@@ -821,7 +811,7 @@ class Preconditioner(Described):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state`."""
-        self.curvature.restore(state["curvature"], self.device)
+        self.curvature.restore(state["curvature"], self.params.device)
         self.pending.forget()
         self.exchange.start_again()
         self._whole = None
@@ -856,49 +846,6 @@ def _grouped(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[st
     return groups
 
 
-def lost_parameters(
-    sums: StepSums, trained: Collection[str], grads: Mapping[str, Tensor], known: Collection[Key], ranks: Ranks
-) -> dict[str, str]:
-    """Return the parameters that turn out not to be covered by curvature, each with the reason.
-
-    A parameter whose gradient is missing or zero is not reported: this step does not train it, but other steps may.
-
-    Args:
-        sums: Sums from the passes of a step.
-        trained: Names of parameters that should be covered.
-        grads: Gradients by name.
-        known: Blocks that already have averages.
-        ranks: Processes that train together. Each has a part of the sums, and possibly of the gradients.
-    """
-    new = [block for key, block in sorted(sums.blocks.items()) if key not in known and block.terms]
-    # For example, the blocks of a second head whose output has a separate loss.
-    flat = _without_curvature([block for block in new if not block.forward_only], ranks)
-    if flat:
-        # If no block has any curvature, the loss itself is flat here, such as a Huber loss far from its targets.
-        used = [block for _, block in sorted(sums.blocks.items()) if block.terms and not block.forward_only]
-        everywhere = _without_curvature(used, ranks)
-        if len(everywhere) == sum(len(block.layout.params) for block in used):
-            flat = []
-    beside = dict.fromkeys(flat, "the loss depends on it, but predictions do not")
-    reasons = {n: why for n, why in (beside | sums.uncovered).items() if n in trained and n in grads}
-    unused = _all_vanish([[grads[n]] for n in reasons], ranks)
-    lost = {n: why for (n, why), is_unused in zip(reasons.items(), unused, strict=True) if not is_unused}
-    return lost | shared_with(lost, sums.blocks.values())
-
-
-def _without_curvature(blocks: Collection[BlockSums], ranks: Ranks) -> list[str]:
-    """Return the parameters of blocks whose sums over backpropagated vectors are zero on all ranks."""
-    totals = [[role.gradient.total for role in block.roles.values()] for block in blocks]
-    vanish = _all_vanish(totals, ranks)
-    return [name for block, gone in zip(blocks, vanish, strict=True) if gone for name in block.layout.params]
-
-
-def _all_vanish(groups: Iterable[Iterable[Tensor]], ranks: Ranks) -> list[bool]:
-    """Return, for each group of tensors, whether all entries are zero on all ranks. Synchronizes with the device."""
-    flags = [~torch.stack([t.any() for t in tensors]).any() for tensors in groups]
-    return all_true(ranks, torch.stack(flags)).tolist() if flags else []
-
-
 def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
     """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
     if sync.is_asynchronous(taken.device):
@@ -922,65 +869,3 @@ def _shorter(
     change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
     result: Tensor = (kl_clip / communication.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
     return result
-
-
-class _PendingStep(NamedTuple):
-    """A step with flags that the host has not read."""
-
-    fine: GoodStep  # the last good step, if gradients were usable
-    # In this order: gradients usable, gradients finite, step taken, and, if there were new factors, factors added.
-    flags: Message
-
-
-@dataclass(eq=False)
-class PendingChecks:
-    """Steps with flags that are still on the device."""
-
-    curvature: Curvature
-    last_good_step: LastGoodStep
-    _steps: list[_PendingStep] = field(default_factory=list)
-
-    def add(self, fine: GoodStep, flags: list[Tensor]) -> None:
-        """Send the flags of a step to the host.
-
-        Args:
-            fine: Describes the step.
-            flags: Whether gradients are finite and of a usual size, whether they are finite, whether the step was
-                taken, and, if there were new factors, whether they were added.
-        """
-        self._steps.append(_PendingStep(fine, Message(torch.stack(flags))))
-        if len(self._steps) >= _MOST:
-            self._read(len(self._steps) - _LEFT)
-
-    def read_all(self) -> None:
-        """Read all flags, and count failures."""
-        self._read(len(self._steps))
-        self.curvature.note_failures()
-
-    def forget(self) -> None:
-        """Discard all steps, after another state was loaded."""
-        self._steps.clear()
-
-    def _read(self, count: int) -> None:
-        """Read the flags of the oldest steps."""
-        steps = self._steps[:count]
-        del self._steps[:count]
-        for one in steps:
-            good, finite, taken, *added = one.flags.read()
-            if good:
-                self.last_good_step.note(one.fine)
-            else:
-                self.note_skipped(finite)
-            if added and good:
-                self.curvature.note_added(added[0])
-            if good and not taken:
-                self.curvature.note_overflow()
-
-    def note_skipped(self, finite: bool) -> None:
-        """Count a step that was skipped: its loss or gradients are not finite, or its gradients are far too large."""
-        if finite:
-            text = "gradients are absurdly larger than all before, and the step was skipped"
-            self.curvature.events.note("refused_gradients", text)
-            return
-        self.curvature.note_trouble("skipped_steps", "the loss or gradients are not finite, and the step was skipped")
-        self.last_good_step.note_skipped()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import SolverError
-from kfs.optim import KFAC, Preconditioner, preconditioner
+from kfs.optim import KFAC, Preconditioner, curvature
 from kfs.optim.curvature import Curvature
 from kfs.optim.report import Events
 from kfs.runtime.sync import Message
@@ -306,8 +306,8 @@ def test_runs_that_diverge() -> None:
 
 def test_long_runs_without_new_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags do not pile up, and the latest ones are not waited for."""
-    monkeypatch.setattr(preconditioner, "_MOST", 8)
-    monkeypatch.setattr(preconditioner, "_LEFT", 3)
+    monkeypatch.setattr(curvature, "_MOST", 8)
+    monkeypatch.setattr(curvature, "_LEFT", 3)
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1000, replay=False)
     counts = []
