@@ -114,7 +114,6 @@ INTERNAL = frozenset({
     "communication",
     "count",
     "describe_with",
-    "divided",
     "evaluate",
     "evaluated",
     "factor",

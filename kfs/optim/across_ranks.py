@@ -394,11 +394,12 @@ class ReplicatedInverses:
 
     Attributes:
         like: These parameters.
+        ranks: These processes.
     """
 
     def __init__(self, like: Mapping[str, Tensor], ranks: Ranks) -> None:
         self.like = like
-        self._ranks = ranks
+        self.ranks = ranks
         self._are_sharded = ranks.are_several and any(map(is_sharded, like.values()))
 
     def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -433,7 +434,7 @@ class ReplicatedInverses:
             return 1
         t = cast("Any", self.like[name])
         if not is_sharded(t):
-            return self._ranks.size
+            return self.ranks.size
         return prod(
             size for size, placed in zip(t.device_mesh.shape, t.placements, strict=True) if not placed.is_shard()
         )
@@ -444,8 +445,8 @@ class ReplicatedInverses:
 
     def _added_up(self, t: Tensor) -> Tensor:
         """Return the sum of a number over all processes."""
-        result = t.to(self._ranks.device_for(t.device), copy=True)
-        dist.all_reduce(result, group=self._ranks.group)
+        result = t.to(self.ranks.device_for(t.device), copy=True)
+        dist.all_reduce(result, group=self.ranks.group)
         return result.to(t.device)
 
 
@@ -485,7 +486,7 @@ class OwnedInverses(ReplicatedInverses):
 
     def all_true(self, flag: Tensor) -> Tensor:
         """Return whether a flag is true on all owners."""
-        return all_true(self._ranks, flag)
+        return all_true(self.ranks, flag)
 
     def sum(self, t: Tensor) -> Tensor:
         """Return the sum of a number over all owners."""
@@ -493,8 +494,8 @@ class OwnedInverses(ReplicatedInverses):
 
     def _divided(self, names: Iterable[str]) -> tuple[list[str], list[list[str]]]:
         """Return the names of tensors that this process owns, and the names by owner."""
-        found = [[name for name in names if self.owners[name] == rank] for rank in range(self._ranks.size)]
-        return found[self._ranks.rank], found
+        found = [[name for name in names if self.owners[name] == rank] for rank in range(self.ranks.size)]
+        return found[self.ranks.rank], found
 
     @staticmethod
     def _widest(parts: Mapping[str, Tensor]) -> Tensor:
@@ -509,7 +510,7 @@ class OwnedInverses(ReplicatedInverses):
         lengths = [sum(map(prod, some)) for some in shapes]
         result = like.new_empty(sum(lengths))
         splits = [sum(t.numel() for t in some) for some in sent]
-        dist.all_to_all_single(result, flat, lengths, splits, group=self._ranks.group)
+        dist.all_to_all_single(result, flat, lengths, splits, group=self.ranks.group)
         pieces = iter(result.split([prod(shape) for some in shapes for shape in some]))
         return [[next(pieces).reshape(*shape) for shape in some] for some in shapes]
 

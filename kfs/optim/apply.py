@@ -68,10 +68,11 @@ def update_batches(params: Parameters, state: State, names: Iterable[str], adamw
     fresh: Tensor | None = None
     for name in names:
         p = params.tensors[name]
-        if any(average not in state[p] for average in _AVERAGES[adamw]):
+        mine = state[p]
+        if _AVERAGES[adamw][-1] not in mine:
             fresh = new_age(p.device) if fresh is None else fresh
             start_averages(state, p, adamw, fresh)
-        found.setdefault((id(params.groups[name]), id(state[p]["age"])), []).append(name)
+        found.setdefault((id(params.groups[name]), id(mine["age"])), []).append(name)
     result = []
     for same in found.values():
         group = params.groups[same[0]]
@@ -388,7 +389,7 @@ def keep_mean_step(state: State, p: Tensor) -> None:
 
 def new_age(device: torch.device) -> Tensor:
     """Return the age of parameters whose averages start now."""
-    return torch.zeros((), dtype=torch.int64, device=device)
+    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 def start_averages(state: State, p: Tensor, adamw: bool, age: Tensor) -> None:

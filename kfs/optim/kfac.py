@@ -404,7 +404,7 @@ class KFAC(Described, Optimizer):
             The flag whether the step was taken, if it is still on an accelerator.
         """
         preconditioner, curvature = self.preconditioner, self.preconditioner.curvature
-        natural, others = preconditioner.divided(found)
+        natural, others = found.natural, found.others
         own = others if self._rest is None else {}
         taken: Tensor | None
         if self._quadratic is None or batch is None:

@@ -61,7 +61,8 @@ class StepGradients(NamedTuple):
     """The gradients of a step, from which the curvature has learned.
 
     Attributes:
-        all: Gradients by parameter; for a sharded parameter, the part of this process.
+        natural: Gradients of parameters with inverses, by name; for a sharded parameter, the part of this process.
+        others: Gradients of parameters that will never have an inverse.
         sums: Sums from the passes of the step; `None` if there was no pass that counts.
         good: Flag: whether gradients are finite and of a usual size.
         finite: Flag: whether they are finite.
@@ -69,7 +70,8 @@ class StepGradients(NamedTuple):
         fine: Describes the step.
     """
 
-    all: dict[str, Tensor]
+    natural: dict[str, Tensor]
+    others: dict[str, Tensor]
     sums: StepSums | None
     good: Tensor
     finite: Tensor
@@ -229,7 +231,7 @@ class Preconditioner(Described):
         self._declared: set[Key] = set()  # blocks that were already checked for wide factors
         self._paused = False
         self._whole: list[Average] | None = None  # set by `consolidate_state_dict`, valid until the next step
-        self._at_owners: OwnedInverses | None = None
+        self._communication: ReplicatedInverses | None = None
         self.others = Others()
         # The natural gradients of the last step: references to the tensors, and their versions.
         self._written: dict[str, tuple[weakref.ref[Tensor], int]] = {}
@@ -293,10 +295,9 @@ class Preconditioner(Described):
         Returns:
             The flag whether they are, on an accelerator; `None` if the host knows it.
         """
-        natural, _ = self.divided(found)
         taken = found.good.clone()
         share = 1 / self.unit
-        u = {n: (g if share == 1 else share * g).to(at_least_float32(g.dtype)) for n, g in natural.items()}
+        u = {n: (g if share == 1 else share * g).to(at_least_float32(g.dtype)) for n, g in found.natural.items()}
         try:
             with self.curvature.costs.timed("products"), tf32(True if self.watch.in_half_precision else None):
                 steps = self.natural_gradient(u, dict.fromkeys(u, 1.0), taken)
@@ -305,7 +306,7 @@ class Preconditioner(Described):
             return None
         on_device = sync.is_asynchronous(taken.device)
         for name, step in steps.items():
-            p, g = self.params.tensors[name], natural[name]
+            p, g = self.params.tensors[name], found.natural[name]
             new = torch.where(taken, step.to(g.dtype), g) if on_device else step.to(g.dtype)
             assert p.grad is not None  # noqa: S101 (these parameters have gradients)
             if p.grad.is_sparse:
@@ -377,19 +378,13 @@ class Preconditioner(Described):
         added = None if sums is None else self._add_sums(sums, lost, None if waits else good)
         # A quadratic model needs the curvature of the current step.
         self.curvature.update_inverses(self.steps, self.params.groups, force=batch is not None)
+        covered = self.curvature.covered
+        natural = {n: g for n, g in grads.items() if n in covered}
+        others = {n: g for n, g in grads.items() if not self.will_cover(n)}
         # Parameters that have a gradient but no factors yet. Every step computes factors until they have some.
-        found = StepGradients(grads, sums, good, finite, added, fine)
-        natural, others = self.divided(found)
         unused = {} if sums is None else sums.uncovered
         self.curvature.awaited |= grads.keys() - natural.keys() - others.keys() - unused.keys()
-        return found
-
-    def divided(self, found: StepGradients) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return gradients of parameters with inverses, and of parameters that will never have any."""
-        covered = self.curvature.covered
-        natural = {n: g for n, g in found.all.items() if n in covered}
-        others = {n: g for n, g in found.all.items() if not self.will_cover(n)}
-        return natural, others
+        return StepGradients(natural, others, sums, good, finite, added, fine)
 
     def will_cover(self, name: str) -> bool:
         """Whether gradients of a parameter are multiplied by an inverse, as soon as it has one."""
@@ -464,12 +459,14 @@ class Preconditioner(Described):
 
     def communication(self) -> ReplicatedInverses:
         """Return how gradients are exchanged between processes to multiply them with inverses."""
-        if not self.curvature.at_owners:
-            return ReplicatedInverses(self.params.tensors, self.curvature.ranks)
-        if self._at_owners is None or self._at_owners.like is not self.params.tensors:
-            self._at_owners = OwnedInverses(self.params.tensors, self.curvature.ranks)
-        self._at_owners.owners = self.curvature.owners
-        return self._at_owners
+        like, ranks = self.params.tensors, self.curvature.ranks
+        known = self._communication
+        if known is None or known.like is not like or known.ranks is not ranks:
+            make = OwnedInverses if self.curvature.at_owners else ReplicatedInverses
+            known = self._communication = make(like, ranks)
+        if isinstance(known, OwnedInverses):
+            known.owners = self.curvature.owners
+        return known
 
     def read_groups(self, groups: list[dict[str, Any]]) -> None:
         """Use other parameter groups of the same model from now on."""
@@ -622,7 +619,8 @@ class Preconditioner(Described):
         if lost:
             text = f"KFAC does not cover some parameters, {self.others.what} ({listed(lost)})."
             warnings.warn(text, KfsWarning, stacklevel=user_stacklevel())
-        warn_of_wide(new, self.settings, stacklevel=user_stacklevel() + 1)
+        if new:
+            warn_of_wide(new, self.settings, stacklevel=user_stacklevel() + 1)
         return added if isinstance(added, Tensor) else None
 
     @property

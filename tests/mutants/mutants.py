@@ -849,8 +849,8 @@ _MUTANTS = [
     optim("optim/update_rule.py", "1 - share.momentum**2)", "1 - share.momentum)", "missing look-ahead"),
     optim(
         "optim/update_rule.py",
-        "return 1 / (1 - decay ** (age",
-        "return 1.0 + 0 * (decay ** (age",
+        "return 1 / (1 - decay**age)",
+        "return 1.0",
         "no correction of the start at zero",
     ),
     optim(
