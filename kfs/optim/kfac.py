@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import inf
@@ -30,7 +29,7 @@ from kfs.optim.across_ranks import agreed, made_by_all
 from kfs.optim.apply import Updates, keep_mean_step, new_age, read_state, start_averages, tried_updates
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.fsdp import local_part
-from kfs.optim.options import Interval, Options, check_call
+from kfs.optim.options import Interval, check_call, check_number, check_quadratic_model
 from kfs.optim.preconditioner import Others, Preconditioner, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
 from kfs.optim.report import Events, Report
@@ -241,7 +240,19 @@ class KFAC(Described, Optimizer):
     ) -> None:
         """Validate all options, then register hooks on the model."""
         check_call(model, loss)
-        options = Options(
+        check_number("noise", noise)
+        if quadratic_model:
+            check_quadratic_model(model, factors_every)
+            factors_every = 1
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adamw_lr": adamw_lr}
+        super().__init__(list(model.parameters()) if params is None else params, defaults)
+        self._rest = None if rest is None else Rest(rest)
+        if self._rest is not None:
+            self._rest.check(self._asked_for(model_to_run(model)))
+        self.preconditioner = Preconditioner(
+            model,
+            loss,
+            self.param_groups,  # It adds damping, trust and method to groups without them.
             damping=damping,
             trust=trust,
             kl_clip=kl_clip,
@@ -260,26 +271,9 @@ class KFAC(Described, Optimizer):
             seed=seed,
             audit=audit,
             replay=replay,
+            group=group,
         )
-        # Everything is checked before hooks are registered.
-        options.check(lr=lr, momentum=momentum, weight_decay=weight_decay, noise=noise, adamw_lr=adamw_lr)
-        if quadratic_model:
-            options.check_quadratic_model(model)
-            options = replace(options, factors_every=1)
-        defaults = {
-            "lr": lr,
-            "damping": options.number_and_unit()[0],
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust": trust,
-            "adamw_lr": adamw_lr,
-            "method": "kfac",
-        }
-        super().__init__(list(model.parameters()) if params is None else params, defaults)
-        self._rest = None if rest is None else Rest(rest)
-        if self._rest is not None:
-            self._rest.check(self._asked_for(model_to_run(model)))
-        self.preconditioner = Preconditioner(model, loss, self.param_groups, group=group, **vars(options))
+        self.defaults |= self.preconditioner.defaults
         self.exchange = self.preconditioner.exchange
         self._params = self.preconditioner.params
         self._params.close = weakref.WeakMethod(self.close)
@@ -300,7 +294,7 @@ class KFAC(Described, Optimizer):
     def _asked_for(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the parameters in groups with `"method": "adamw"`."""
         names = {id(p): name for name, p in model.named_parameters()}
-        groups = [group for group in self.param_groups if group["method"] == "adamw"]
+        groups = [group for group in self.param_groups if group.get("method") == "adamw"]
         return {names.get(id(p), "(unknown)"): p for group in groups for p in group["params"]}
 
     def close(self) -> None:

@@ -120,20 +120,17 @@ class Options:
             return self.damping.fraction, "relative"
         return self.damping, self.damping_unit
 
-    def check(self, **more: Any) -> None:
+    def check(self) -> None:
         """Validate all options.
-
-        Args:
-            more: Further options of `KFAC` that are numbers.
 
         Raises:
             ModelError: If a value is out of range, or if two options are incompatible.
         """
         _ = self.settings  # validates the options for factors
-        given = vars(self) | {"damping": self.number_and_unit()[0]} | more
+        given = vars(self) | {"damping": self.number_and_unit()[0]}
         for name in _RANGES:
             if name in given:
-                _check_number(name, given[name])
+                check_number(name, given[name])
         for name in _INTERVALS:
             value = given[name]
             if value is not None and not callable(value) and not (type(value) is int and value >= 1):
@@ -147,21 +144,20 @@ class Options:
                 "Use eigen=True with another fisher than 'forward-only', and damping_method='exact'.",
             )
 
-    def check_quadratic_model(self, model: nn.Module) -> None:
-        """Check that a quadratic model of the loss is possible for a model.
 
-        Raises:
-            ModelError: If it is not.
-        """
-        if self.factors_every not in {None, 1}:
-            raise ModelError(
-                "A quadratic model needs the data of every step.", "Leave factors_every out, or set it to 1."
-            )
-        if is_fully_sharded(model):
-            raise ModelError(
-                "A quadratic model takes derivatives along a step, which a model that fully_shard has sharded cannot.",
-                "Leave quadratic_model out, or train a DistributedDataParallel model.",
-            )
+def check_quadratic_model(model: nn.Module, factors_every: Interval | None) -> None:
+    """Check that a quadratic model of the loss is possible.
+
+    Raises:
+        ModelError: If it is not.
+    """
+    if factors_every not in {None, 1}:
+        raise ModelError("A quadratic model needs the data of every step.", "Leave factors_every out, or set it to 1.")
+    if is_fully_sharded(model):
+        raise ModelError(
+            "A quadratic model takes derivatives along a step, which a model that fully_shard has sharded cannot.",
+            "Leave quadratic_model out, or train a DistributedDataParallel model.",
+        )
 
 
 # These options may differ between parameters; all others must not.
@@ -195,10 +191,15 @@ def check_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
     for group in groups:
         for name in IN_GROUPS:
             if name in group:
-                _check_number(name, group[name])
+                check_number(name, group[name])
 
 
-def _check_number(name: str, value: Any) -> None:
+def check_number(name: str, value: Any) -> None:
+    """Check that the value of an option is a number in its range, or `None`.
+
+    Raises:
+        ModelError: If it is not.
+    """
     low, high = _RANGES[name]
     number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     if value is not None and not (number and low <= value < high):

@@ -211,8 +211,8 @@ class Preconditioner(Described):
         options.check()
         self.options = options
         number, unit = options.number_and_unit()
-        defaults = {"damping": number, "trust": trust, "method": "kfac"}
-        self.param_groups = _grouped(model.parameters() if params is None else params, defaults)
+        self.defaults = {"damping": number, "trust": trust, "method": "kfac"}
+        self.param_groups = _grouped(model.parameters() if params is None else params, self.defaults)
         # CUDA graphs contain no communication.
         self.replay = replay and not is_fully_sharded(model)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
