@@ -20,7 +20,7 @@ from torch import Tensor
 from kfs.optim.across_ranks import ReplicatedInverses
 from kfs.optim.averages import copied_to
 from kfs.optim.fsdp import local_part
-from kfs.optim.parameters import Parameters
+from kfs.optim.options import Parameters
 from kfs.optim.preconditioner import Preconditioner, StepNotFiniteError
 from kfs.optim.quadratic_model import Trial, try_step
 from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers

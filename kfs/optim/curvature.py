@@ -24,7 +24,7 @@ from kfs.optim.inverses import Groups, Inverses, inverted_together
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, UsualSizes
 from kfs.optim.options import Interval, interval_at
 from kfs.optim.quadratic_model import Trial
-from kfs.optim.report import Costs, Events, timed
+from kfs.optim.report import Costs, Events
 from kfs.runtime.sync import Message
 
 _DAMPING_RISE = 10.0
@@ -94,7 +94,6 @@ class Curvature:
             average.inverse is not None and block_map.fits(average.layout) for average in self.averages.values()
         )
 
-    @timed("factors")
     def add(self, sums: StepSums, without: Iterable[str], finite: Tensor | None = None) -> Tensor | bool:
         """Add the sums of one step to the averages if they are finite and not far larger than before.
 
@@ -178,7 +177,6 @@ class Curvature:
             self._note_failure(failed)
             failed.changed = True  # It is tried again, in better precision.
 
-    @timed("inverses")
     def update_inverses(self, step: int, groups: Groups, force: bool = False) -> None:
         """Recompute outdated inverses within the budget of this step, or all of them if `force`.
 

@@ -383,7 +383,7 @@ class KFAC(Described, Optimizer):
             if closure is not None:
                 batch = BatchLoss(closure, preconditioner.model, preconditioner.params.device, self.exchange.mean)
             result = None if batch is None else batch.result
-            found = preconditioner.learn(result, None if self._quadratic is None else batch, self._step_scale)
+            found = preconditioner.learn(result, None if self._quadratic is None else batch, self._scale)
             # The host may find that gradients are not good. Otherwise, the device skips the step if they are not.
             if found is not None:
                 taken = self._update(found, batch)
@@ -408,7 +408,8 @@ class KFAC(Described, Optimizer):
                     trend = preconditioner.trend
                     allowed = self._scale.allowed(trend.mean, trend.progress, self.param_groups)
                 taken = self._updates.take(self.state, natural, own, found.good, allowed)
-            self._step_rest(taken)
+            if self._rest is not None:
+                self._step_rest(self._rest, taken)
         else:
             taken = None
             unit = preconditioner.unit
@@ -419,22 +420,18 @@ class KFAC(Described, Optimizer):
             steps = self._quadratic.steps(natural, D, curvature.dampings(), found.sums)
             noise = batch.round_off / unit
             change = partial(self._change, batch)
-            rest = None if self._rest is None else partial(self._step_rest, found.good)
+            rest = None if self._rest is None else partial(self._step_rest, self._rest, found.good)
             trial = tried_updates(self._params, self.state, steps, natural, others, rest, change, noise)
             factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
             curvature.note_trial(trial, factor)
         curvature.note_products()
         return taken if sync.is_asynchronous(found.good.device) else None
 
-    def _step_rest(self, taken: Tensor) -> None:
+    def _step_rest(self, rest: Rest, taken: Tensor) -> None:
         """Let the user's optimizer take its step if this one was taken."""
-        if self._rest is None:
-            return
-        with sync.allow_sync():
-            if not taken:
-                return
-        will_cover = self.preconditioner.will_cover
-        self._rest.step(p for n, p in self._params.tensors.items() if will_cover(n))
+        if sync.number(taken):
+            will_cover = self.preconditioner.will_cover
+            rest.step(p for n, p in self._params.tensors.items() if will_cover(n))
 
     def _change(self, batch: BatchLoss) -> float:
         """Return the change of the batch loss since its first evaluation. The passes for it compute no factors."""
@@ -461,9 +458,6 @@ class KFAC(Described, Optimizer):
     @property
     def step_scale(self) -> float:
         """The factor that currently multiplies learning rates. Reading it synchronizes with a GPU."""
-        return self._step_scale()
-
-    def _step_scale(self) -> float:
         return 1.0 if self._scale is None else self._scale.value()
 
     def report(self) -> Report:

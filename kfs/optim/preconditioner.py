@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from math import isfinite
 from typing import Any, NamedTuple
@@ -39,10 +40,19 @@ from kfs.optim.fsdp import is_fully_sharded, local_part
 from kfs.optim.inverses import Inverses
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, LossTrend, UsualSizes
 from kfs.optim.loss_check import LossCheck
-from kfs.optim.options import IN_GROUPS, Interval, Options, check_call, check_numbers, interval_at, warmup_interval
-from kfs.optim.parameters import Parameters
+from kfs.optim.options import (
+    IN_GROUPS,
+    Interval,
+    Options,
+    Parameters,
+    check_call,
+    check_numbers,
+    interval_at,
+    warmup_interval,
+)
 from kfs.optim.quadratic_model import BatchLoss
 from kfs.optim.report import PARTS, Events, Report, block_row, user_stacklevel
+from kfs.optim.step_scale import StepScale
 from kfs.optim.update_rule import Scalar, total_size
 from kfs.optim.watch import Watch
 from kfs.problem.data import MaskSource
@@ -85,11 +95,11 @@ class Others:
 
     Attributes:
         what: Description for a warning.
-        check: Raises an error if nothing trains some parameters, given by name.
+        check: Raises an error if nothing trains some parameters, given by name; `None` if there is always something.
     """
 
     what: str = "whose gradients are left as they are"
-    check: Callable[[Mapping[str, Tensor]], None] = lambda _: None
+    check: Callable[[Mapping[str, Tensor]], None] | None = None
 
 
 class Preconditioner(Described):
@@ -335,7 +345,7 @@ class Preconditioner(Described):
         self,
         result: Any = None,
         batch: BatchLoss | None = None,
-        step_scale: Callable[[], float] = lambda: 1.0,
+        scale: StepScale | None = None,
         are_scaled: bool | None = None,
     ) -> StepGradients | None:
         """Add the statistics of a step to the curvature, if its gradients are good, and recompute inverses.
@@ -343,7 +353,7 @@ class Preconditioner(Described):
         Args:
             result: Return value of the closure.
             batch: The loss on the batch, for a quadratic model. It must be finite, and all inverses are recomputed.
-            step_scale: Returns the factor that currently multiplies learning rates.
+            scale: Multiplies learning rates.
             are_scaled: As in `LossCheck.check`.
 
         Returns:
@@ -352,7 +362,8 @@ class Preconditioner(Described):
         # Collect gradients, and the statistics of the passes of all ranks.
         self.params.check_model()
         grads = {n: local_part(p.grad).to_dense() for n, p in self.params.tensors.items() if p.grad is not None}
-        sums = self._merged(self.watch.collect(), grads, step_scale)
+        of_others = (partial(self._facts, scale), self.params.tensors, grads, self.curvature.averages)
+        sums = self.exchange.merged(self.watch.collect(), *of_others, self.settings.products)
         # Adding factors requires the outcomes of earlier steps, which may still be on the device.
         has_factors = sums is not None and sums.has_factors
         if has_factors:
@@ -363,8 +374,13 @@ class Preconditioner(Described):
         size = total_size(list(grads.values())).reshape(1)
         finite, good = self._gradient_sizes.check(self.exchange.ranks, ("gradients",), size, learn=has_factors)
         fine = GoodStep.of(self.steps, result, self.param_groups[0], self.curvature.damping_scale)
-        lost = {} if sums is None else self._lost(sums, grads)
-        self._note_loss(sums, step_scale)
+        lost: dict[str, str] = {}
+        if sums is not None:
+            known, ranks = self.curvature.averages, self.exchange.ranks
+            lost = lost_parameters(sums, self.params.trainable(), grads, known, ranks)
+        if lost and self.others.check is not None:
+            self.others.check({n: self.params.tensors[n] for n in lost})
+        self._note_loss(sums, scale)
         # Reading a flag from a GPU synchronizes. In a steady step, the device evaluates the flags itself.
         waits = not sync.is_asynchronous(good.device) or batch is not None or not self._is_steady(sums, lost)
         # If the host decides, it skips the step here.
@@ -375,9 +391,12 @@ class Preconditioner(Described):
                 self.last_good_step.check(self.params.tensors)
                 return None
             self.last_good_step.note(fine)
-        added = None if sums is None else self._add_sums(sums, lost, None if waits else good)
+        costs = self.curvature.costs
+        with costs.timed("factors"):
+            added = None if sums is None else self._add_sums(sums, lost, None if waits else good)
         # A quadratic model needs the curvature of the current step.
-        self.curvature.update_inverses(self.steps, self.params.groups, force=batch is not None)
+        with costs.timed("inverses"):
+            self.curvature.update_inverses(self.steps, self.params.groups, force=batch is not None)
         covered = self.curvature.covered
         natural = {n: g for n, g in grads.items() if n in covered}
         others = {n: g for n, g in grads.items() if not self.will_cover(n)}
@@ -484,7 +503,7 @@ class Preconditioner(Described):
             self._paused = False
             self.watch.collect()
 
-    def _note_loss(self, sums: StepSums | None, step_scale: Callable[[], float]) -> None:
+    def _note_loss(self, sums: StepSums | None, scale: StepScale | None) -> None:
         """Record the loss of a step with new factors, and warn if the run is getting worse."""
         if sums is None or not sums.has_factors or not sums.examples:
             return
@@ -494,7 +513,7 @@ class Preconditioner(Described):
             ranks = self.exchange.ranks.size if self.loss.reduction == "mean" else 1
             R = self.loss.reduction_factor(sums.count) * ranks
             loss = 0.5 * sums.square / (R**2 * sums.examples)
-        trouble = self.trend.note(self.steps, loss, step_scale())
+        trouble = self.trend.note(self.steps, loss, 1.0 if scale is None else scale.value())
         if trouble:
             if not self.curvature.events.rising_losses:
                 way_out = "Use a smaller lr, warm-up, a larger damping or a smaller trust, or go back to a checkpoint."
@@ -525,18 +544,7 @@ class Preconditioner(Described):
         """Whether the current step needs statistics of its passes."""
         return self.loss.reduction == "sum" or bool(self._due())
 
-    def _merged(
-        self, sums: StepSums | None, grads: Mapping[str, Tensor], step_scale: Callable[[], float]
-    ) -> StepSums | None:
-        """Return the statistics of the passes of all processes."""
-        averages, products = self.curvature.averages, self.settings.products
-
-        def facts() -> dict[str, dict[str, Any]]:
-            return self._facts(step_scale())
-
-        return self.exchange.merged(sums, facts, self.params.tensors, grads, averages, products)
-
-    def _facts(self, step_scale: float) -> dict[str, dict[str, Any]]:
+    def _facts(self, scale: StepScale | None) -> dict[str, dict[str, Any]]:
         """Return values that must agree between processes at this step, by kind and name."""
         later = range(self.steps + 1, self.steps + 1000)
         next_due = next((step for step in later if step % interval_at(self._factors_every, step) == 0), -1)
@@ -559,7 +567,7 @@ class Preconditioner(Described):
             "data": self.watch.first_datum,
             "unit": self.unit,
             "damping_scale": self.curvature.damping_scale,
-            "step_scale": round(step_scale, 6),
+            "step_scale": None if scale is None else round(scale.value(), 6),
         }
         return {"Numbers of steps and data": numbers, "Options of parameter groups": options, "Schedules": due}
 
@@ -580,12 +588,6 @@ class Preconditioner(Described):
             # The closure returns the loss on the data of this process only.
             self._loss_check.check(sums, value if self.exchange.ranks.size == 1 else None, are_scaled)
             self.watch.compare = self._loss_check.steps_left > 0
-
-    def _lost(self, sums: StepSums, grads: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the parameters that turn out not to be covered, each with the reason."""
-        found = lost_parameters(sums, self.params.trainable(), grads, self.curvature.averages, self.exchange.ranks)
-        self.others.check({n: self.params.tensors[n] for n in found})
-        return found
 
     def _is_steady(self, sums: StepSums | None, lost: Mapping[str, str]) -> bool:
         """Whether the step changes only tensor values, so that the host need not read a flag before it is taken."""

@@ -6,14 +6,13 @@ Costs are averages over the last steps, by part: operations, and seconds on the 
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
-from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -78,8 +77,6 @@ class Events:
 Part = Literal["factors", "inverses", "products", "trials"]
 PARTS: tuple[Part, ...] = ("factors", "inverses", "products", "trials")
 _STEPS = 50  # number of steps that are kept
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -142,29 +139,6 @@ class Costs:
             sum(s.operations for s in steps) / total,
             sum(s.seconds for s in steps) / total,
         )
-
-
-class _HasCosts(Protocol):
-    costs: Costs
-
-
-_Owner = TypeVar("_Owner", bound=_HasCosts)
-
-
-def timed(
-    part: Part,
-) -> Callable[[Callable[Concatenate[_Owner, _P], _T]], Callable[Concatenate[_Owner, _P], _T]]:
-    """Decorate a method of an object with `costs`: the duration of each call is added to a part."""
-
-    def decorate(method: Callable[Concatenate[_Owner, _P], _T]) -> Callable[Concatenate[_Owner, _P], _T]:
-        @wraps(method)
-        def run(owner: _Owner, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-            with owner.costs.timed(part):
-                return method(owner, *args, **kwargs)
-
-        return run
-
-    return decorate
 
 
 _OF_BLOCK = ("block", "matrix", "A", "B", "bytes", "damping added", "inverse of step")

@@ -41,7 +41,7 @@ from kfs.factors.trace import Interception, Trace
 from kfs.losses import Loss
 from kfs.optim.across_ranks import Exchange
 from kfs.optim.averages import Bases, StepSums
-from kfs.optim.factor_graphs import Autocast, Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
+from kfs.optim.factor_graphs import Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
 from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, local_part, whole_in_backward
 from kfs.optim.loss_check import Targets, shows_targets
 from kfs.optim.report import Costs
@@ -489,7 +489,8 @@ class Watch:
             trace = None  # An empty batch has no curvature.
             bases = {}
         # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
-        autocast = _autocast("cuda" if trace is None else trace.device_type)
+        kind = "cuda" if trace is None else trace.device_type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         key = None if trace is None or bases else self._graphs.key(module, trace, arguments, autocast)
         graph = None if key is None else self._graphs.find(key)
         # Otherwise, the first pass with such arguments is audited before the user's own call.
@@ -740,11 +741,6 @@ def _refuse_other_thread(call: _Call | None) -> None:
             "after the other.",
             "Train in one thread. Other threads may call the model within torch.no_grad(), or train a copy of it.",
         )
-
-
-def _autocast(kind: str) -> Autocast:
-    """Return whether autocast is enabled for a device type, and its dtype."""
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _is_elsewhere() -> bool:
