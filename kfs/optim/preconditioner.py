@@ -436,6 +436,8 @@ class Preconditioner(Described):
         Raises:
             StepNotFiniteError: If products are not finite, on a CPU.
         """
+        if not parts:
+            return {}
         communication = self.communication()
         ahead = communication.gathered(parts)
         # All processes either take the step, or skip it, or raise.

@@ -177,6 +177,22 @@ def test_uncovered_parameters_keep_their_gradients() -> None:
     assert "Not covered: " in str(preconditioner.report())
 
 
+@pytest.mark.parametrize("options", [{}, {"kl_clip": 0.1}])
+@pytest.mark.filterwarnings("ignore::kfs.errors.KfsWarning")
+def test_nothing_is_covered(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Mixed().double()
+    preconditioner = Preconditioner(model, LOSS, [model.bend], **options)
+    for _ in range(2):
+        model.zero_grad()
+        LOSS(model(torch.randint(5, (12, 4))), Y).backward()
+        before = gradients(model)
+        preconditioner.step()
+        assert all(map(torch.equal, gradients(model), before))
+    assert preconditioner.uncovered.keys() == {"bend"}
+    assert preconditioner.steps == 2
+
+
 def test_parameters_without_gradients() -> None:
     """They count as zero: the gradients of a layer's other parameters are those of the whole block."""
     model = mlp()
