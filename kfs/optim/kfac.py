@@ -181,8 +181,7 @@ class KFAC(Described, Optimizer):
             is known.
 
     Attributes:
-        steps: Number of steps taken.
-        uncovered: Parameters that KFAC does not cover, with reasons. They are trained by AdamW, or by `rest`.
+        preconditioner: Turns gradients into natural gradients. It has the curvature.
 
     Raises:
         ModelError: If a setting is out of range, a parameter does not belong to the model, or a KFAC optimizer of
@@ -326,7 +325,7 @@ class KFAC(Described, Optimizer):
 
     @property
     def uncovered(self) -> dict[str, str]:
-        """Parameters that KFAC does not cover, with reasons."""
+        """Parameters that KFAC does not cover, with reasons. They are trained by AdamW, or by `rest`."""
         return self.preconditioner.uncovered
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
