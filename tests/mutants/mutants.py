@@ -943,6 +943,27 @@ _MUTANTS = [
         ("tests/optim/test_safety.py", "tests/optim/test_events.py", "tests/optim/test_last_good_step.py"),
     ),
     optim(
+        "optim/preconditioner.py",
+        "share = 1 / self.unit",
+        "share = 1.0",
+        "natural gradients of a sum over examples",
+        ("tests/optim/test_preconditioner.py",),
+    ),
+    optim(
+        "optim/preconditioner.py",
+        "_version == version or not self.watch.was_called:",
+        "_version == version:",
+        "clipped natural gradients are multiplied again",
+        ("tests/optim/test_preconditioner.py",),
+    ),
+    optim(
+        "optim/kfac.py",
+        "p.grad = None",
+        "pass",
+        "another optimizer sees the gradients of all parameters",
+        ("tests/optim/test_rest.py",),
+    ),
+    optim(
         "optim/apply.py",
         "adamw else lr, 1 - lr * decay)",
         "adamw else lr, 1 - decay)",

@@ -105,6 +105,23 @@ def test_with_sgd_it_is_kfac_without_momentum(name: str, options: dict[str, Any]
     assert preconditioner.events == kfac.events == Events()
 
 
+@pytest.mark.parametrize("factors_every", [1, 3])
+def test_losses_that_are_sums(factors_every: int) -> None:
+    """Natural gradients are those of the mean over examples, also in steps without factors."""
+    found = []
+    for reduction in ("mean", "sum"):
+        model, loss = mlp(), nn.CrossEntropyLoss(reduction=reduction)
+        preconditioner = Preconditioner(model, loss, damping=0.1, trust=None, factors_every=factors_every)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(5):
+            optimizer.zero_grad()
+            loss(model(X[i:]), Y[i:]).backward()
+            preconditioner.step()
+            optimizer.step()
+        found.append(weights(model))
+    torch.testing.assert_close(*found)
+
+
 def test_learning_rates_are_those_of_sgd() -> None:
     model, other = mlp(), mlp()
     kfac = KFAC(model, LOSS, lr=0.3, momentum=0.0, noise=None)
