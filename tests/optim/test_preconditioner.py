@@ -15,6 +15,7 @@ import kfs
 from kfs.errors import KfsWarning, LossError, ModelError, SolverError, StorageError
 from kfs.optim import KFAC, Preconditioner
 from kfs.optim.report import Events
+from tests.factors.test_no_waiting import NoWaiting
 from tests.optim.test_report import Mixed
 from tests.optim.training import Layers, data, mlp, weights
 
@@ -564,3 +565,19 @@ def test_on_an_accelerator() -> None:
             waiting.step()
             optimizer.step()
     torch.testing.assert_close(weights(model), weights(other))
+
+
+@pytest.mark.usefixtures("tapes")
+def test_steps_do_not_wait() -> None:
+    """Once all blocks have inverses, steps do not synchronize, with new factors or without."""
+    model = mlp()
+    preconditioner = Preconditioner(model, LOSS, fisher="type-2", factors_every=2, inverses_every=3, replay=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, preconditioner, optimizer, 12)
+    first = preconditioner.watch.first_datum
+    for _ in range(6):
+        optimizer.zero_grad()
+        backward(model)
+        with NoWaiting():
+            preconditioner.step()
+    assert preconditioner.watch.first_datum == first + 3 * len(X)
