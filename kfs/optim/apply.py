@@ -19,9 +19,10 @@ from torch import Tensor
 
 from kfs.optim.across_ranks import ReplicatedInverses
 from kfs.optim.averages import copied_to
+from kfs.optim.curvature import StepNotFiniteError
 from kfs.optim.fsdp import local_part
 from kfs.optim.options import Parameters
-from kfs.optim.preconditioner import Preconditioner, StepNotFiniteError
+from kfs.optim.preconditioner import Preconditioner
 from kfs.optim.quadratic_model import Trial, try_step
 from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers
 from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, correction, natural_step
@@ -123,12 +124,15 @@ def natural_updates(
     if scale is not None and allowed is not None:
         means = [[local_part(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
         shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
-        scaled = _scaled(scale, shares, parts, preconditioner.communication(), allowed, taken)
+        communication = preconditioner.curvature.communication(params)
+        scaled = _scaled(scale, shares, parts, communication, allowed, taken)
         shares = [_with_scale(share, scaled[2].exp()) for share in shares]
 
     def multiplied(u: Tensors) -> Tensors:
         lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
-        return list(preconditioner.natural_gradient(dict(zip(names, u, strict=True)), lrs, taken).values())
+        ahead = dict(zip(names, u, strict=True))
+        half = preconditioner.watch.in_half_precision
+        return list(preconditioner.curvature.natural_gradient(ahead, params, lrs, taken, half).values())
 
     natural_step(shares, multiplied)
     if scale is not None and scaled is not None:

@@ -19,12 +19,15 @@ from kfs.factors.blocks import BlockError
 from kfs.factors.compute import shared_with
 from kfs.factors.layout import Key
 from kfs.optim import across_ranks
+from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
 from kfs.optim.averages import Average, Bases, StepSums, add_factors
 from kfs.optim.inverses import Groups, Inverses, inverted_together
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, UsualSizes
-from kfs.optim.options import Interval, interval_at
+from kfs.optim.options import Interval, Parameters, interval_at
 from kfs.optim.quadratic_model import Trial
 from kfs.optim.report import Costs, Events
+from kfs.optim.update_rule import Scalar, total_size
+from kfs.runtime import sync
 from kfs.runtime.sync import Message
 
 _DAMPING_RISE = 10.0
@@ -38,6 +41,10 @@ _LEFT = 16
 _RECOVERY = 20  # A raise of damping is undone after this many times `patience` successes in a row.
 
 
+class StepNotFiniteError(Exception):
+    """Gradients are finite, but products with inverses are not."""
+
+
 @dataclass(eq=False)
 class Curvature:
     """Averages and inverses of all blocks."""
@@ -46,6 +53,7 @@ class Curvature:
     inverses: Inverses  # how they are computed, and products with them
     every: Interval  # recompute each inverse every this many steps
     patience: int  # raise damping after this many events in a row
+    kl_clip: float | None = None  # limit of the change of predictions in a step
     ranks: Ranks = field(default_factory=Ranks)  # processes that each have a summand of every average
     at_owners: bool = False  # whether each inverse is kept only on the rank that computed it
     averages: dict[Key, Average] = field(default_factory=dict)
@@ -54,6 +62,7 @@ class Curvature:
     events: Events = field(default_factory=Events)
     costs: Costs = field(default_factory=Costs)
     sizes: UsualSizes = field(init=False)  # of factors
+    _communication: ReplicatedInverses | None = None
     _troubles: int = 0  # events in a row
     _successes: int = 0  # steps without event in a row
     _rises: int = 0  # raises of damping that were not undone yet
@@ -224,6 +233,79 @@ class Curvature:
         steps = self.inverses.multiply(self.averages.values(), {**u, **zeros}, groups, limit, taken, half)
         return {n: steps[n] for n in u}
 
+    def natural_gradient(
+        self,
+        parts: Mapping[str, Tensor],
+        params: Parameters,
+        lrs: Mapping[str, Scalar],
+        taken: Tensor,
+        half: bool,
+    ) -> dict[str, Tensor]:
+        """Multiply gradients, or averages of them, by inverses, and keep the products in their trust regions.
+
+        Args:
+            parts: Gradients of the average over examples, in float32 or better; for sharded parameters, the parts of
+                this process.
+            params: All parameters.
+            lrs: Learning rates, with which `kl_clip` limits the change of predictions.
+            taken: On an accelerator, this flag becomes false, in place, if products are not finite.
+            half: Whether gradients were computed in half precision.
+
+        Raises:
+            StepNotFiniteError: If products are not finite, on a CPU.
+        """
+        if not parts:
+            return {}
+        communication = self.communication(params)
+        ahead = communication.gathered(parts)
+        # All processes either take the step, or skip it, or raise.
+        D, problem = self._multiplied(ahead, params, communication, taken, half)
+        _agree_on_steps(D, communication, taken)
+        if self.kl_clip is not None:
+            zero = next(iter(parts.values())).new_zeros(())
+            # Gradients that are not finite are not clipped: their length is undefined.
+            shorter = _shorter(self.kl_clip, lrs, ahead, D, communication, zero)
+            shorter = torch.where(taken, shorter, 1.0)
+            D = {n: shorter * d for n, d in D.items()}
+        steps = communication.scattered(D, parts)
+        if problem is not None:
+            raise problem
+        return steps
+
+    def _multiplied(
+        self,
+        ahead: dict[str, Tensor],
+        params: Parameters,
+        communication: ReplicatedInverses,
+        taken: Tensor,
+        half: bool,
+    ) -> tuple[dict[str, Tensor], Exception | None]:
+        """Multiply with inverses. An error is returned, not raised, if other processes wait for the products.
+
+        On an accelerator, these processes get zeros, take no step, and raise at its end. On a CPU, they are notified
+        earlier.
+        """
+        on_device = sync.is_asynchronous(taken.device)
+        try:
+            flag = taken if on_device else None
+            return self.precondition(ahead, params.tensors, params.groups, limit=True, taken=flag, half=half), None
+        except Exception as problem:
+            if not (isinstance(communication, OwnedInverses) and on_device):
+                raise
+            taken.fill_(False)
+            return {name: torch.zeros_like(t) for name, t in ahead.items()}, problem
+
+    def communication(self, params: Parameters) -> ReplicatedInverses:
+        """Return how gradients are exchanged between processes to multiply them with inverses."""
+        like, ranks = params.tensors, self.ranks
+        known = self._communication
+        if known is None or known.like is not like or known.ranks is not ranks:
+            make = OwnedInverses if self.at_owners else ReplicatedInverses
+            known = self._communication = make(like, ranks)
+        if isinstance(known, OwnedInverses):
+            known.owners = self.owners
+        return known
+
     def note_products(self) -> None:
         """Count the products with all inverses."""
         for one in self.inverses.stacks(self.averages.values()):
@@ -356,6 +438,31 @@ class Curvature:
         self.sizes.restore(state["sizes"])
         self.inverses.forget()
         self.inverses.forget_failures()
+
+
+def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
+    """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
+    if sync.is_asynchronous(taken.device):
+        # So far, the flag is about the products of this process.
+        everywhere = communication.all_true(taken)
+        if everywhere is not taken:
+            taken.copy_(everywhere)
+    elif not communication.all_true(total_size(list(D.values())).isfinite()):
+        raise StepNotFiniteError
+
+
+def _shorter(
+    kl_clip: float,
+    lrs: Mapping[str, Scalar],
+    ahead: Mapping[str, Tensor],
+    D: Mapping[str, Tensor],
+    communication: ReplicatedInverses,
+    zero: Tensor,
+) -> Tensor:
+    """Return the factor that keeps the change of predictions by a step within the limit."""
+    change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
+    result: Tensor = (kl_clip / communication.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
+    return result
 
 
 def lost_parameters(

@@ -33,9 +33,9 @@ from kfs.factors.compute import listed, warn_of_wide
 from kfs.factors.layout import Key
 from kfs.factors.settings import Fisher, Sharing
 from kfs.losses import describe
-from kfs.optim.across_ranks import Exchange, OwnedInverses, ReplicatedInverses, agreed, made_by_all, sum_over_ranks
+from kfs.optim.across_ranks import Exchange, agreed, made_by_all, sum_over_ranks
 from kfs.optim.averages import Average, Bases, StepSums, Unit
-from kfs.optim.curvature import Curvature, PendingChecks, lost_parameters
+from kfs.optim.curvature import Curvature, PendingChecks, StepNotFiniteError, lost_parameters
 from kfs.optim.fsdp import is_fully_sharded, local_part
 from kfs.optim.inverses import Inverses
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, LossTrend, UsualSizes
@@ -53,7 +53,7 @@ from kfs.optim.options import (
 from kfs.optim.quadratic_model import BatchLoss
 from kfs.optim.report import PARTS, Events, Report, block_row, user_stacklevel
 from kfs.optim.step_scale import StepScale
-from kfs.optim.update_rule import Scalar, total_size
+from kfs.optim.update_rule import total_size
 from kfs.optim.watch import Watch
 from kfs.problem.data import MaskSource
 from kfs.runtime import sync
@@ -61,10 +61,6 @@ from kfs.runtime.precision import at_least_float32, tf32
 
 # Gradients are not used if they are more than this many times larger than the largest so far.
 _GRADIENTS_LIMIT = 100.0
-
-
-class StepNotFiniteError(Exception):
-    """Gradients are finite, but products with inverses are not."""
 
 
 class StepGradients(NamedTuple):
@@ -219,14 +215,13 @@ class Preconditioner(Described):
         self.loss = describe(loss)
         self.settings = options.settings
         options.check()
-        self.options = options
         number, unit = options.number_and_unit()
         self.defaults = {"damping": number, "trust": trust, "method": "kfac"}
         self.param_groups = _grouped(model.parameters() if params is None else params, self.defaults)
         # CUDA graphs contain no communication.
         self.replay = replay and not is_fully_sharded(model)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
-        self.curvature = Curvature(decay, inverses, inverses_every, patience, ranks)
+        self.curvature = Curvature(decay, inverses, inverses_every, patience, kl_clip, ranks)
         self.curvature.at_owners = is_fully_sharded(model) and not eigen  # All ranks need eigenvectors.
         self.last_good_step = LastGoodStep(patience)
         self.pending = PendingChecks(self.curvature, self.last_good_step)
@@ -241,7 +236,6 @@ class Preconditioner(Described):
         self._declared: set[Key] = set()  # blocks that were already checked for wide factors
         self._paused = False
         self._whole: list[Average] | None = None  # set by `consolidate_state_dict`, valid until the next step
-        self._communication: ReplicatedInverses | None = None
         self.others = Others()
         # The natural gradients of the last step: references to the tensors, and their versions.
         self._written: dict[str, tuple[weakref.ref[Tensor], int]] = {}
@@ -309,8 +303,9 @@ class Preconditioner(Described):
         share = 1 / self.unit
         u = {n: (g if share == 1 else share * g).to(at_least_float32(g.dtype)) for n, g in found.natural.items()}
         try:
-            with self.curvature.costs.timed("products"), tf32(True if self.watch.in_half_precision else None):
-                steps = self.natural_gradient(u, dict.fromkeys(u, 1.0), taken)
+            half = self.watch.in_half_precision
+            with self.curvature.costs.timed("products"), tf32(True if half else None):
+                steps = self.curvature.natural_gradient(u, self.params, dict.fromkeys(u, 1.0), taken, half)
         except StepNotFiniteError:
             self.curvature.note_overflow()
             return None
@@ -421,73 +416,6 @@ class Preconditioner(Described):
             self.pending.add(found.fine, flags)
         self.curvature.costs.end_step()
         self.steps += 1
-
-    def natural_gradient(
-        self, parts: Mapping[str, Tensor], lrs: Mapping[str, Scalar], taken: Tensor
-    ) -> dict[str, Tensor]:
-        """Multiply gradients, or averages of them, by inverses, and keep the products in their trust regions.
-
-        Args:
-            parts: Gradients of the average over examples, in float32 or better; for sharded parameters, the parts of
-                this process.
-            lrs: Learning rates, with which `kl_clip` limits the change of predictions.
-            taken: On an accelerator, this flag becomes false, in place, if products are not finite.
-
-        Raises:
-            StepNotFiniteError: If products are not finite, on a CPU.
-        """
-        if not parts:
-            return {}
-        communication = self.communication()
-        ahead = communication.gathered(parts)
-        # All processes either take the step, or skip it, or raise.
-        D, problem = self._multiplied(ahead, communication, taken)
-        _agree_on_steps(D, communication, taken)
-        if self.options.kl_clip is not None:
-            zero = next(iter(parts.values())).new_zeros(())
-            # Gradients that are not finite are not clipped: their length is undefined.
-            shorter = _shorter(self.options.kl_clip, lrs, ahead, D, communication, zero)
-            shorter = torch.where(taken, shorter, 1.0)
-            D = {n: shorter * d for n, d in D.items()}
-        steps = communication.scattered(D, parts)
-        if problem is not None:
-            raise problem
-        return steps
-
-    def _multiplied(
-        self, ahead: dict[str, Tensor], communication: ReplicatedInverses, taken: Tensor
-    ) -> tuple[dict[str, Tensor], Exception | None]:
-        """Multiply with inverses. An error is returned, not raised, if other processes wait for the products.
-
-        On an accelerator, these processes get zeros, take no step, and raise at its end. On a CPU, they are notified
-        earlier.
-        """
-        on_device = sync.is_asynchronous(taken.device)
-        try:
-            return self.curvature.precondition(
-                ahead,
-                self.params.tensors,
-                self.params.groups,
-                limit=True,
-                taken=taken if on_device else None,
-                half=self.watch.in_half_precision,
-            ), None
-        except Exception as problem:
-            if not (isinstance(communication, OwnedInverses) and on_device):
-                raise
-            taken.fill_(False)
-            return {name: torch.zeros_like(t) for name, t in ahead.items()}, problem
-
-    def communication(self) -> ReplicatedInverses:
-        """Return how gradients are exchanged between processes to multiply them with inverses."""
-        like, ranks = self.params.tensors, self.curvature.ranks
-        known = self._communication
-        if known is None or known.like is not like or known.ranks is not ranks:
-            make = OwnedInverses if self.curvature.at_owners else ReplicatedInverses
-            known = self._communication = make(like, ranks)
-        if isinstance(known, OwnedInverses):
-            known.owners = self.curvature.owners
-        return known
 
     def read_groups(self, groups: list[dict[str, Any]]) -> None:
         """Use other parameter groups of the same model from now on."""
@@ -846,28 +774,3 @@ def _grouped(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[st
     if not any(group["params"] for group in groups):
         raise ModelError("There are no parameters.", "Pass parameters of the model, or leave params= out.")
     return groups
-
-
-def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
-    """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
-    if sync.is_asynchronous(taken.device):
-        # So far, the flag is about the products of this process.
-        everywhere = communication.all_true(taken)
-        if everywhere is not taken:
-            taken.copy_(everywhere)
-    elif not communication.all_true(total_size(list(D.values())).isfinite()):
-        raise StepNotFiniteError
-
-
-def _shorter(
-    kl_clip: float,
-    lrs: Mapping[str, Scalar],
-    ahead: Mapping[str, Tensor],
-    D: Mapping[str, Tensor],
-    communication: ReplicatedInverses,
-    zero: Tensor,
-) -> Tensor:
-    """Return the factor that keeps the change of predictions by a step within the limit."""
-    change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
-    result: Tensor = (kl_clip / communication.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
-    return result

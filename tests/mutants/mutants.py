@@ -971,7 +971,7 @@ _MUTANTS = [
         ("tests/optim/test_kfac.py", "tests/optim/test_trajectory.py"),
     ),
     optim(
-        "optim/apply.py",
+        "optim/curvature.py",
         "lrs[n] ** 2 * (v * D[n]).sum()",
         "lrs[n] * (v * D[n]).sum()",
         "missing square in KL clipping",
