@@ -388,13 +388,16 @@ class KFAC(Described, Optimizer):
                 taken = self._update(found, batch)
                 preconditioner.finish(found, taken)
                 self._keep_place_for_carrier()
+                if self._rest is not None and taken is not None:
+                    self._step_rest(self._rest, taken)
             return result
 
     def _update(self, found: StepGradients, batch: BatchLoss | None) -> Tensor | None:
         """Update parameters: with curvature by the natural gradient, others by AdamW or the user's optimizer.
 
         Returns:
-            The flag whether the step was taken, if it is still on an accelerator.
+            The flag whether the step was taken; `None` with a quadratic model, which has also tried a step of the
+            user's optimizer.
         """
         preconditioner, curvature = self.preconditioner, self.preconditioner.curvature
         natural, others = found.natural, found.others
@@ -407,8 +410,6 @@ class KFAC(Described, Optimizer):
                     trend = preconditioner.trend
                     allowed = self._scale.allowed(trend.mean, trend.progress, self.param_groups)
                 taken = self._updates.take(self.state, natural, own, found.good, allowed)
-            if self._rest is not None:
-                self._step_rest(self._rest, taken)
         else:
             taken = None
             unit = preconditioner.unit
@@ -424,7 +425,7 @@ class KFAC(Described, Optimizer):
             factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
             curvature.note_trial(trial, factor)
         curvature.note_products()
-        return taken if sync.is_asynchronous(found.good.device) else None
+        return taken
 
     def _step_rest(self, rest: Rest, taken: Tensor) -> None:
         """Let the user's optimizer take its step if this one was taken."""

@@ -297,7 +297,7 @@ class Preconditioner(Described):
         """Replace gradients by natural gradients if all of them are finite.
 
         Returns:
-            The flag whether they are, on an accelerator; `None` if the host knows it.
+            The flag whether they are; `None` if the host knows that they are not.
         """
         taken = found.good.clone()
         share = 1 / self.unit
@@ -320,7 +320,7 @@ class Preconditioner(Described):
                 local_part(p.grad).copy_(new)
             self._written[name] = weakref.ref(p.grad), local_part(p.grad)._version
         self.curvature.note_products()
-        return taken if on_device else None
+        return taken
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -409,9 +409,10 @@ class Preconditioner(Described):
 
         Args:
             found: The result of `learn`.
-            taken: The flag whether the step was taken, if it is still on an accelerator. It is read in a later step.
+            taken: The flag whether the step was taken; `None` if the host knows it. From an accelerator, it is read in
+                a later step.
         """
-        if taken is not None:
+        if taken is not None and sync.is_asynchronous(taken.device):
             flags = [found.good, found.finite, taken, *([] if found.added is None else [found.added])]
             self.pending.add(found.fine, flags)
         self.curvature.costs.end_step()

@@ -160,6 +160,7 @@ def test_gradients_come_back_after_an_error() -> None:
     with pytest.raises(ValueError, match="failed"):
         optimizer.step()
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    assert optimizer.steps == 1  # KFAC has taken its step.
 
 
 def test_its_state_is_its_own() -> None:
