@@ -110,7 +110,7 @@ def models() -> dict[str, nn.Module]:
 
 def factor_bytes(optimizer: KFAC) -> tuple[int, int]:
     """Return bytes of all factors, and bytes of factors and inverses on this rank."""
-    averages = optimizer._curvature.averages.values()
+    averages = optimizer.preconditioner.curvature.averages.values()
     factors = sum(f.values.nbytes for a in averages for f in (a.factors.A, a.factors.B))
     return factors, factors + sum(a.inverse.nbytes for a in averages if a.inverse is not None)
 

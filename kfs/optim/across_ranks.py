@@ -57,10 +57,9 @@ from kfs.factors.compute import not_covered
 from kfs.factors.layout import Key
 from kfs.factors.settings import Products
 from kfs.losses import describe
-from kfs.optim.averages import Average, Inverted
+from kfs.optim.averages import Average, Inverted, StepSums
 from kfs.optim.fsdp import gathered, group_of, own_parts
 from kfs.optim.inverses import Inverses
-from kfs.optim.step_sums import StepSums
 from kfs.problem.isolation import equal_up_to_round_off
 from kfs.problem.whole_parameters import is_sharded, model_to_run
 from kfs.runtime import sync
@@ -326,7 +325,8 @@ def _with_copied_summands(average: Average) -> Average:
     eigen = average.eigen
     if eigen is not None:
         eigen = replace(eigen, values=eigen.values.clone())
-    return replace(average, factors=Kronecker(A, B), eigen=eigen)
+    weight, uses = average.weight.clone(), average.uses.clone()  # The next step changes them in place.
+    return replace(average, factors=Kronecker(A, B), weight=weight, uses=uses, eigen=eigen)
 
 
 def _factors(structure: Any) -> Iterator[Factor]:
@@ -394,11 +394,12 @@ class ReplicatedInverses:
 
     Attributes:
         like: These parameters.
+        ranks: These processes.
     """
 
     def __init__(self, like: Mapping[str, Tensor], ranks: Ranks) -> None:
         self.like = like
-        self._ranks = ranks
+        self.ranks = ranks
         self._are_sharded = ranks.are_several and any(map(is_sharded, like.values()))
 
     def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -407,7 +408,7 @@ class ReplicatedInverses:
         Args:
             parts: Parts of this process, by name: the same names in all processes, in the same order.
         """
-        return gathered(parts, self.like)
+        return gathered(parts, self.like) if self._are_sharded else dict(parts)
 
     def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Invert `gathered`: return the parts of this process.
@@ -416,7 +417,8 @@ class ReplicatedInverses:
             tensors: Tensors that this process has multiplied.
             parts: The argument of `gathered`.
         """
-        return own_parts({name: tensors[name] for name in parts}, self.like)
+        own = {name: tensors[name] for name in parts}
+        return own_parts(own, self.like) if self._are_sharded else own
 
     def all_true(self, flag: Tensor) -> Tensor:
         """Return whether a flag about unsharded tensors is true on all processes that multiply some."""
@@ -432,7 +434,7 @@ class ReplicatedInverses:
             return 1
         t = cast("Any", self.like[name])
         if not is_sharded(t):
-            return self._ranks.size
+            return self.ranks.size
         return prod(
             size for size, placed in zip(t.device_mesh.shape, t.placements, strict=True) if not placed.is_shard()
         )
@@ -443,8 +445,8 @@ class ReplicatedInverses:
 
     def _added_up(self, t: Tensor) -> Tensor:
         """Return the sum of a number over all processes."""
-        result = t.to(self._ranks.device_for(t.device), copy=True)
-        dist.all_reduce(result, group=self._ranks.group)
+        result = t.to(self.ranks.device_for(t.device), copy=True)
+        dist.all_reduce(result, group=self.ranks.group)
         return result.to(t.device)
 
 
@@ -484,7 +486,7 @@ class OwnedInverses(ReplicatedInverses):
 
     def all_true(self, flag: Tensor) -> Tensor:
         """Return whether a flag is true on all owners."""
-        return all_true(self._ranks, flag)
+        return all_true(self.ranks, flag)
 
     def sum(self, t: Tensor) -> Tensor:
         """Return the sum of a number over all owners."""
@@ -492,8 +494,8 @@ class OwnedInverses(ReplicatedInverses):
 
     def _divided(self, names: Iterable[str]) -> tuple[list[str], list[list[str]]]:
         """Return the names of tensors that this process owns, and the names by owner."""
-        found = [[name for name in names if self.owners[name] == rank] for rank in range(self._ranks.size)]
-        return found[self._ranks.rank], found
+        found = [[name for name in names if self.owners[name] == rank] for rank in range(self.ranks.size)]
+        return found[self.ranks.rank], found
 
     @staticmethod
     def _widest(parts: Mapping[str, Tensor]) -> Tensor:
@@ -508,7 +510,7 @@ class OwnedInverses(ReplicatedInverses):
         lengths = [sum(map(prod, some)) for some in shapes]
         result = like.new_empty(sum(lengths))
         splits = [sum(t.numel() for t in some) for some in sent]
-        dist.all_to_all_single(result, flat, lengths, splits, group=self._ranks.group)
+        dist.all_to_all_single(result, flat, lengths, splits, group=self.ranks.group)
         pieces = iter(result.split([prod(shape) for some in shapes for shape in some]))
         return [[next(pieces).reshape(*shape) for shape in some] for some in shapes]
 
@@ -534,7 +536,7 @@ _WAYS_OUT = {
     "Buffers": "Copy the buffers of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
 }
 _MADE_WITH = "settings of the optimizer"
-_NO_SETTINGS = {"self", "model", "loss", "params", "group"}
+_NO_SETTINGS = {"self", "model", "loss", "params", "rest", "group"}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -549,7 +551,7 @@ def agreed(where: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with cast("Any", args[0])._exchange.ranks.agreed(where):
+            with cast("Any", args[0]).exchange.ranks.agreed(where):
                 return method(*args, **kwargs)
 
         return run
@@ -567,7 +569,7 @@ def made_by_all(init: Callable[P, None]) -> Callable[P, None]:
         with suppress(KfsError):  # It is raised again below.
             if isinstance(given.get("model"), nn.Module):
                 ranks = Exchange.of(given["model"], given.get("group"))[1].ranks
-        with ranks.agreed("kfs.optim.KFAC"):
+        with ranks.agreed(f"kfs.optim.{type(given['self']).__name__}"):
             init(*args, **kwargs)
             bound = signature(init).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -576,7 +578,7 @@ def made_by_all(init: Callable[P, None]) -> Callable[P, None]:
             names = {name: list(p.shape) for name, p in model_to_run(bound.arguments["model"]).named_parameters()}
             facts = {"Settings": settings, "Losses": loss, "Shapes of parameters": names}
             way_out = "Make the optimizer with the same model, loss and settings in all processes."
-            exchange: Exchange = given["self"]._exchange
+            exchange: Exchange = given["self"].exchange
             exchange.made_with = {n: Same(values, way_out) for n, values in facts.items()}
             if ranks.are_several:
                 check_same(ranks, _MADE_WITH, exchange.made_with)

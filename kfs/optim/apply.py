@@ -1,57 +1,41 @@
-"""In-place updates of parameters and optimizer state, and pending checks of steps that the device decides.
+"""In-place updates of parameters and optimizer state.
 
 The update rule lives in `kfs.optim.update_rule`, the recording of CUDA graphs in `kfs.runtime.cuda_graphs`.
 
-On an accelerator, flags say whether gradients are finite and of a usual size, and whether a step is taken. The host
-does not wait for these flags. The device applies them: if a flag is false, averages and parameters do not change. The
-host continues as if all flags were true. When it reads them later (`PendingChecks`), they have long arrived. Then it
-counts failures and corrects its own numbers. Flags are read at the start of the next step with new factors, and
-whenever states, reports or events are requested, because these depend on them.
+On an accelerator, a flag says whether a step is taken (see `kfs.optim.preconditioner`). If it is false, nothing
+changes.
+
+The *age* of a parameter is the number of gradients that have entered its averages. Parameters with a common history
+share one tensor, so that the host can update them together without knowing their age.
 """
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
+from kfs.optim.across_ranks import ReplicatedInverses
 from kfs.optim.averages import copied_to
-from kfs.optim.curvature import Curvature
+from kfs.optim.curvature import StepNotFiniteError
 from kfs.optim.fsdp import local_part
-from kfs.optim.last_good_step import GoodStep, LastGoodStep
-from kfs.optim.parameters import Parameters
+from kfs.optim.options import Parameters
+from kfs.optim.preconditioner import Preconditioner
 from kfs.optim.quadratic_model import Trial, try_step
 from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers
-from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, correction, natural_step, total_size
+from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, correction, natural_step
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import NO_GUARD, Guard, Replayer, RunKey
-from kfs.runtime.nested import mapped
 from kfs.runtime.precision import at_least_float32, tf32, uses_tf32
-from kfs.runtime.sync import Message
 
 log = logging.getLogger("kfs.optim")
-# After this many steps without new factors, flags of the oldest are read. The latest may not have arrived yet.
-_MOST = 64
-_LEFT = 16
-
 State = MutableMapping[Tensor, dict[str, Any]]
 _BETAS = (0.9, 0.95)
-
-
-class StepNotFiniteError(Exception):
-    """Gradients are finite, but products with inverses are not."""
-
-
-class StepOutcome(NamedTuple):
-    """The outcome of a step that an accelerator decides."""
-
-    names: tuple[str, ...]  # updated parameters; their ages are incremented in any case
-    flag: Tensor  # whether the step was taken; the next step may overwrite it
+# Names of averages in the state of a parameter, by whether AdamW trains it.
+_AVERAGES = {True: ("exp_avg", "exp_avg_sq"), False: ("average",)}
 
 
 @dataclass(frozen=True)
@@ -60,36 +44,44 @@ class UpdateBatch:
 
     Attributes:
         names: Their names.
-        numbers: Learning rate, decay factor and bias correction, as in `ParameterGroup`; for AdamW, also the bias
-            correction of squares.
+        numbers: Learning rate and decay factor, as in `ParameterGroup`.
         momentum: Fraction of the averages that is kept.
         decays: Whether weights decay.
+        age: Their age, shared by all of them.
     """
 
     names: tuple[str, ...]
-    numbers: tuple[float, ...]
+    numbers: tuple[float, float]
     momentum: float
     decays: bool
+    age: Tensor
+
+    def add_to_age(self, params: Parameters, state: State, taken: Tensor) -> None:
+        """Increment the age if a step was taken. Other parameters that share it keep the old one."""
+        age = self.age + taken
+        for name in self.names:
+            state[params.tensors[name]]["age"] = age
 
 
 def update_batches(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[UpdateBatch]:
     """Divide parameters into batches that are updated with the same hyperparameters."""
     found: dict[tuple[int, int], list[str]] = {}
+    fresh: Tensor | None = None
     for name in names:
-        age = state_of(state, params.tensors[name], adamw)["age"]
-        found.setdefault((id(params.groups[name]), age), []).append(name)
+        p = params.tensors[name]
+        mine = state[p]
+        if _AVERAGES[adamw][-1] not in mine:
+            fresh = new_age(p.device) if fresh is None else fresh
+            start_averages(state, p, adamw, fresh)
+        found.setdefault((id(params.groups[name]), id(mine["age"])), []).append(name)
     result = []
-    for (_, age), same in found.items():
+    for same in found.values():
         group = params.groups[same[0]]
-        momentum = float(group["momentum"])
         lr, decay = float(group["lr"]), float(group["weight_decay"])
-        numbers: tuple[float, ...] = (lr, 1 - lr * decay, correction(momentum, age + 2))
-        if adamw:
-            # Weights decay relative to lr, as for all parameters.
-            bias = [correction(beta, age + 1) for beta in _BETAS]
-            numbers = (lr * float(group["adamw_lr"]), 1 - lr * decay, *bias)
-            momentum = _BETAS[0]
-        result.append(UpdateBatch(tuple(same), numbers, momentum, decay != 0))
+        # Weights decay relative to lr, as for all parameters.
+        numbers = (lr * float(group["adamw_lr"]) if adamw else lr, 1 - lr * decay)
+        momentum = _BETAS[0] if adamw else float(group["momentum"])
+        result.append(UpdateBatch(tuple(same), numbers, momentum, decay != 0, state[params.tensors[same[0]]]["age"]))
     return result
 
 
@@ -102,19 +94,17 @@ def natural_updates(
     params: Parameters,
     state: State,
     parts: Sequence[UpdateBatch],
+    ages: Sequence[Tensor],
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
-    precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-    kl_clip: float | None,
+    preconditioner: Preconditioner,
     taken: Tensor,
-    communication: ReplicatedInverses,
     scale: Tensor | None,
 ) -> None:
-    """Update parameters that have curvature, given gradients of the average over examples.
+    """Update parameters that have curvature, given gradients of the average over examples, and the ages of batches.
 
-    With `kl_clip`, the change of predictions, as measured by the curvature, is limited. On an accelerator, the host
-    does not check whether steps are finite: `precondition` sets the flag `taken`, and nothing changes if it is false.
-    The numbers of the step scale, if given as `scale`, change in place.
+    On an accelerator, the host does not check whether steps are finite: `preconditioner` sets the flag `taken`, and
+    nothing changes if it is false. The numbers of the step scale, if given as `scale`, change in place.
 
     Raises:
         StepNotFiniteError: If steps are not finite, on a CPU; nothing has changed then.
@@ -123,7 +113,10 @@ def natural_updates(
         return
     on_device = sync.is_asynchronous(taken.device)
     allowed = None if scale is None else next(numbers)
-    shares = [_share(params, state, part, "average", numbers, grads) for part in parts]
+    shares = [
+        _share(params, state, part, "average", numbers, grads, correction(part.momentum, age + 2))
+        for part, age in zip(parts, ages, strict=True)
+    ]
     if on_device:
         shares = [share._replace(taken=taken) for share in shares]
     names = [name for part in parts for name in part.names]
@@ -131,53 +124,19 @@ def natural_updates(
     if scale is not None and allowed is not None:
         means = [[local_part(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
         shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
+        communication = preconditioner.curvature.communication(params)
         scaled = _scaled(scale, shares, parts, communication, allowed, taken)
         shares = [_with_scale(share, scaled[2].exp()) for share in shares]
 
-    def clipped(u: Tensors) -> Tensors:
-        own = dict(zip(names, u, strict=True))
-        ahead = communication.gathered(own)
-        # All processes either take the step, or skip it, or raise.
-        D, problem = _multiplied(precondition, ahead, communication, taken)
-        _agree_on_steps(D, communication, taken)
-        if kl_clip is not None:
-            lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
-            # Gradients that are not finite are not clipped: their length is undefined.
-            shorter = torch.where(taken, _shorter(kl_clip, lrs, ahead, D, communication, u[0].new_zeros(())), 1.0)
-            D = {n: shorter * d for n, d in D.items()}
-        steps = list(communication.scattered(D, own).values())
-        if problem is not None:
-            raise problem
-        return steps
+    def multiplied(u: Tensors) -> Tensors:
+        lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
+        ahead = dict(zip(names, u, strict=True))
+        half = preconditioner.watch.in_half_precision
+        return list(preconditioner.curvature.natural_gradient(ahead, params, lrs, taken, half).values())
 
-    natural_step(shares, clipped)
+    natural_step(shares, multiplied)
     if scale is not None and scaled is not None:
         scale.copy_(torch.where(taken, scaled, scale))
-
-
-def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
-    """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
-    if sync.is_asynchronous(taken.device):
-        # So far, the flag is about the products of this process.
-        everywhere = communication.all_true(taken)
-        if everywhere is not taken:
-            taken.copy_(everywhere)
-    elif not communication.all_true(total_size(list(D.values())).isfinite()):
-        raise StepNotFiniteError
-
-
-def _shorter(
-    kl_clip: float,
-    lrs: Mapping[str, Scalar],
-    ahead: Mapping[str, Tensor],
-    D: Mapping[str, Tensor],
-    communication: ReplicatedInverses,
-    zero: Tensor,
-) -> Tensor:
-    """Return the factor that keeps the change of predictions by a step within the limit."""
-    change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
-    result: Tensor = (kl_clip / communication.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
-    return result
 
 
 def _scaled(
@@ -214,46 +173,22 @@ def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], commu
     return torch.stack(slopes).sum()
 
 
-def _multiplied(
-    precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-    ahead: dict[str, Tensor],
-    communication: ReplicatedInverses,
-    taken: Tensor,
-) -> tuple[dict[str, Tensor], Exception | None]:
-    """Multiply with inverses. An error is returned, not raised, if other processes wait for the products.
-
-    On an accelerator, these processes get zeros, take no step, and raise at its end. On a CPU, they are notified
-    earlier.
-    """
-    if not (isinstance(communication, OwnedInverses) and sync.is_asynchronous(taken.device)):
-        return precondition(ahead), None
-    try:
-        return precondition(ahead), None
-    except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
-        taken.fill_(False)
-        return {name: torch.zeros_like(t) for name, t in ahead.items()}, problem
-
-
 def adamw_updates(
     params: Parameters,
     state: State,
     parts: Sequence[UpdateBatch],
+    ages: Sequence[Tensor],
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
     taken: Tensor,
 ) -> None:
     """Update other parameters by AdamW. On an accelerator, nothing changes unless the step is `taken`."""
     on_device = sync.is_asynchronous(taken.device)
-    for part in parts:
-        share = _share(params, state, part, "exp_avg", numbers, grads)
+    for part, age in zip(parts, ages, strict=True):
+        of_gradients, of_squares = (correction(beta, age + 1) for beta in _BETAS)
+        share = _share(params, state, part, "exp_avg", numbers, grads, of_gradients)
         squares = [local_part(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
-        adamw_step(share._replace(taken=taken if on_device else None), squares, _BETAS[1], next(numbers))
-
-
-def increment_age(params: Parameters, state: State, names: Iterable[str], by: int = 1) -> None:
-    """Change the ages of parameters: the numbers of gradients that have entered their averages."""
-    for name in names:
-        state[params.tensors[name]]["age"] += by
+        adamw_step(share._replace(taken=taken if on_device else None), squares, _BETAS[1], of_squares)
 
 
 def _share(
@@ -263,12 +198,13 @@ def _share(
     average: str,
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
+    corrected: Scalar,
 ) -> ParameterGroup:
     """Return parameters with gradients, averages and numbers; for sharded ones, the part of this process."""
     tensors = [params.tensors[n] for n in part.names]
     averages = [local_part(state[p][average]) for p in tensors]
     own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
-    lr, kept, corrected = (next(numbers) for _ in range(3))
+    lr, kept = next(numbers), next(numbers)
     # The host knows which weights do not decay, and skips their multiplication by one.
     left = kept if part.decays else 1.0
     return ParameterGroup([local_part(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
@@ -278,108 +214,81 @@ class Updates:
     """Takes steps with the natural gradient, and with AdamW for parameters that are not covered.
 
     Args:
-        params: All parameters.
-        curvature: Multiplies with inverses.
-        kl_clip: Limit for the change of predictions in a step.
-        replay: Whether steps on a GPU are recorded as CUDA graphs.
+        preconditioner: Multiplies with inverses.
         scale: The scale of steps; `None` for whole steps.
     """
 
-    def __init__(
-        self, params: Parameters, curvature: Curvature, kl_clip: float | None, replay: bool, scale: StepScale | None
-    ) -> None:
-        self._params = params
-        self._curvature = curvature
-        self._kl_clip = kl_clip
-        self._replay = replay
+    def __init__(self, preconditioner: Preconditioner, scale: StepScale | None) -> None:
+        self._preconditioner = preconditioner
         self._scale = scale
         self._replayer: Replayer | None = None
         self._taken: Tensor | None = None  # flag of the last step, in memory that recordings write
-        self._at_owners: OwnedInverses | None = None
+
+    def close(self) -> None:
+        """Free recordings."""
+        if self._replayer is not None:
+            self._replayer.close()
 
     def take(
-        self,
-        state: State,
-        natural: dict[str, Tensor],
-        rest: dict[str, Tensor],
-        finite: Tensor,
-        unit: float,
-        half: bool,
-        allowed: float,
-    ) -> StepOutcome | None:
+        self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], good: Tensor, allowed: float
+    ) -> Tensor:
         """Take a step.
 
         Args:
             state: State of the optimizer.
             natural: Gradients of covered parameters.
             rest: Gradients of parameters that AdamW trains.
-            finite: Flag: whether all gradients are usable. Only a GPU evaluates it; otherwise, the host has checked it.
-            unit: The loss is this many times the average over examples.
-            half: Whether gradients were computed in half precision. If so, a GPU multiplies in TF32.
+            good: Flag: whether all gradients are usable. Only a GPU evaluates it; otherwise, the host has checked it.
             allowed: The largest allowed overshoot of the latest steps, if steps have a scale.
 
         Returns:
-            The outcome that is still on an accelerator; `None` if the host knows it.
+            The flag whether the step was taken. The next step overwrites it.
         """
-        params, curvature = self._params, self._curvature
+        preconditioner, params = self._preconditioner, self._preconditioner.params
         parts = update_batches(params, state, natural, adamw=False)
         others = update_batches(params, state, rest, adamw=True)
         grads = {**natural, **rest}
-        scale = None if self._scale is None else self._scale.numbers_on(finite.device)
+        scale = None if self._scale is None else self._scale.numbers_on(good.device)
         if scale is not None:
             for name in natural:
                 keep_mean_step(state, params.tensors[name])
 
-        on_device = sync.is_asynchronous(finite.device)
-        communication = self._communication()
-
-        if self._replayer is None or self._taken is None or self._taken.device != finite.device:
-            self._replayer = Replayer("Updates", log, finite.device, self._replay)
-            self._taken = torch.empty_like(finite)
+        if self._replayer is None or self._taken is None or self._taken.device != good.device:
+            self._replayer = Replayer("Updates", log, good.device, preconditioner.replay)
+            self._taken = torch.empty_like(good)
         taken = self._taken
+        unit = preconditioner.unit  # The loss is this many times the average over examples.
+        half = preconditioner.watch.in_half_precision  # If so, a GPU multiplies in TF32.
 
         # An accelerator sets `taken` to false if the step is not finite. Parameters and state do not change then.
-        def update(inputs: tuple[list[Tensor], Tensor], numbers: Sequence[Scalar]) -> None:
-            given, are_finite = inputs
-            taken.copy_(are_finite)
-
-            def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
-                flag = taken if on_device else None
-                return curvature.precondition(u, params.tensors, params.groups, limit=True, taken=flag, half=half)
-
+        def update(inputs: tuple[list[Tensor], Tensor, list[Tensor]], numbers: Sequence[Scalar]) -> None:
+            given, are_good, ages = inputs
+            own_ages, other_ages = ages[: len(parts)], ages[len(parts) :]
+            taken.copy_(are_good)
             values = iter(numbers)
             mine = dict(zip(grads, given, strict=True))
             share = next(values)
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                natural_updates(
-                    params, state, parts, values, mine, precondition, self._kl_clip, taken, communication, scale
-                )
-            adamw_updates(params, state, others, values, mine, taken)
+                natural_updates(params, state, parts, own_ages, values, mine, preconditioner, taken, scale)
+            adamw_updates(params, state, others, other_ages, values, mine, taken)
 
         is_enabled = self._replayer.is_enabled
         guard = Guard(place=self._place(state, parts, others, grads, unit, half)) if is_enabled else NO_GUARD
         numbers = [1 / unit, *([] if scale is None or not parts else [allowed]), *all_numbers(parts)]
         numbers += all_numbers(others)
+        ages = [part.age for part in (*parts, *others)]
         try:
-            self._replayer.run(RunKey(), update, (list(grads.values()), finite), guard, numbers)
+            self._replayer.run(RunKey(), update, (list(grads.values()), good, ages), guard, numbers)
         except StepNotFiniteError:
-            curvature.note_overflow()
-            return None
+            preconditioner.curvature.note_overflow()
+            return taken.fill_(False)
         # Autograd does not notice that a CUDA graph changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
-        increment_age(params, state, grads)
-        return StepOutcome(tuple(grads), taken) if on_device else None
-
-    def _communication(self) -> ReplicatedInverses:
-        """Return how gradients are exchanged between processes to multiply them with inverses."""
-        if not self._curvature.at_owners:
-            return ReplicatedInverses(self._params.tensors, self._curvature.ranks)
-        if self._at_owners is None or self._at_owners.like is not self._params.tensors:
-            self._at_owners = OwnedInverses(self._params.tensors, self._curvature.ranks)
-        self._at_owners.owners = self._curvature.owners
-        return self._at_owners
+        for part in (*parts, *others):
+            part.add_to_age(params, state, taken)
+        return taken
 
     def _place(
         self,
@@ -391,8 +300,8 @@ class Updates:
         half: bool,
     ) -> Hashable:
         """Return everything that a recording depends on: updates at the same place perform the same operations."""
-        params = self._params
-        stacks = self._curvature.inverses.stacks(self._curvature.averages.values())
+        params, curvature = self._preconditioner.params, self._preconditioner.curvature
+        stacks = curvature.inverses.stacks(curvature.averages.values())
         tensors = [t for n in grads for t in (params.tensors[n], *_tensors_in(state[params.tensors[n]]))]
         return (
             tuple((part.names, part.momentum, part.decays) for part in (*parts, *others)),
@@ -405,7 +314,8 @@ class Updates:
 
 
 def _tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)]
+    """Return the tensors of a state that change in place."""
+    return [value for name, value in state.items() if isinstance(value, Tensor) and name != "age"]
 
 
 def tried_updates(
@@ -414,10 +324,11 @@ def tried_updates(
     steps: dict[str, Tensor],
     grads: dict[str, Tensor],
     rest: dict[str, Tensor],
+    step_rest: Callable[[], None] | None,
     change: Callable[[], float],
     noise: float,
 ) -> Trial:
-    """Take given steps, and AdamW steps for other parameters, and shorten them until the loss falls.
+    """Take given steps, and steps for other parameters, and shorten them until the loss falls.
 
     If a step is taken, weights decay by the full amount, even if the step was shortened. This may increase the loss.
 
@@ -426,7 +337,8 @@ def tried_updates(
         state: State of the optimizer.
         steps: Steps, to be multiplied by learning rates.
         grads: Gradients of the loss for these parameters.
-        rest: Gradients of parameters that AdamW trains. Its averages change even if the step is taken back.
+        rest: Gradients of other parameters. The averages for them change even if the step is taken back.
+        step_rest: Takes the step for these; `None` for AdamW.
         change: Evaluates the change of the loss since the call.
         noise: Round-off of the loss.
     """
@@ -435,9 +347,14 @@ def tried_updates(
     slope = sum(lrs[n] * float((grads[n] * s).sum()) for n, s in steps.items())
     for n, s in steps.items():
         params.tensors[n].add_(s, alpha=lrs[n])
-    parts = update_batches(params, state, rest, adamw=True)
-    adamw_updates(params, state, parts, iter(all_numbers(parts)), rest, torch.tensor(True))
-    increment_age(params, state, rest)
+    if step_rest is None:
+        parts = update_batches(params, state, rest, adamw=True)
+        taken = torch.tensor(True)
+        adamw_updates(params, state, parts, [part.age for part in parts], iter(all_numbers(parts)), rest, taken)
+        for part in parts:
+            part.add_to_age(params, state, taken)
+    else:
+        step_rest()
     trial = try_step([params.tensors[n] for n in old], list(old.values()), change, slope, noise)
     for n in steps if trial.share else ():
         params.tensors[n].sub_(old[n], alpha=lrs[n] * params.groups[n]["weight_decay"])
@@ -450,18 +367,22 @@ def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]
     PyTorch has already converted it to the precision of the parameters, but averages may be more precise.
     """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
+    ages: dict[tuple[torch.device, int], Tensor] = {}
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         mine = saved["state"].get(i, {})
         # For a sharded parameter, only the part of this process is copied.
         if mine:
-            state[p] = copied_to(p.device, mapped(mine, partial(_sharded_like, p)) if is_sharded(p) else mine)
+            mine = {name: _sharded_like(p, t) if isinstance(t, Tensor) and t.ndim else t for name, t in mine.items()}
+            state[p] = copied_to(p.device, mine)
+            if "age" in mine:  # Parameters of the same age are updated together.
+                state[p]["age"] = ages.setdefault((p.device, int(mine["age"])), state[p]["age"])
         else:
             state.pop(p, None)
 
 
 def _sharded_like(p: Tensor, t: Tensor) -> Tensor:
     """Return a tensor of a state, sharded in any way, with the sharding of a parameter."""
-    return sharded_like(whole(t), p)
+    return sharded_like(whole(t), p) if is_sharded(p) else t
 
 
 def keep_mean_step(state: State, p: Tensor) -> None:
@@ -470,83 +391,15 @@ def keep_mean_step(state: State, p: Tensor) -> None:
         state[p]["mean_step"] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
 
 
-def state_of(state: State, p: Tensor, adamw: bool) -> dict[str, Any]:
-    """Return a parameter's state. New averages are zeros in float32 or better."""
+def new_age(device: torch.device) -> Tensor:
+    """Return the age of parameters whose averages start now."""
+    return torch.zeros((), dtype=torch.float64, device=device)
+
+
+def start_averages(state: State, p: Tensor, adamw: bool, age: Tensor) -> None:
+    """Add missing averages to the state of a parameter: zeros in float32 or better, with a new age."""
     mine = state[p]
-    for name in ("exp_avg", "exp_avg_sq") if adamw else ("average",):
+    for name in _AVERAGES[adamw]:
         if name not in mine:
             mine[name] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
-            mine["age"] = 0
-    return mine
-
-
-class _PendingStep(NamedTuple):
-    """A step with flags that the host has not read."""
-
-    fine: GoodStep  # the last good step, if gradients were usable
-    names: tuple[str, ...]  # parameters with incremented ages, as if the step was taken
-    # In this order: gradients usable, gradients finite, step taken, and, if there were new factors, factors added.
-    flags: Message
-
-
-@dataclass(eq=False)
-class PendingChecks:
-    """Steps with flags that are still on the device."""
-
-    curvature: Curvature
-    last_good_step: LastGoodStep
-    params: Parameters
-    _steps: list[_PendingStep] = field(default_factory=list)
-
-    def add(self, state: State, fine: GoodStep, finite: Tensor, good: Tensor, taken: StepOutcome) -> None:
-        """Send the flags of a step to the host.
-
-        Args:
-            state: State of the optimizer.
-            fine: Describes the step.
-            finite: Flag: gradients are finite.
-            good: Flag: gradients are finite and of a usual size.
-            taken: Outcome of the step.
-        """
-        flags = [good, finite, taken.flag]
-        if self.curvature.unconfirmed is not None:
-            flags.append(self.curvature.unconfirmed)
-            self.curvature.unconfirmed = None
-        self._steps.append(_PendingStep(fine, taken.names, Message(torch.stack(flags))))
-        if len(self._steps) >= _MOST:
-            self._read(state, len(self._steps) - _LEFT)
-
-    def read_all(self, state: State) -> None:
-        """Read all flags, count failures, and correct host state that assumed that nothing failed."""
-        self._read(state, len(self._steps))
-        self.curvature.note_failures()
-
-    def forget(self) -> None:
-        """Discard all steps, after another state was loaded."""
-        self._steps.clear()
-
-    def _read(self, state: State, count: int) -> None:
-        """Read the flags of the oldest steps."""
-        steps = self._steps[:count]
-        del self._steps[:count]
-        for one in steps:
-            good, finite, taken, *added = one.flags.read()
-            if good:
-                self.last_good_step.note(one.fine)
-            else:
-                self.note_skipped(finite)
-            if added:
-                self.curvature.confirm(good, added[0])
-            if good and not taken:
-                self.curvature.note_overflow()
-            if not taken:
-                increment_age(self.params, state, one.names, by=-1)
-
-    def note_skipped(self, finite: bool) -> None:
-        """Count a step that was skipped: its loss or gradients are not finite, or its gradients are far too large."""
-        if finite:
-            text = "gradients are absurdly larger than all before, and the step was skipped"
-            self.curvature.events.note("refused_gradients", text)
-            return
-        self.curvature.note_trouble("skipped_steps", "the loss or gradients are not finite, and the step was skipped")
-        self.last_good_step.note_skipped()
+            mine["age"] = age

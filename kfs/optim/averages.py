@@ -1,18 +1,18 @@
-"""Moving averages of Kronecker factors, one per block, and the damped inverses that were last computed from them.
+"""Sums from the passes of one step, and moving averages of Kronecker factors, with the last inverses of these.
 
 Averages are per example: they depend neither on the batch size nor on the loss's reduction. They start at zero, and the
 resulting bias is corrected when an inverse is computed.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfs.factors.accumulate import Squares
+from kfs.factors.accumulate import BlockSums, Squares
 from kfs.factors.block import Block
 from kfs.factors.blocks import (
     Eigenbasis,
@@ -24,7 +24,7 @@ from kfs.factors.blocks import (
     computable,
     damped_inverse,
 )
-from kfs.factors.layout import Layout, Side
+from kfs.factors.layout import Key, Layout, Side
 from kfs.runtime.nested import mapped
 
 Unit = Literal["relative", "absolute"]
@@ -32,38 +32,92 @@ Unit = Literal["relative", "absolute"]
 _LEAST_DAMPING = 1e-20
 
 
-class Before(NamedTuple):
-    """Numbers of an average before factors were added, for as long as the host does not know whether they were."""
+# By block: its layout, and a sum of squared gradients in its eigenbasis that starts at zero.
+Bases = Mapping[Key, tuple[Layout, Squares]]
 
-    good: Tensor  # flag on the device: whether factors were added
-    weight: float
-    uses: float
+
+@dataclass
+class StepSums:
+    """Sums and counts from the passes of one step."""
+
+    num_data: int
+    examples: float = 0.0  # divisor of an average over examples
+    count: float = 0.0  # divisor of a mean over targets
+    finite: bool = True  # whether predictions, and gradients of the loss with respect to them, were finite
+    mismatch: float = 0.0  # relative distance between gradients of the loss and of the declared loss
+    other: str = ""  # name of another loss that the gradients belong to
+    # For each pass: the factor between the loss and the sum of criteria (`None` if unknown), and `count`.
+    scales: list[tuple[float | None, float]] = field(default_factory=list)
+    in_model: bool = False  # whether a model was given labels, and computes the loss itself
+    square: float = 0.0  # squared length of the loss's gradients
+    deviance: float = 0.0  # sum over examples; NaN if targets are unknown
+    blocks: dict[Key, BlockSums] = field(default_factory=dict)
+    squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-example gradients, in given bases
+    uncovered: dict[str, str] = field(default_factory=dict)  # parameters without a usable block, with reasons
+    inputs: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # args, kwargs and targets, if kept
+
+    def merge(self, other: "StepSums") -> None:
+        """Add the sums of another pass."""
+        # A parameter that one pass does not use may have a block in the other pass, which covers it. But if a pass has
+        # a block for it and still reports it as uncovered, a use is missing in the block.
+        both = self.uncovered.keys() & other.uncovered.keys()
+        reasons = [(one, name, why) for one in (self, other) for name, why in one.uncovered.items()]
+        self.uncovered = {name: why for one, name, why in reasons if name in both or name in one.covered}
+        for key in self.blocks.keys() & other.blocks.keys():
+            self.blocks[key] = self.blocks[key].plus(other.blocks[key])
+        self.blocks |= {key: block for key, block in other.blocks.items() if key not in self.blocks}
+        for key, squares in other.squares.items():
+            self.squares[key] = self.squares.get(key, 0) + squares
+        self.num_data += other.num_data
+        self.examples += other.examples
+        self.count += other.count
+        self.finite = self.finite and other.finite
+        self.mismatch = max(self.mismatch, other.mismatch)
+        self.other = self.other or other.other
+        self.scales += other.scales
+        self.in_model = self.in_model or other.in_model
+        self.square += other.square
+        self.deviance += other.deviance
+        self.inputs += other.inputs
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether there are factors to add to averages, or to refuse. If not, examples were only counted."""
+        return bool(self.blocks or self.uncovered) or not self.finite
+
+    @property
+    def covered(self) -> set[str]:
+        """Names of the parameters that have blocks."""
+        return {name for block in self.blocks.values() for name in block.layout.params}
 
 
 @dataclass(eq=False)
 class Average:
-    """The curvature of one block, averaged over steps."""
+    """The curvature of one block, averaged over steps.
+
+    An accelerator decides whether factors of a step are added. So all numbers that depend on it are tensors there,
+    which change in place.
+    """
 
     layout: Layout  # how the block's parameters become a matrix
     factors: Kronecker  # moving averages of both factors, each still times `weight`
-    weight: float = 0.0  # fraction of the average that does not come from its start at zero
+    weight: Tensor  # fraction of the average that does not come from its start at zero; a scalar in float64
+    uses: Tensor  # average number of inputs of the layer per example, such as positions; squared with `reduce`
     changed: bool = True  # whether factors or damping have changed since the last attempt to invert
     inverse: Structure | None = None  # the last damped inverse that could be computed
     damping: Tensor | None = None  # damping that was added to eigenvalues for this inverse, `[groups]`
     updated: int = -1  # step of the last attempt to invert
     failed: bool = False  # whether this attempt has failed
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; initialized from the factors
-    uses: float = 1.0  # average number of inputs of the layer per example, such as positions; squared with `reduce`
     input_size: Tensor | None = None  # root mean square of inputs at the last inverse, `[groups]`; a bias counts as one
     owner: int | None = None  # only rank with the inverse, a meta tensor elsewhere; `None` if all have it
-    # `weight` and `uses` assume that the last factors were added. Until `confirm`, the numbers before that are kept.
-    before: Before | None = None
 
     @classmethod
     def zeros_like(cls, block: Block) -> "Average":
         """Return an average that starts at zero, with factors stored like those of a block."""
         K = block.structure()
-        return cls(block.layout, Kronecker(_zeros_like(K.A), _zeros_like(K.B)))
+        weight = torch.zeros((), dtype=torch.float64, device=K.like.device)
+        return cls(block.layout, Kronecker(_zeros_like(K.A), _zeros_like(K.B)), weight, torch.ones_like(weight))
 
     @cached_property
     def size(self) -> Hashable:
@@ -95,20 +149,13 @@ class Average:
         Q_A, Q_B = (Q.values if Q.kind == "dense" else None for Q in (self.eigen.Q_A, self.eigen.Q_B))
         return Squares(torch.zeros_like(self.eigen.values), Q_A, Q_B)
 
-    def confirm(self, good: bool) -> None:
-        """Process whether the last factors were added; if not, restore weight and uses."""
-        if self.before is not None and not good:
-            self.weight = self.before.weight
-            self.uses = self.before.uses
-        self.before = None
-
     @classmethod
     def stored(cls) -> set[str]:
         """Return the names of all attributes that are saved."""
-        return {field.name for field in fields(cls)} - {"before", "owner"}
+        return {one.name for one in fields(cls)} - {"owner"}
 
     def state(self) -> dict[str, Any]:
-        """Return all attributes for a checkpoint. Call `confirm` first if factors were added."""
+        """Return all attributes for a checkpoint."""
         state = {name: getattr(self, name) for name in self.stored()}
         for name, value in state.items():
             if isinstance(value, Structure):
@@ -133,26 +180,23 @@ def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float, good: Tens
     Args:
         pairs: Averages, each with the block to add.
         decay: Fraction of an average that is kept.
-        good: A flag on the device; if it is false, averages do not change there. The host does not know the flag, and
-            changes weights and uses as if it was true, until `Average.confirm`.
+        good: A flag on the device; if it is false, averages do not change.
     """
+    if not pairs:
+        return
+    _add_numbers(pairs, decay, good)
     kept: list[Tensor] = []
     by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # averages and sums
     sides: tuple[Side, Side] = ("A", "B")
     for average, block in pairs:
-        average.before = None if good is None else Before(good, average.weight, average.uses)
-        average.weight = decay * average.weight + 1 - decay
         average.changed = True
-        # A bias-corrected average. Factors are sums over uses, but sizes of inputs are means.
-        uses = block.sums.inputs * block.reduction_factor
-        average.uses += (uses - average.uses) * (1 - decay) / average.weight
         for side in sides:
             factor: Factor = getattr(average.factors, side)
             if factor.kind == "identity":
                 # Numbers of positions may differ between steps. This average is bias-corrected.
                 new: Factor = getattr(block.structure(), side)
                 scale = new.scale if good is None else torch.where(good, new.scale, factor.scale)
-                factor.scale.lerp_(scale, (1 - decay) / average.weight)
+                factor.scale.lerp_(scale, ((1 - decay) / average.weight).to(scale.dtype))
                 continue
             averages, sums = by_scale.setdefault((1 - decay) * block.scale(side), ([], []))
             averages.append(factor.values)
@@ -167,6 +211,21 @@ def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float, good: Tens
     for alpha, (averages, sums) in by_scale.items():
         finite = sums if good is None else [torch.where(good, total, 0.0) for total in sums]
         torch._foreach_add_(averages, finite, alpha=alpha)
+
+
+def _add_numbers(pairs: Sequence[tuple[Average, Block]], decay: float, good: Tensor | None) -> None:
+    """Update weights and numbers of uses, in place and for all averages together."""
+    stored = [t for average, _ in pairs for t in (average.weight, average.uses)]
+    old = torch.stack(stored).reshape(-1, 2)
+    weight = decay * old[:, 0] + 1 - decay
+    # A bias-corrected average. Factors are sums over uses, but sizes of inputs are means.
+    latest = [block.sums.inputs * block.reduction_factor for _, block in pairs]
+    uses = torch.tensor(latest, dtype=torch.float64).to(old.device, non_blocking=True)
+    uses = old[:, 1] + (uses - old[:, 1]) * (1 - decay) / weight
+    new = torch.stack([weight, uses], 1)
+    if good is not None:
+        new = torch.where(good, new, old)
+    torch._foreach_copy_(stored, list(new.flatten().unbind()))
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -186,35 +245,20 @@ class Inverted(NamedTuple):
     input_size: Tensor  # root mean squares of inputs, `[stack]`
 
 
-def numbers_of(averages: Iterable[Average], damping: Iterable[float]) -> list[float]:
-    """Return the host's numbers for averages that are inverted: five numbers for each block of the stack.
-
-    These are weight, uses and damping, and weight and uses before the last factors were added.
-    """
-    numbers: list[float] = []
-    for a, added in zip(averages, damping, strict=True):
-        before = (a.weight, a.uses) if a.before is None else (a.before.weight, a.before.uses)
-        numbers += a.layout.groups * [a.weight, a.uses, added, *before]
-    return numbers
-
-
-def inverted(
-    averages: Sequence[Average], numbers: Tensor, good: Tensor | None, unit: Unit, method: Method, eigen: bool
-) -> Inverted:
+def inverted(averages: Sequence[Average], damping: Tensor, unit: Unit, method: Method, eigen: bool) -> Inverted:
     """Return damped inverses of averages that have equal keys, with corrected eigenvalues if `eigen`.
 
     Args:
         averages: Averages of blocks with factors of the same kinds and sizes.
-        numbers: Result of `numbers_of`, on the device.
-        good: Flag: whether the last factors were added, if the host does not know (see `Curvature.unconfirmed`).
+        damping: Damping of each block of the stack, on the device, `[stack]`.
         unit: Unit of damping.
         method: How damping is split between factors.
         eigen: Whether eigenvalues are corrected. If so, damping is exact.
     """
     K = Kronecker.stack([a.factors for a in averages])
-    weight, uses, damping, weight_before, uses_before = numbers.to(K.like.dtype).reshape(-1, 5).unbind(1)
-    if good is not None:
-        weight, uses = torch.where(good, weight, weight_before), torch.where(good, uses, uses_before)
+    numbers = [number for a in averages for _ in range(a.layout.groups) for number in (a.weight, a.uses)]
+    weight, uses = torch.stack(numbers).to(K.like.dtype).reshape(-1, 2).unbind(1)
+    damping = damping.to(K.like.dtype)
     K = Kronecker(_without_bias(K.A, weight), _without_bias(K.B, weight))
     corrected = _in_new_eigenbasis(K, [a.eigen for a in averages if a.eigen is not None]) if eigen else None
     structure: Structure = K if corrected is None else corrected

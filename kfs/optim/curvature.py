@@ -1,78 +1,48 @@
-"""The curvature of all blocks: averages of factors, damped inverses, and products with them.
+"""The curvature of all blocks: averages of factors, damped inverses, products with them, and pending checks.
 
 Non-finite numbers never enter an average. If an inverse cannot be computed, the previous one stays in use. Such events
 are counted and logged. After several of them in a row, damping is raised.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfs.distributed import Ranks
+from kfs.distributed import Ranks, all_true
 from kfs.errors import KfsError
 from kfs.factors.accumulate import BlockMap, BlockSums
 from kfs.factors.block import Block
 from kfs.factors.blocks import BlockError
+from kfs.factors.compute import shared_with
 from kfs.factors.layout import Key
 from kfs.optim import across_ranks
-from kfs.optim.averages import Average, add_factors
-from kfs.optim.costs import Costs, timed
+from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
+from kfs.optim.averages import Average, Bases, StepSums, add_factors
 from kfs.optim.inverses import Groups, Inverses, inverted_together
-from kfs.optim.last_good_step import UsualSizes
+from kfs.optim.last_good_step import GoodStep, LastGoodStep, UsualSizes
+from kfs.optim.options import Interval, Parameters, interval_at
 from kfs.optim.quadratic_model import Trial
-from kfs.optim.step_sums import Bases, StepSums
+from kfs.optim.report import Costs, Events
+from kfs.optim.update_rule import Scalar, total_size
+from kfs.runtime import sync
+from kfs.runtime.sync import Message
 
-log = logging.getLogger("kfs.optim")
-# A number of steps, or a function that returns it for the current step.
-Interval = int | Callable[[int], int]
 _DAMPING_RISE = 10.0
 # Limits of the factor that multiplies dampings. Beyond them, it has no further effect on steps, and may overflow.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-10, 1e10
 # Factors of a batch are refused if they are more than this many times larger than the largest so far.
 _FACTORS_LIMIT = 1e4
+# After this many steps without new factors, flags of the oldest are read. The latest may not have arrived yet.
+_MOST = 64
+_LEFT = 16
 _RECOVERY = 20  # A raise of damping is undone after this many times `patience` successes in a row.
 
 
-def interval_at(interval: Interval, step: int) -> int:
-    """Return the number of steps between two computations that applies at this step."""
-    return max(1, interval(step) if callable(interval) else interval)
-
-
-@dataclass
-class Events:
-    """How often something went wrong.
-
-    Attributes:
-        skipped_steps: Steps skipped because the loss, gradients or products with inverses were not finite.
-        refused_gradients: Steps skipped because gradients were more than 100 times larger than before.
-        refused_statistics: Factors that were not added to averages, because they were not finite, or more than 10,000
-            times larger than before.
-        failed_inverses: Decompositions that failed. The previous inverse stayed in use.
-        raised_damping: Raises of damping, after several skipped steps, refused statistics or failed inverses in a row.
-        shortened_steps: With a quadratic model, steps that were shortened because the loss on the batch did not fall.
-        rejected_steps: Steps that were taken back because the loss did not fall, however short they were.
-        rising_losses: How often the loss had been far above its lowest value for many steps.
-    """
-
-    skipped_steps: int = 0
-    refused_gradients: int = 0
-    refused_statistics: int = 0
-    failed_inverses: int = 0
-    raised_damping: int = 0
-    shortened_steps: int = 0
-    rejected_steps: int = 0
-    rising_losses: int = 0
-
-    def note(self, name: str, text: str) -> None:
-        """Count an event. Log the first, second, fourth, eighth, ... of its kind."""
-        count = getattr(self, name) + 1
-        setattr(self, name, count)
-        if count & (count - 1) == 0:  # a power of two
-            log.warning("kfs.optim: %s%s.", text, "" if count == 1 else f" ({count} times so far)")
+class StepNotFiniteError(Exception):
+    """Gradients are finite, but products with inverses are not."""
 
 
 @dataclass(eq=False)
@@ -83,6 +53,7 @@ class Curvature:
     inverses: Inverses  # how they are computed, and products with them
     every: Interval  # recompute each inverse every this many steps
     patience: int  # raise damping after this many events in a row
+    kl_clip: float | None = None  # limit of the change of predictions in a step
     ranks: Ranks = field(default_factory=Ranks)  # processes that each have a summand of every average
     at_owners: bool = False  # whether each inverse is kept only on the rank that computed it
     averages: dict[Key, Average] = field(default_factory=dict)
@@ -90,9 +61,8 @@ class Curvature:
     damping_scale: float = 1.0  # multiplies all dampings
     events: Events = field(default_factory=Events)
     costs: Costs = field(default_factory=Costs)
-    # Flag on the device: whether the last sums were added. `None` if the host decided, or already requested it.
-    unconfirmed: Tensor | None = None
     sizes: UsualSizes = field(init=False)  # of factors
+    _communication: ReplicatedInverses | None = None
     _troubles: int = 0  # events in a row
     _successes: int = 0  # steps without event in a row
     _rises: int = 0  # raises of damping that were not undone yet
@@ -133,19 +103,17 @@ class Curvature:
             average.inverse is not None and block_map.fits(average.layout) for average in self.averages.values()
         )
 
-    @timed("factors")
-    def add(self, sums: StepSums, without: Iterable[str], finite: Tensor | None = None) -> bool:
+    def add(self, sums: StepSums, without: Iterable[str], finite: Tensor | None = None) -> Tensor | bool:
         """Add the sums of one step to the averages if they are finite and not far larger than before.
 
         Args:
             sums: Sums from the passes of the step.
             without: Parameters that turned out not to be covered. Their blocks are left out and removed.
             finite: Flag on the device: whether gradients are usable. If given, the device decides, without
-                synchronization; blocks must be known, and `confirm` must be called when the host has read the flag (see
-                `unconfirmed`).
+                synchronization; blocks must be known.
 
         Returns:
-            Whether the sums were added; `True` if the device decides.
+            Whether the sums were added: a flag on the device if it decides. Give its value to `note_added`.
         """
         without = set(without)
         # An expert without tokens has no statistics, and keeps its average. Blocks are sorted: the order of averages
@@ -156,9 +124,9 @@ class Curvature:
         # On the host, bad sums end this method. On the device, they are replaced when averages are updated.
         good: Tensor | None = None
         if finite is not None:
-            good = self.unconfirmed = finite if usable is None else finite & usable
+            good = finite if usable is None else finite & usable
         elif not sums.finite or (usable is not None and not usable):
-            self._note_refusal()
+            self.note_added(False)
             return False
         # A weight that is used in a different way than before, such as by rows, has different blocks now.
         block_map = BlockMap(block.layout for block in blocks.values())
@@ -181,8 +149,9 @@ class Curvature:
         add_factors(pairs, self.decay, good)
         self.forget(without)
         if good is None:
-            self._note_success()
-        return True
+            self.note_added(True)
+            return True
+        return good
 
     def _are_usable(self, blocks: Mapping[Key, BlockSums], sums: StepSums, finite: Tensor | None) -> Tensor | None:
         """Return whether all sums are finite and of a usual size on all ranks; `None` if there are no sums."""
@@ -198,14 +167,18 @@ class Curvature:
         sizes = torch.stack(torch._foreach_norm(list(totals.values()), 1.0)) / (sums.examples or 1.0)
         return self.sizes.check(self.ranks, tuple(totals), sizes, finite)[1]
 
-    def confirm(self, finite: bool, good: bool) -> None:
-        """Process flags of the device: whether gradients were usable, and whether the last sums were added."""
-        for average in self.averages.values():
-            average.confirm(good)
-        if good:
-            self._note_success()
-        elif finite:
-            self._note_refusal()
+    def note_added(self, good: bool) -> None:
+        """Count sums that were added or refused. After many that were added in a row, undo one raise of damping."""
+        if not good:
+            text = "statistics of a batch are not finite, or absurdly large, and were not used"
+            self.note_trouble("refused_statistics", text)
+            return
+        self._troubles = 0
+        self._successes += 1
+        if self._rises and self._successes >= _RECOVERY * self.patience:
+            self._successes = 0
+            self._rises -= 1
+            self.scale_damping(1 / _DAMPING_RISE)
 
     def note_failures(self) -> None:
         """Count failed inverses that were not noticed yet. This synchronizes with the latest inverses."""
@@ -213,7 +186,6 @@ class Curvature:
             self._note_failure(failed)
             failed.changed = True  # It is tried again, in better precision.
 
-    @timed("inverses")
     def update_inverses(self, step: int, groups: Groups, force: bool = False) -> None:
         """Recompute outdated inverses within the budget of this step, or all of them if `force`.
 
@@ -261,6 +233,79 @@ class Curvature:
         steps = self.inverses.multiply(self.averages.values(), {**u, **zeros}, groups, limit, taken, half)
         return {n: steps[n] for n in u}
 
+    def natural_gradient(
+        self,
+        parts: Mapping[str, Tensor],
+        params: Parameters,
+        lrs: Mapping[str, Scalar],
+        taken: Tensor,
+        half: bool,
+    ) -> dict[str, Tensor]:
+        """Multiply gradients, or averages of them, by inverses, and keep the products in their trust regions.
+
+        Args:
+            parts: Gradients of the average over examples, in float32 or better; for sharded parameters, the parts of
+                this process.
+            params: All parameters.
+            lrs: Learning rates, with which `kl_clip` limits the change of predictions.
+            taken: On an accelerator, this flag becomes false, in place, if products are not finite.
+            half: Whether gradients were computed in half precision.
+
+        Raises:
+            StepNotFiniteError: If products are not finite, on a CPU.
+        """
+        if not parts:
+            return {}
+        communication = self.communication(params)
+        ahead = communication.gathered(parts)
+        # All processes either take the step, or skip it, or raise.
+        D, problem = self._multiplied(ahead, params, communication, taken, half)
+        _agree_on_steps(D, communication, taken)
+        if self.kl_clip is not None:
+            zero = next(iter(parts.values())).new_zeros(())
+            # Gradients that are not finite are not clipped: their length is undefined.
+            shorter = _shorter(self.kl_clip, lrs, ahead, D, communication, zero)
+            shorter = torch.where(taken, shorter, 1.0)
+            D = {n: shorter * d for n, d in D.items()}
+        steps = communication.scattered(D, parts)
+        if problem is not None:
+            raise problem
+        return steps
+
+    def _multiplied(
+        self,
+        ahead: dict[str, Tensor],
+        params: Parameters,
+        communication: ReplicatedInverses,
+        taken: Tensor,
+        half: bool,
+    ) -> tuple[dict[str, Tensor], Exception | None]:
+        """Multiply with inverses. An error is returned, not raised, if other processes wait for the products.
+
+        On an accelerator, these processes get zeros, take no step, and raise at its end. On a CPU, they are notified
+        earlier.
+        """
+        on_device = sync.is_asynchronous(taken.device)
+        try:
+            flag = taken if on_device else None
+            return self.precondition(ahead, params.tensors, params.groups, limit=True, taken=flag, half=half), None
+        except Exception as problem:
+            if not (isinstance(communication, OwnedInverses) and on_device):
+                raise
+            taken.fill_(False)
+            return {name: torch.zeros_like(t) for name, t in ahead.items()}, problem
+
+    def communication(self, params: Parameters) -> ReplicatedInverses:
+        """Return how gradients are exchanged between processes to multiply them with inverses."""
+        like, ranks = params.tensors, self.ranks
+        known = self._communication
+        if known is None or known.like is not like or known.ranks is not ranks:
+            make = OwnedInverses if self.at_owners else ReplicatedInverses
+            known = self._communication = make(like, ranks)
+        if isinstance(known, OwnedInverses):
+            known.owners = self.owners
+        return known
+
     def note_products(self) -> None:
         """Count the products with all inverses."""
         for one in self.inverses.stacks(self.averages.values()):
@@ -301,19 +346,6 @@ class Curvature:
         elif trial.share < 1:
             text = f"the loss falls only along {trial.share:.2g} of a step, which was shortened"
             self.events.note("shortened_steps", text)
-
-    def _note_refusal(self) -> None:
-        text = "statistics of a batch are not finite, or absurdly large, and were not used"
-        self.note_trouble("refused_statistics", text)
-
-    def _note_success(self) -> None:
-        """Count sums that were added. After many in a row, undo one raise of damping."""
-        self._troubles = 0
-        self._successes += 1
-        if self._rises and self._successes >= _RECOVERY * self.patience:
-            self._successes = 0
-            self._rises -= 1
-            self.scale_damping(1 / _DAMPING_RISE)
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove the blocks of some parameters."""
@@ -406,4 +438,133 @@ class Curvature:
         self.sizes.restore(state["sizes"])
         self.inverses.forget()
         self.inverses.forget_failures()
-        self.unconfirmed = None
+
+
+def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
+    """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
+    if sync.is_asynchronous(taken.device):
+        # So far, the flag is about the products of this process.
+        everywhere = communication.all_true(taken)
+        if everywhere is not taken:
+            taken.copy_(everywhere)
+    elif not communication.all_true(total_size(list(D.values())).isfinite()):
+        raise StepNotFiniteError
+
+
+def _shorter(
+    kl_clip: float,
+    lrs: Mapping[str, Scalar],
+    ahead: Mapping[str, Tensor],
+    D: Mapping[str, Tensor],
+    communication: ReplicatedInverses,
+    zero: Tensor,
+) -> Tensor:
+    """Return the factor that keeps the change of predictions by a step within the limit."""
+    change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
+    result: Tensor = (kl_clip / communication.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
+    return result
+
+
+def lost_parameters(
+    sums: StepSums, trained: Collection[str], grads: Mapping[str, Tensor], known: Collection[Key], ranks: Ranks
+) -> dict[str, str]:
+    """Return the parameters that turn out not to be covered by curvature, each with the reason.
+
+    A parameter whose gradient is missing or zero is not reported: this step does not train it, but other steps may.
+
+    Args:
+        sums: Sums from the passes of a step.
+        trained: Names of parameters that should be covered.
+        grads: Gradients by name.
+        known: Blocks that already have averages.
+        ranks: Processes that train together. Each has a part of the sums, and possibly of the gradients.
+    """
+    new = [block for key, block in sorted(sums.blocks.items()) if key not in known and block.terms]
+    # For example, the blocks of a second head whose output has a separate loss.
+    flat = _without_curvature([block for block in new if not block.forward_only], ranks)
+    if flat:
+        # If no block has any curvature, the loss itself is flat here, such as a Huber loss far from its targets.
+        used = [block for _, block in sorted(sums.blocks.items()) if block.terms and not block.forward_only]
+        everywhere = _without_curvature(used, ranks)
+        if len(everywhere) == sum(len(block.layout.params) for block in used):
+            flat = []
+    beside = dict.fromkeys(flat, "the loss depends on it, but predictions do not")
+    reasons = {n: why for n, why in (beside | sums.uncovered).items() if n in trained and n in grads}
+    unused = _all_vanish([[grads[n]] for n in reasons], ranks)
+    lost = {n: why for (n, why), is_unused in zip(reasons.items(), unused, strict=True) if not is_unused}
+    return lost | shared_with(lost, sums.blocks.values())
+
+
+def _without_curvature(blocks: Collection[BlockSums], ranks: Ranks) -> list[str]:
+    """Return the parameters of blocks whose sums over backpropagated vectors are zero on all ranks."""
+    totals = [[role.gradient.total for role in block.roles.values()] for block in blocks]
+    vanish = _all_vanish(totals, ranks)
+    return [name for block, gone in zip(blocks, vanish, strict=True) if gone for name in block.layout.params]
+
+
+def _all_vanish(groups: Iterable[Iterable[Tensor]], ranks: Ranks) -> list[bool]:
+    """Return, for each group of tensors, whether all entries are zero on all ranks. Synchronizes with the device."""
+    flags = [~torch.stack([t.any() for t in tensors]).any() for tensors in groups]
+    return all_true(ranks, torch.stack(flags)).tolist() if flags else []
+
+
+class _PendingStep(NamedTuple):
+    """A step with flags that the host has not read."""
+
+    fine: GoodStep  # the last good step, if gradients were usable
+    # In this order: gradients usable, gradients finite, step taken, and, if there were new factors, factors added.
+    flags: Message
+
+
+@dataclass(eq=False)
+class PendingChecks:
+    """Steps with flags that are still on the device."""
+
+    curvature: Curvature
+    last_good_step: LastGoodStep
+    _steps: list[_PendingStep] = field(default_factory=list)
+
+    def add(self, fine: GoodStep, flags: list[Tensor]) -> None:
+        """Send the flags of a step to the host.
+
+        Args:
+            fine: Describes the step.
+            flags: Whether gradients are finite and of a usual size, whether they are finite, whether the step was
+                taken, and, if there were new factors, whether they were added.
+        """
+        self._steps.append(_PendingStep(fine, Message(torch.stack(flags))))
+        if len(self._steps) >= _MOST:
+            self._read(len(self._steps) - _LEFT)
+
+    def read_all(self) -> None:
+        """Read all flags, and count failures."""
+        self._read(len(self._steps))
+        self.curvature.note_failures()
+
+    def forget(self) -> None:
+        """Discard all steps, after another state was loaded."""
+        self._steps.clear()
+
+    def _read(self, count: int) -> None:
+        """Read the flags of the oldest steps."""
+        steps = self._steps[:count]
+        del self._steps[:count]
+        for one in steps:
+            good, finite, taken, *added = one.flags.read()
+            if good:
+                self.last_good_step.note(one.fine)
+            else:
+                self.note_skipped(finite)
+            if added and good:
+                self.curvature.note_added(added[0])
+            if good and not taken:
+                self.curvature.note_overflow()
+
+    def note_skipped(self, finite: bool) -> None:
+        """Count a step that was skipped: its loss or gradients are not finite, or its gradients are far too large."""
+        if finite:
+            text = "gradients are absurdly larger than all before, and the step was skipped"
+            self.curvature.events.note("refused_gradients", text)
+            return
+        self.curvature.note_trouble("skipped_steps", "the loss or gradients are not finite, and the step was skipped")
+        self.last_good_step.note_skipped()

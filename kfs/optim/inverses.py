@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kfs.factors.blocks import Factor, Kronecker, Method, Stack, Structure, checking_later, stacked
 from kfs.factors.layout import Layout
-from kfs.optim.averages import Average, Inverted, Unit, inverted, numbers_of
+from kfs.optim.averages import Average, Inverted, Unit, inverted
 from kfs.optim.update_rule import Scalar, limited, total_size
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import SHARE, Guard, Replayer, RunKey
@@ -103,7 +103,7 @@ class Inverses:
             good = self._invert_in_place(averages, damping, *place)
         else:
             with checking_later() as checks:
-                result = self._inverted(averages, damping)
+                result = self._inverted(averages, _per_group(averages, damping))
             good = torch.stack(checks).all(0)
             self.keep(averages, result, good)
         self._unseen.append((averages, sync.Message(good)))
@@ -119,31 +119,28 @@ class Inverses:
             group = self._groups[first] = _Group(good, torch.zeros_like(input_size))
         good, added = group
 
-        def update(were_added: Tensor, numbers: Sequence[Scalar]) -> None:
+        def update(_: object, dampings: Sequence[Scalar]) -> None:
             with checking_later() as checks:
-                on_device = _on_device(numbers, good.device)
-                result = inverted(averages, on_device, were_added, self.unit, self.method, self.eigen)
+                result = self._inverted(averages, dampings)
             good.copy_(torch.stack(checks).all(0))
             inverse.overwrite(result.inverse, good)
             _overwrite(input_size, result.input_size, good)
             added.copy_(result.damping)
 
-        flag = _flag(averages)
-        if flag is None:
-            flag = torch.ones((), dtype=torch.bool, device=good.device)
         stored = [t for a in averages for f in (a.factors.A, a.factors.B) for t in (f.values, f.scale)]
+        stored += [t for a in averages for t in (a.weight, a.uses)]
         if self._replayer is None:
             self._replayer = Replayer("Inverses", log, good.device, self.replay, share=SHARE, most=_MOST_RECORDED)
         place = tuple(t.data_ptr() for t in (*stored, inverse.like, input_size, good))
-        self._replayer.run(RunKey(first), update, flag, Guard(place=place), numbers_of(averages, damping))
+        self._replayer.run(RunKey(first), update, (), Guard(place=place), _per_group(averages, damping))
         for a, part in _parts(averages):
             a.damping = added[part]
         return good
 
-    def _inverted(self, averages: Sequence[Average], damping: Sequence[float]) -> Inverted:
-        """Return inverses, computed eagerly."""
-        numbers = _on_device(numbers_of(averages, damping), averages[0].factors.like.device)
-        return inverted(averages, numbers, _flag(averages), self.unit, self.method, self.eigen)
+    def _inverted(self, averages: Sequence[Average], damping: Sequence[Scalar]) -> Inverted:
+        """Return inverses, given the damping of each block of the stack."""
+        on_device = _on_device(damping, averages[0].factors.like.device)
+        return inverted(averages, on_device, self.unit, self.method, self.eigen)
 
     def computed(self, averages: Sequence[Average], damping: Sequence[float]) -> Inverted:
         """Return the inverses of blocks of one size. This synchronizes, so that failures raise.
@@ -152,7 +149,7 @@ class Inverses:
             Exception: If an inverse could not be computed.
         """
         with allow_sync():
-            return self._inverted(averages, damping)
+            return self._inverted(averages, _per_group(averages, damping))
 
     def failures(self) -> list[Average]:
         """Return blocks with a failed inverse that was not reported yet. This synchronizes with the latest inverses."""
@@ -273,9 +270,9 @@ class Inverses:
         return self._limits[limits]
 
 
-def _flag(averages: Iterable[Average]) -> Tensor | None:
-    """Return the flag whether the last factors were added, the same for all averages; `None` if the host knows."""
-    return next((a.before.good for a in averages if a.before is not None), None)
+def _per_group(averages: Sequence[Average], damping: Sequence[float]) -> list[float]:
+    """Return the damping of each block of a stack, given that of each average."""
+    return [number for a, number in zip(averages, damping, strict=True) for _ in range(a.layout.groups)]
 
 
 def _parts(averages: Sequence[Average]) -> Iterator[tuple[Average, slice]]:

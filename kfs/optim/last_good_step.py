@@ -50,13 +50,14 @@ class GoodStep(NamedTuple):
     def of(cls, step: int, result: object, group: Mapping[str, Any], damping_scale: float) -> "GoodStep":
         """Describe a step by its number, the return value of its closure, its group and its damping."""
         loss = result.detach() if isinstance(result, Tensor) else result
-        return cls(step, loss, group["lr"], group["damping"] * damping_scale)
+        return cls(step, loss, group.get("lr"), group["damping"] * damping_scale)
 
     def __str__(self) -> str:
         loss = ""
         if isinstance(self.loss, (int, float)) or (isinstance(self.loss, Tensor) and self.loss.numel() == 1):
             loss = f"loss {float(self.loss):.4g}, "
-        return f"Step {self.step} was fine ({loss}lr {float(self.lr):.3g}, damping {self.damping:.3g})."
+        lr = "" if self.lr is None else f"lr {float(self.lr):.3g}, "
+        return f"Step {self.step} was fine ({loss}{lr}damping {self.damping:.3g})."
 
 
 @dataclass

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import log2
 from types import FrameType
 from typing import Any
 
@@ -32,7 +33,8 @@ from kfs.losses.gaussian import Gaussian
 from kfs.losses.huber import Huber
 from kfs.losses.poisson import Poisson
 from kfs.losses.square import Square
-from kfs.optim.step_sums import StepSums
+from kfs.optim.averages import StepSums
+from kfs.optim.report import user_stacklevel
 
 _SOFTMAX = (CrossEntropy, TokenCrossEntropy)
 _SHOWN = (*_SOFTMAX, BinaryCrossEntropy)
@@ -216,6 +218,8 @@ _DISTANCE_TO_WARN = 0.05
 _DISTANCE_TO_REFUSE = 0.5
 # Numbers with a smaller relative difference count as equal. Gradients in half precision are rounded by less.
 _SAME = 0.05
+# A smaller factor in front of a loss is not taken for the scale of a gradient scaler.
+_LEAST_SCALE = 16.0
 # A mean over fewer targets than these may be a sum with a factor in front.
 _FEW_TARGETS = 4
 # Other losses and factors are looked for in this many steps with sums only, since a program does not change.
@@ -241,15 +245,17 @@ class LossCheck:
     steps_left: int = _STEPS_TO_COMPARE
     _warned: set[str] = field(default_factory=set)  # kinds of warnings that were given; each is given once
 
-    def check(self, sums: StepSums, value: Any = None) -> None:
+    def check(self, sums: StepSums, value: Any = None, are_scaled: bool | None = None) -> None:
         """Compare the declared loss with the gradients of a step.
 
         Args:
             sums: Sums from the passes of the step.
             value: Return value of the closure.
+            are_scaled: Whether nobody has changed gradients since the backward pass, so that they are scaled if the
+                loss is; `None` if a scaler calls the step itself.
 
         Raises:
-            LossError: If another loss, or another reduction, is minimized.
+            LossError: If another loss, or another reduction, is minimized, or if gradients are scaled.
         """
         name = self.loss.name
         if sums.other:
@@ -259,12 +265,12 @@ class LossCheck:
         if sums.mismatch > _DISTANCE_TO_REFUSE:
             raise LossError(text, _CHANGE_THE_LOSS)
         if sums.mismatch > _DISTANCE_TO_WARN:
-            self._warn("term", f"{text} Curvature is computed for the declared loss of the model's output.", 0)
+            self._warn("term", f"{text} Curvature is computed for the declared loss of the model's output.")
         elif self.steps_left and sums.examples:
-            self._compare_scales(sums, value)
+            self._compare_scales(sums, value, are_scaled)
         self.steps_left = max(0, self.steps_left - 1)
 
-    def _compare_scales(self, sums: StepSums, value: Any) -> None:
+    def _compare_scales(self, sums: StepSums, value: Any, are_scaled: bool | None) -> None:
         """Detect a factor between the minimized and the declared loss, or another reduction."""
         parts = [(scale, count) for scale, count in sums.scales if scale is not None]
         if not parts or len(parts) < len(sums.scales):
@@ -276,6 +282,14 @@ class LossCheck:
         self._refuse_reduction(parts, sums.count)
         expected = self.loss.scale / (sums.count / self.ranks if self.loss.reduction == "mean" else 1.0)
         factors = [scale / expected for scale, _ in parts]
+        # A gradient scaler multiplies by a power of two. If gradients have changed since, it has divided them again.
+        if are_scaled is not None and factors[0] >= _LEAST_SCALE and _is_power_of_two(factors[0]):
+            if are_scaled:
+                raise LossError(
+                    f"The gradients are multiplied by {factors[0]:g}, as by a GradScaler.",
+                    "Divide them before step(): call scaler.unscale_(optimizer).",
+                )
+            return
         # Different weights for parts are intentional. Trainers divide the loss that a model computes by other counts.
         if sums.in_model or not all(_same(factor, factors[0]) for factor in factors):
             return
@@ -286,7 +300,6 @@ class LossCheck:
             f"The loss that is minimized is {factors[0]:.3g} times {self.loss.name} with reduction="
             f"{self.loss.reduction!r}{hint}. Steps are longer or shorter by this factor. Declare the loss that you "
             "minimize, or multiply lr instead of the loss.",
-            1,
         )
 
     def _compare_value(self, sums: StepSums, value: Any) -> None:
@@ -320,15 +333,19 @@ class LossCheck:
         over_each = all(_same(s, scale / count) for s, count in parts)
         return over_each or all(_same(s, scale / (total / self.ranks)) for s, _ in parts)
 
-    def _warn(self, kind: str, text: str, frames: int) -> None:
-        """Warn once per kind, at the call of `step`, given the number of frames between `check` and this method."""
+    def _warn(self, kind: str, text: str) -> None:
+        """Warn once per kind."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(text, KfsWarning, stacklevel=7 + frames)
+            warnings.warn(text, KfsWarning, stacklevel=user_stacklevel())
 
 
 def _same(a: float, b: float) -> bool:
     return abs(a - b) <= _SAME * abs(b)
+
+
+def _is_power_of_two(factor: float) -> bool:
+    return abs(log2(factor) - round(log2(factor))) < _SAME
 
 
 def _called_by_scaler() -> bool:

@@ -32,7 +32,7 @@ from kfs.errors import ModelError
 from kfs.factors.blocks import computable
 from kfs.losses import Loss
 from kfs.optim.across_ranks import Exchange
-from kfs.optim.step_sums import StepSums
+from kfs.optim.averages import StepSums
 from kfs.problem.isolation import restored
 from kfs.problem.risk import prediction_in
 from kfs.problem.torch_fixes import ExactDerivatives, explained

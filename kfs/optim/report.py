@@ -1,18 +1,145 @@
-"""The report of an optimizer: blocks, costs and events, as tables in a terminal or HTML in a notebook."""
+"""Events and costs of an optimizer, and its report: tables in a terminal, or HTML in a notebook.
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+Costs are averages over the last steps, by part: operations, and seconds on the host. Accelerators are not synchronized.
+"""
 
+import logging
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+import kfs
 from kfs.display.charts import draw_training
 from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_size
 from kfs.factors.blocks import describe_factor
 from kfs.optim.averages import Average
-from kfs.optim.costs import Cost, Part
-from kfs.optim.curvature import Events
 from kfs.optim.last_good_step import PastStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+log = logging.getLogger("kfs.optim")
+# Files of this library and of PyTorch.
+_LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (kfs, torch))
+
+
+def user_stacklevel() -> int:
+    """Return the `stacklevel` with which the caller warns about the line of the user's program that led to it."""
+    level = 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+@dataclass
+class Events:
+    """How often something went wrong.
+
+    Attributes:
+        skipped_steps: Steps skipped because the loss, gradients or products with inverses were not finite.
+        refused_gradients: Steps skipped because gradients were more than 100 times larger than before.
+        refused_statistics: Factors that were not added to averages, because they were not finite, or more than 10,000
+            times larger than before.
+        failed_inverses: Decompositions that failed. The previous inverse stayed in use.
+        raised_damping: Raises of damping, after several skipped steps, refused statistics or failed inverses in a row.
+        shortened_steps: With a quadratic model, steps that were shortened because the loss on the batch did not fall.
+        rejected_steps: Steps that were taken back because the loss did not fall, however short they were.
+        rising_losses: How often the loss had been far above its lowest value for many steps.
+    """
+
+    skipped_steps: int = 0
+    refused_gradients: int = 0
+    refused_statistics: int = 0
+    failed_inverses: int = 0
+    raised_damping: int = 0
+    shortened_steps: int = 0
+    rejected_steps: int = 0
+    rising_losses: int = 0
+
+    def note(self, name: str, text: str) -> None:
+        """Count an event. Log the first, second, fourth, eighth, ... of its kind."""
+        count = getattr(self, name) + 1
+        setattr(self, name, count)
+        if count & (count - 1) == 0:  # a power of two
+            log.warning("kfs.optim: %s%s.", text, "" if count == 1 else f" ({count} times so far)")
+
+
+Part = Literal["factors", "inverses", "products", "trials"]
+PARTS: tuple[Part, ...] = ("factors", "inverses", "products", "trials")
+_STEPS = 50  # number of steps that are kept
+
+
+@dataclass
+class Cost:
+    """Cost of one part of a step.
+
+    Attributes:
+        count: Number of blocks that were processed, or of evaluations of the loss.
+        operations: Approximate number of floating-point operations.
+        seconds: Seconds on the host. It does not wait for an accelerator, which works in the meantime.
+    """
+
+    count: float = 0.0
+    operations: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Costs:
+    """Costs of the last steps, by part.
+
+    Example:
+        >>> costs = Costs()
+        >>> for work in (4.0, 2.0):
+        ...     with costs.timed("inverses"):
+        ...         costs.add("inverses", work)
+        ...     costs.end_step()
+        >>> costs.mean("inverses").operations
+        3.0
+    """
+
+    last: deque[dict[Part, Cost]] = field(default_factory=lambda: deque(maxlen=_STEPS))
+    _now: dict[Part, Cost] = field(default_factory=lambda: {part: Cost() for part in PARTS})
+
+    def add(self, part: Part, operations: float) -> None:
+        """Add work to a part of the current step."""
+        self._now[part].count += 1
+        self._now[part].operations += operations
+
+    @contextmanager
+    def timed(self, part: Part) -> Iterator[None]:
+        """Add the duration of this context to a part of the current step."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self._now[part].seconds += perf_counter() - start
+
+    def end_step(self) -> None:
+        """Finish the current step, and begin the next one."""
+        self.last.append(self._now)
+        self._now = {part: Cost() for part in PARTS}
+
+    def mean(self, part: Part) -> Cost:
+        """Return the average cost of a part over the last steps."""
+        steps = [step[part] for step in self.last]
+        total = max(1, len(steps))
+        return Cost(
+            sum(s.count for s in steps) / total,
+            sum(s.operations for s in steps) / total,
+            sum(s.seconds for s in steps) / total,
+        )
+
 
 _OF_BLOCK = ("block", "matrix", "A", "B", "bytes", "damping added", "inverse of step")
 _OF_COST = ("in a step", "count", "operations", "ms")
@@ -51,8 +178,9 @@ class Report(DescribedByTables):
     Attributes:
         summary: A few lines about model, loss and settings, as `repr` shows them.
         blocks: One row per block.
-        uncovered: Parameters that KFAC does not cover, with reasons. AdamW trains them.
-        adamw: Parameters in groups that AdamW trains.
+        uncovered: Parameters that KFAC does not cover, with reasons.
+        adamw: Parameters in groups with `"method": "adamw"`.
+        rest: Name of the optimizer that trains these, and uncovered parameters; empty for a `Preconditioner`.
         waiting: Other parameters without factors, because they had no gradient yet.
         costs: Average cost of the last steps, by part: new `"factors"`, `"inverses"`, `"products"` with them, and
             `"trials"` of steps with a quadratic model. The time for factors includes the vectors that are sent back for
@@ -72,6 +200,7 @@ class Report(DescribedByTables):
     blocks: tuple[BlockRow, ...]
     uncovered: dict[str, str]
     adamw: tuple[str, ...]
+    rest: str
     waiting: tuple[str, ...]
     costs: dict[Part, Cost]
     num_steps: int
@@ -129,9 +258,10 @@ class Report(DescribedByTables):
 
     def _lines(self) -> list[str]:
         """Return sentences about facts that the tables do not show."""
-        lines = [f"AdamW trains {name!r}: {why}" for name, why in self.uncovered.items()]
+        trains = f"{self.rest} trains" if self.rest else "Left as they are"
+        lines = [f"{trains if self.rest else 'Not covered:'} {name!r}: {why}" for name, why in self.uncovered.items()]
         if self.adamw:
-            lines.append(f"AdamW trains, as asked for: {', '.join(self.adamw)}.")
+            lines.append(f"{trains}, as asked for: {', '.join(self.adamw)}.")
         if self.waiting:
             lines.append(f"No factors yet: {', '.join(self.waiting)}.")
         return lines

@@ -80,9 +80,9 @@ class ParameterGroup(NamedTuple):
     mean_steps: Tensors | None = None
 
 
-def correction(decay: float, age: int) -> float:
+def correction(decay: float, age: Scalar) -> Scalar:
     """Return the bias correction of an average that keeps `decay`, and started at zero `age` gradients ago."""
-    return float(1 / (1 - decay**age))
+    return 1 / (1 - decay**age)
 
 
 def natural_step(shares: Sequence[ParameterGroup], precondition: Callable[[Tensors], Tensors]) -> None:

@@ -40,11 +40,11 @@ from kfs.factors.settings import Settings
 from kfs.factors.trace import Interception, Trace
 from kfs.losses import Loss
 from kfs.optim.across_ranks import Exchange
-from kfs.optim.costs import Costs
-from kfs.optim.factor_graphs import Autocast, Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
-from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, whole_in_backward
+from kfs.optim.averages import Bases, StepSums
+from kfs.optim.factor_graphs import Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
+from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, local_part, whole_in_backward
 from kfs.optim.loss_check import Targets, shows_targets
-from kfs.optim.step_sums import Bases, StepSums
+from kfs.optim.report import Costs
 from kfs.problem.data import MaskSource
 from kfs.problem.isolation import evaluating, is_evaluating, restored
 from kfs.problem.risk import output_tensors, prediction_in
@@ -365,9 +365,12 @@ class Watch:
     exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # communication with other processes
     masks: MaskSource = field(default_factory=MaskSource)  # finds a mask in the arguments of the model
     compare: bool = True  # whether passes compare the loss with others, and its scale with the declared one
+    notes_versions: bool = False  # whether `gradients_are_untouched` is called
     first_datum: int = 0  # number of examples in earlier steps; drawn labels depend on it
     audit: Audit | None = None  # report of the last audit
     in_half_precision: bool = False  # whether the last pass was run with autocast
+    was_called: bool = False  # whether a training pass has begun since the last call of `collect`
+    _versions: dict[Tensor, int] = field(default_factory=dict)  # of gradients, at the end of the last backward pass
     _place: int = 0  # index of the argument tensor with one row per example
     _trace: Trace | None = None
     _call: _Call | None = None
@@ -404,6 +407,7 @@ class Watch:
     def collect(self) -> StepSums | None:
         """Return the sum over all passes with a backward pass since the last call; `None` if there were none."""
         self._forget_interrupted()
+        self.was_called = False
         if self._problem is not None:
             problem = self._problem
             self.forget()
@@ -424,6 +428,17 @@ class Watch:
     def has_passes(self) -> bool:
         """Whether there was a backward pass since the last step."""
         return bool(self._complete) or self._problem is not None
+
+    def gradients_are_untouched(self) -> bool:
+        """Whether nobody has changed gradients in place since the last backward pass that compared the loss."""
+        versions, self._versions = self._versions, {}
+        return bool(versions) and all(g._version == version for g, version in versions.items())
+
+    def _note_versions(self) -> None:
+        """Note the versions of all gradients at the end of a backward pass."""
+        model = self._model()
+        grads = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
+        self._versions = {g: g._version for g in map(local_part, grads)}
 
     def _distrust_audit_of(self, one: Pass) -> None:
         """If a pass had padding that the audited data lacked, measure in every later batch which rows count."""
@@ -454,6 +469,7 @@ class Watch:
         if not torch.is_grad_enabled() or _is_elsewhere():
             return None
         _refuse_other_thread(call)
+        self.was_called = True
         self.in_half_precision = torch.is_autocast_enabled("cuda")
         self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
         # Find out whether this pass computes factors, counts examples, or is not needed.
@@ -473,7 +489,8 @@ class Watch:
             trace = None  # An empty batch has no curvature.
             bases = {}
         # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
-        autocast = _autocast("cuda" if trace is None else trace.device_type)
+        kind = "cuda" if trace is None else trace.device_type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         key = None if trace is None or bases else self._graphs.key(module, trace, arguments, autocast)
         graph = None if key is None else self._graphs.find(key)
         # Otherwise, the first pass with such arguments is audited before the user's own call.
@@ -634,6 +651,8 @@ class Watch:
             self.forget()
         self._backward = backward
         self._complete.append(one)
+        if self.compare and self.notes_versions:
+            torch.autograd.Variable._execution_engine.queue_callback(self._note_versions)
         self._problem = self._problem or problem
 
     def _receive_beside_others(self, one: Pass, g: Tensor, first_datum: int) -> Exception | None:
@@ -722,11 +741,6 @@ def _refuse_other_thread(call: _Call | None) -> None:
             "after the other.",
             "Train in one thread. Other threads may call the model within torch.no_grad(), or train a copy of it.",
         )
-
-
-def _autocast(kind: str) -> Autocast:
-    """Return whether autocast is enabled for a device type, and its dtype."""
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _is_elsewhere() -> bool:

@@ -239,7 +239,7 @@ def with_failing_inverse(accelerated: bool) -> tuple[Any, Tensor]:
     compute = averages.inverted
 
     def fail(some: list[Average], *rest: Any) -> Any:
-        owners = owners_of(optimizer._curvature.averages.values(), False, dist.get_world_size())
+        owners = owners_of(optimizer.preconditioner.curvature.averages.values(), False, dist.get_world_size())
         unlucky = min(key for key, owner in owners.items() if owner == 0)
         if optimizer.steps == 3 and any(a.layout.key == unlucky for a in some):
             raise BlockError(0, "has bad luck")

@@ -112,15 +112,15 @@ def traffic(first: int, last: int, settings: dict[str, Any]) -> tuple[float, flo
     count = Traffic()
     before = 0.0
     for number, (x, y) in enumerate(batches(last)):
-        seen = optimizer._watch.first_datum
+        seen = optimizer.preconditioner.watch.first_datum
         if number == first:
             before = count.sent
         optimizer.zero_grad()
         with count.counted():
             LOSS(wrapped(rows(x.float())), rows(y)).backward()
             optimizer.step()
-        updates += number >= first and optimizer._watch.first_datum > seen
-    averages = optimizer._curvature.averages.values()
+        updates += number >= first and optimizer.preconditioner.watch.first_datum > seen
+    averages = optimizer.preconditioner.curvature.averages.values()
     factors = sum(f.values.nbytes for a in averages for f in (a.factors.A, a.factors.B))
     return (count.sent - before) / updates, factors
 
@@ -151,7 +151,7 @@ def balance() -> list[float]:
     for p in model.parameters():
         dist.all_reduce(p.grad)
     optimizer.step()
-    averages = optimizer._curvature.averages
+    averages = optimizer.preconditioner.curvature.averages
     owners = owners_of(averages.values(), False, dist.get_world_size())
     return [sum(a.cost for key, a in averages.items() if owners[key] == rank) for rank in range(dist.get_world_size())]
 

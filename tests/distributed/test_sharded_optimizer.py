@@ -178,7 +178,7 @@ WRONG = {
     "parts of others are missing": ("kfs.optim.across_ranks.OwnedInverses.gathered", gathered_from_the_first),
     "parts are those of others": ("kfs.optim.across_ranks.OwnedInverses.scattered", scattered_in_reverse),
     "own averages are inverted": ("kfs.optim.across_ranks.sum_at_owner", lambda *_: None),
-    "passes use parameters from before the step": ("kfs.optim.parameters.reshard", lambda _: None),
+    "passes use parameters from before the step": ("kfs.optim.options.reshard", lambda _: None),
 }
 
 

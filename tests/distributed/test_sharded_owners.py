@@ -34,14 +34,14 @@ def inverses_here() -> tuple[dict[str, bool], dict[str, int], int]:
     optimizer = KFAC(model, LOSS)
     for _ in range(2):
         train(model, optimizer, 0, 2)
-        blocks = optimizer._curvature.averages.values()
+        blocks = optimizer.preconditioner.curvature.averages.values()
         here = {a.layout.weight: a.inverse is not None and not a.inverse.like.is_meta for a in blocks}
-        told = optimizer._curvature.owners
+        told = optimizer.preconditioner.curvature.owners
         assert all(a.damping is not None and float(a.damping.mean()) > 0 for a in blocks)
         nbytes = sum(row.nbytes for row in optimizer.report().blocks)
         optimizer.consolidate_state_dict()
         optimizer.load_state_dict(optimizer.state_dict())
-        loaded = optimizer._curvature.averages.values()
+        loaded = optimizer.preconditioner.curvature.averages.values()
         assert here == {a.layout.weight: a.inverse is not None and not a.inverse.like.is_meta for a in loaded}
     return here, told, nbytes
 
@@ -134,7 +134,7 @@ def overflow_at_an_owner(accelerated: bool) -> None:
         train(model, optimizer, 0, 1)
         before = result(model, optimizer).params
         if dist.get_rank() == 1:
-            for average in optimizer._curvature.averages.values():
+            for average in optimizer.preconditioner.curvature.averages.values():
                 if average.has_inverse:
                     inverse: Any = average.inverse
                     inverse.A.values.fill_(torch.inf)

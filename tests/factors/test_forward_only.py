@@ -134,11 +134,11 @@ def test_the_optimizer_averages_numbers_of_positions() -> None:
         train(model, optimizer, [batch], nn.MSELoss())
         expected = decay * expected + (1 - decay) / length**2
         weight = decay * weight + 1 - decay
-        (average,) = optimizer._curvature.averages.values()
+        (average,) = optimizer.preconditioner.curvature.averages.values()
         close(average.factors.B.scale, torch.tensor([expected / weight], dtype=torch.float64))
     assert abs(expected / weight - expected) > 0.01
     model = pooled(nn.Linear(2, 3))
     optimizer = Optimizer(model, nn.MSELoss(), sharing="expand", **options)
     train(model, optimizer, sequences(*lengths), nn.MSELoss())
-    (average,) = optimizer._curvature.averages.values()
+    (average,) = optimizer.preconditioner.curvature.averages.values()
     assert torch.equal(average.factors.B.scale, torch.ones(1, dtype=torch.float64))

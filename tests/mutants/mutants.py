@@ -853,7 +853,10 @@ _MUTANTS = [
     # The optimizer.
     optim("optim/update_rule.py", "1 - share.momentum**2)", "1 - share.momentum)", "missing look-ahead"),
     optim(
-        "optim/update_rule.py", "return float(1 / (1 - decay**age))", "return 1.0", "no correction of the start at zero"
+        "optim/update_rule.py",
+        "return 1 / (1 - decay**age)",
+        "return 1.0",
+        "no correction of the start at zero",
     ),
     optim(
         "optim/update_rule.py",
@@ -878,14 +881,14 @@ _MUTANTS = [
     ),
     optim(
         "optim/averages.py",
-        "average.weight = decay * average.weight + 1 - decay",
-        "average.weight = 1.0",
+        "weight = decay * old[:, 0] + 1 - decay",
+        "weight = torch.ones_like(old[:, 0])",
         "no correction of the start at zero",
         ("tests/optim/test_curvature.py", "tests/optim/test_trajectory.py"),
     ),
     optim(
         "optim/averages.py",
-        "self.uses = self.before.uses",
+        "new = torch.where(good, new, old)",
         "pass",
         "a refused batch counts",
         (
@@ -945,14 +948,35 @@ _MUTANTS = [
         ("tests/optim/test_safety.py", "tests/optim/test_events.py", "tests/optim/test_last_good_step.py"),
     ),
     optim(
+        "optim/preconditioner.py",
+        "share = 1 / self.unit",
+        "share = 1.0",
+        "natural gradients of a sum over examples",
+        ("tests/optim/test_preconditioner.py",),
+    ),
+    optim(
+        "optim/preconditioner.py",
+        "_version == version or not self.watch.was_called:",
+        "_version == version:",
+        "clipped natural gradients are multiplied again",
+        ("tests/optim/test_preconditioner.py",),
+    ),
+    optim(
+        "optim/kfac.py",
+        "p.grad = None",
+        "pass",
+        "another optimizer sees the gradients of all parameters",
+        ("tests/optim/test_rest.py",),
+    ),
+    optim(
         "optim/apply.py",
-        "numbers: tuple[float, ...] = (lr, 1 - lr * decay,",
-        "numbers: tuple[float, ...] = (lr, 1 - decay,",
+        "adamw else lr, 1 - lr * decay)",
+        "adamw else lr, 1 - decay)",
         "weight decay without learning rate",
         ("tests/optim/test_kfac.py", "tests/optim/test_trajectory.py"),
     ),
     optim(
-        "optim/apply.py",
+        "optim/curvature.py",
         "lrs[n] ** 2 * (v * D[n]).sum()",
         "lrs[n] * (v * D[n]).sum()",
         "missing square in KL clipping",

@@ -21,7 +21,7 @@ def check_pass(one: Instance, optimizer: optim.KFAC, loss: Any, chosen: list[int
     x = one.join([one.xs[n] for n in chosen])
     f = one.model(*x) if isinstance(x, tuple) else one.model(x)
     loss(f, torch.cat([one.ys[n] for n in chosen])).backward()
-    sums = optimizer._watch.collect()
+    sums = optimizer.preconditioner.watch.collect()
     assert sums is not None
     assert not sums.uncovered
     K = KFAC(one.risk(chosen), **settings)

@@ -112,7 +112,7 @@ def test_another_loss(seen: bool) -> None:
     with pytest.raises(LossError, match="is not that of CrossEntropyLoss"):
         optimizer.step()
     assert torch.equal(weights(model), before)
-    assert not optimizer._curvature.averages
+    assert not optimizer.preconditioner.curvature.averages
 
 
 def test_a_loss_with_an_additional_term() -> None:

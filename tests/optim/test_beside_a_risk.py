@@ -182,4 +182,4 @@ def test_a_model_that_calls_itself_without_gradients() -> None:
     optimizer = KFAC(model, LOSS)
     train(model, optimizer, [(X, LABELS)], LOSS)
     assert not optimizer.uncovered
-    assert len(optimizer._curvature.averages) == 4
+    assert len(optimizer.preconditioner.curvature.averages) == 4

@@ -21,7 +21,7 @@ LOSS = nn.CrossEntropyLoss()
 def snapshot(optimizer: KFAC) -> list[Tensor]:
     """Return copies of all averages and inverses."""
     found = []
-    for average in optimizer._curvature.averages.values():
+    for average in optimizer.preconditioner.curvature.averages.values():
         found += [average.factors.A.values, average.factors.B.values]
         if average.inverse is not None:
             found.append(average.inverse.to_dense())
@@ -113,12 +113,12 @@ def test_a_failed_inverse_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Inverses, "invert", invert)
     train(model, optimizer, [(X, y)], LOSS)
     assert not torch.equal(model[2].weight, frozen)
-    last = optimizer._curvature.averages["2.weight", (0, 5)].inverse
+    last = optimizer.preconditioner.curvature.averages["2.weight", (0, 5)].inverse
     assert last is not None
     kept = last.to_dense()
     monkeypatch.setattr(Inverses, "invert", fail)
     train(model, optimizer, [(X, y)] * 2, LOSS)
-    average = optimizer._curvature.averages["2.weight", (0, 5)]
+    average = optimizer.preconditioner.curvature.averages["2.weight", (0, 5)]
     assert average.inverse is not None
     torch.testing.assert_close(average.inverse.to_dense(), kept)
     assert optimizer.events.failed_inverses == 3
@@ -158,7 +158,9 @@ def test_inverses_of_large_layers_have_margins(monkeypatch: pytest.MonkeyPatch) 
         model, loss = mlp(), nn.CrossEntropyLoss()
         optimizer = KFAC(model, loss)
         train(model, optimizer, 25 * [data()], loss)
-        stacks = optimizer._curvature.inverses.stacks(optimizer._curvature.averages.values())
+        stacks = optimizer.preconditioner.curvature.inverses.stacks(
+            optimizer.preconditioner.curvature.averages.values()
+        )
         found = [one.stack.structure for one in stacks]
         assert any(isinstance(K, Kronecker) and inverses._has_margin(K.A) for K in found) == (least == 2)
         results[least] = weights(model)
@@ -172,9 +174,9 @@ def test_schedules_may_be_functions() -> None:
     optimizer = KFAC(model, LOSS, factors_every=lambda step: 1 if step < 2 else 4, inverses_every=lambda step: 1 + step)
     captured = []
     for _ in range(9):
-        before = optimizer._watch.first_datum
+        before = optimizer.preconditioner.watch.first_datum
         train(model, optimizer, [(X, y)], LOSS)
-        captured.append(optimizer._watch.first_datum > before)
+        captured.append(optimizer.preconditioner.watch.first_datum > before)
     assert captured == [True, True, False, False, True, False, False, False, True]
 
 

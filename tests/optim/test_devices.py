@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from kfs.factors.blocks.decompositions import inverse
-from kfs.optim import KFAC
-from kfs.optim.curvature import Events
+from kfs.optim import KFAC, Preconditioner
+from kfs.optim.report import Events
 from kfs.optim.update_rule import limited
 from kfs.runtime.precision import tf32
 from kfs.runtime.sync import Message
@@ -202,7 +202,7 @@ def test_steps_with_new_factors_do_not_wait(replay: bool) -> None:
     model = mlp().cuda()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=2, inverses_every=3, replay=replay)
     train(model, optimizer, [(X, y)] * 12, LOSS)
-    first = optimizer._watch.first_datum
+    first = optimizer.preconditioner.watch.first_datum
     for _ in range(6):
         optimizer.zero_grad()
         LOSS(model(X), y).backward()
@@ -211,7 +211,7 @@ def test_steps_with_new_factors_do_not_wait(replay: bool) -> None:
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert optimizer._watch.first_datum == first + 3 * len(X)
+    assert optimizer.preconditioner.watch.first_datum == first + 3 * len(X)
 
 
 @pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}, {"eigen": True}, {"fisher": "mc"}])
@@ -226,7 +226,7 @@ def test_flags_that_are_read_later_change_nothing(options: dict[str, Any], monke
         train(model, optimizer, [(X[i : i + 12], y[i : i + 12]) for i in range(24)], LOSS)
         assert optimizer.events == Events()
         results.append(weights(model))
-        monkeypatch.setattr(KFAC, "_is_steady", lambda *_: False)
+        monkeypatch.setattr(Preconditioner, "_is_steady", lambda *_: False)
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 

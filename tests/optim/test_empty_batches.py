@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.optim import KFAC
-from kfs.optim.curvature import Events
+from kfs.optim.report import Events
 from tests.optim.training import data, mlp, train, weights
 
 LOSS = nn.CrossEntropyLoss()
@@ -35,12 +35,12 @@ def test_an_empty_batch_changes_no_curvature(at: int, reduction: str, fisher: An
     optimizer = KFAC(model, loss, fisher=fisher, factors_every=2, momentum=0.0, lr=0.1)
     train(model, optimizer, [(X, Y)] * at, loss)
     before = weights(model)
-    counted = optimizer._watch.first_datum
-    averages = [a.weight for a in optimizer._curvature.averages.values()]
+    counted = optimizer.preconditioner.watch.first_datum
+    averages = [a.weight for a in optimizer.preconditioner.curvature.averages.values()]
     train(model, optimizer, [EMPTY], loss)
     assert torch.equal(weights(model), before)  # Without momentum and decay, a gradient of zero moves nothing.
-    assert [a.weight for a in optimizer._curvature.averages.values()] == averages
-    assert optimizer._watch.first_datum == counted
+    assert [a.weight for a in optimizer.preconditioner.curvature.averages.values()] == averages
+    assert optimizer.preconditioner.watch.first_datum == counted
     values = train(model, optimizer, [(X, Y)] * 8, loss)
     assert values[-1] < values[0]
     assert optimizer.events == Events()

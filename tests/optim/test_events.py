@@ -11,8 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 from kfs.distributed import Ranks
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
-from kfs.optim.curvature import Events
 from kfs.optim.last_good_step import UsualSizes
+from kfs.optim.report import Events
 from tests.optim.reference import Reference
 from tests.optim.training import data, mlp, train, weights
 
@@ -185,10 +185,10 @@ def test_one_input_that_is_far_too_large() -> None:
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=2)
     train(model, optimizer, [GOOD] * 4, LOSS)
-    before = copy.deepcopy([a.factors.to_dense() for a in optimizer._curvature.averages.values()])
+    before = copy.deepcopy([a.factors.to_dense() for a in optimizer.preconditioner.curvature.averages.values()])
     train(model, optimizer, [batch], LOSS)
     assert optimizer.events == Events(refused_statistics=1)
-    for average, expected in zip(optimizer._curvature.averages.values(), before, strict=True):
+    for average, expected in zip(optimizer.preconditioner.curvature.averages.values(), before, strict=True):
         assert torch.equal(average.factors.to_dense(), expected)
 
 
@@ -204,7 +204,7 @@ def test_gradients_that_grow() -> None:
     train(model, optimizer, [GOOD] * 10, lambda f, y: 1e6 * LOSS(f, y))
     assert not torch.equal(weights(model), before)
     assert optimizer.events == Events(refused_gradients=3)
-    factors = optimizer._curvature.averages["0.weight", (0, 6)].factors.A
+    factors = optimizer.preconditioner.curvature.averages["0.weight", (0, 6)].factors.A
     train(model, optimizer, [(GOOD[0] * 1e3, GOOD[1])] * 5, LOSS)
     assert optimizer.events.refused_statistics == 3
     assert factors.values.norm() > 1e5

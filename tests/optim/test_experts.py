@@ -65,7 +65,7 @@ def test_an_expert_without_tokens_keeps_its_average() -> None:
     first, second = batches()[:2]
 
     def averages() -> dict[Any, Tensor]:
-        found = optimizer._curvature.averages
+        found = optimizer.preconditioner.curvature.averages
         return {key: average.factors.to_dense().clone() for key, average in found.items()}
 
     train(model, optimizer, [first], loss)

@@ -205,7 +205,7 @@ def test_copies_of_a_model_are_not_watched(copied: Callable[[Any], Any]) -> None
     train(model, optimizer, [(x, y)], CE())
     other = copied(model)
     CE()(other(x), y).backward()
-    assert optimizer._watch.collect() is None
+    assert optimizer.preconditioner.watch.collect() is None
     train(model, optimizer, [(x, y)], CE())
     second = KFAC(other, CE(), **EXACT)
     second.load_state_dict(optimizer.state_dict())
@@ -289,7 +289,7 @@ def test_losses_divided_by_the_items_of_all_parts(items: int) -> None:
         optimizer = KFAC(copied, TokenCrossEntropy(shift=True), fisher="empirical", lr=0.0)
         copied(input_ids=x, labels=x, **given).loss.backward()
         optimizer.step()
-        moved.append([a.factors.B.values for a in optimizer._curvature.averages.values()])
+        moved.append([a.factors.B.values for a in optimizer.preconditioner.curvature.averages.values()])
     torch.testing.assert_close(moved[0], moved[1])
 
 

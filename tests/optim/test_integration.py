@@ -113,7 +113,7 @@ def test_curvature_is_that_of_kfac(name: str, fisher: Any, sharing: Any) -> None
         warnings.filterwarnings("ignore", "The loss that is minimized is 0.143 times", KfsWarning)
         optimizer.step()
     assert not optimizer.uncovered
-    averages = optimizer._curvature.averages
+    averages = optimizer.preconditioner.curvature.averages
     assert len(averages) == len(K.blocks)
     for block in K.blocks.values():
         mine = averages[block.layout.key]

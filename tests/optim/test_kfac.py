@@ -88,7 +88,7 @@ def test_averages_have_no_bias() -> None:
         seen = []
         for _ in range(3):
             train(model, optimizer, [(X, y)], loss)
-            average = optimizer._curvature.averages["0.weight", (0, 6)]
+            average = optimizer.preconditioner.curvature.averages["0.weight", (0, 6)]
             seen.append(average.factors.B.to_dense() / average.weight)
         torch.testing.assert_close(seen[0], seen[2])
 
@@ -102,7 +102,7 @@ def test_eigenvalues_are_those_of_ekfac() -> None:
     for steps, same in ((1, False), (2, True)):
         train(model, optimizer, [(X, y)], loss)
         for block in E.blocks.values():
-            average = optimizer._curvature.averages[block.layout.key]
+            average = optimizer.preconditioner.curvature.averages[block.layout.key]
             assert average.eigen is not None
             exact = torch.linalg.eigvalsh(E.submatrix(block.layout.params).to_dense())
             mine = average.eigen.values.flatten().sort().values
@@ -196,14 +196,14 @@ def test_thawed_layers_get_curvature() -> None:
     frozen = model[0].weight.clone()
     train(model, optimizer, [(X, y)] * 3, loss)
     assert torch.equal(model[0].weight, frozen)
-    assert ("0.weight", (0, 6)) not in optimizer._curvature.averages
+    assert ("0.weight", (0, 6)) not in optimizer.preconditioner.curvature.averages
     model[0].requires_grad_(True)
     train(model, optimizer, [(X, y)], loss)
     assert not torch.equal(model[0].weight, frozen)
-    assert ("0.weight", (0, 6)) in optimizer._curvature.averages
+    assert ("0.weight", (0, 6)) in optimizer.preconditioner.curvature.averages
     model[0].bias.requires_grad_(False)  # the block is another one now
     train(model, optimizer, [(X, y)], loss)
-    assert optimizer._curvature.averages["0.weight", (0, 6)].layout.bias is None
+    assert optimizer.preconditioner.curvature.averages["0.weight", (0, 6)].layout.bias is None
 
 
 def test_batch_of_one_and_ignored_targets() -> None:
@@ -232,8 +232,8 @@ def test_ignored_targets_do_not_count() -> None:
         model = mlp()
         optimizer = KFAC(model, nn.CrossEntropyLoss(), **EXACT)
         train(model, optimizer, [(inputs, labels)], F.cross_entropy)
-        assert optimizer._unit == 1.0
-        both = optimizer._curvature.averages["4.weight", (0, 3)].factors
+        assert optimizer.preconditioner.unit == 1.0
+        both = optimizer.preconditioner.curvature.averages["4.weight", (0, 3)].factors
         factors.append((both.A.to_dense(), both.B.to_dense()))
     torch.testing.assert_close(*factors)
 

@@ -104,7 +104,7 @@ def outcome(declared: Any, minimized: Minimized, y: Tensor | None, **options: An
                 optimizer.step()
         except LossError as error:
             assert torch.equal(weights(model), before)
-            assert not optimizer._curvature.averages
+            assert not optimizer.preconditioner.curvature.averages
             return f"error: {error}"
     texts = [str(warning.message) for warning in caught if issubclass(warning.category, KfsWarning)]
     assert len(texts) <= 1, "warnings come once"

@@ -375,7 +375,7 @@ def test_inputs_that_cannot_be_copied() -> None:
         optimizer.zero_grad()
         LOSS(model(X, object()), y).backward()
         optimizer.step()
-    replayer = optimizer._watch._graphs._replayer
+    replayer = optimizer.preconditioner.watch._graphs._replayer
     assert replayer is not None
     assert not replayer._kinds
 

@@ -23,7 +23,7 @@ LOSS = nn.CrossEntropyLoss()
 
 def kinds_of(optimizer: KFAC) -> list[Any]:
     """Return what is known about the passes of an optimizer, by mode of the model."""
-    replayer = optimizer._watch._graphs._replayer
+    replayer = optimizer.preconditioner.watch._graphs._replayer
     return [] if replayer is None else list(replayer._kinds.values())
 
 

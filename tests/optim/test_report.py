@@ -13,7 +13,7 @@ from kfs.errors import SolverError
 from kfs.factors.capture import CapturedPass
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
-from kfs.optim.costs import Costs
+from kfs.optim.report import Costs
 from tests.optim.training import data, mlp, train
 
 LOSS = nn.CrossEntropyLoss()

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from kfs.errors import ModelError
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
-from kfs.optim.curvature import Curvature, Events
+from kfs.optim.curvature import Curvature
 from kfs.optim.inverses import Inverses
 from kfs.optim.quadratic_model import Trial, try_step
+from kfs.optim.report import Events
 from tests.optim.training import data, mlp, train, weights
 from tests.optim.unseen import averages_of
 
@@ -269,7 +270,7 @@ def test_products_that_overflow(dtype: torch.dtype) -> None:
     model, loss = mlp(dtype), nn.CrossEntropyLoss()
     optimizer = KFAC(model, loss, factors_every=100)
     train(model, optimizer, [(X, y)] * 3, loss)
-    last = optimizer._curvature.averages["4.weight", (0, 3)]
+    last = optimizer.preconditioner.curvature.averages["4.weight", (0, 3)]
     assert last.inverse is not None
     last.inverse.like.fill_(torch.inf)
     last.changed = False

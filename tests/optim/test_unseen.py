@@ -36,7 +36,7 @@ def test_failures_before_another_state_was_loaded() -> None:
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
     train(model, optimizer, [(X, y)] * 11, LOSS)
     saved = copy.deepcopy(optimizer.state_dict())
-    average = optimizer._curvature.averages["2.weight", (0, 5)]
+    average = optimizer.preconditioner.curvature.averages["2.weight", (0, 5)]
     average.factors.A.values.neg_()
     average.changed = True
     train(model, optimizer, [(X, y)], LOSS)
@@ -52,16 +52,16 @@ def test_one_of_several_blocks_fails() -> None:
     model = nn.Sequential(*layers, nn.Linear(4, 3)).double()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, inverses_every=1)
     train(model, optimizer, [(X, y)], LOSS)
-    for average in optimizer._curvature.averages.values():
+    for average in optimizer.preconditioner.curvature.averages.values():
         average.inverse = None
-    bad = optimizer._curvature.averages["2.weight", (0, 4)]
+    bad = optimizer.preconditioner.curvature.averages["2.weight", (0, 4)]
     bad.factors.A.values.fill_(torch.nan)
-    optimizer._curvature.inverses.forget()
+    optimizer.preconditioner.curvature.inverses.forget()
     train(model, optimizer, [(X, y)], LOSS)
     assert optimizer.events.failed_inverses == 1
     assert bad.failed
     assert bad.inverse is None
-    assert all(a.inverse is not None for a in optimizer._curvature.averages.values() if a is not bad)
+    assert all(a.inverse is not None for a in optimizer.preconditioner.curvature.averages.values() if a is not bad)
 
 
 @pytest.mark.parametrize("size", [1, 3, 9, 16, 37])
@@ -132,7 +132,7 @@ def test_inverses_of_some_blocks_of_a_stack() -> None:
     model = equal_layers()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=100, inverses_every=1)
     train(model, optimizer, [(X, y)] * 3, LOSS)
-    averages = [optimizer._curvature.averages[f"{i}.weight", (0, 4)] for i in (0, 2, 4)]
+    averages = [optimizer.preconditioner.curvature.averages[f"{i}.weight", (0, 4)] for i in (0, 2, 4)]
     inverses = [average.inverse for average in averages]
     assert all(inverse is not None for inverse in inverses)
     before = [inverse.to_dense().clone() for inverse in inverses if inverse is not None]

@@ -49,7 +49,7 @@ def test_interrupts(closed: bool, audit: bool) -> None:
     train(model, optimizer, [(X, y)], LOSS)
     assert not torch.overrides._get_current_function_mode_stack()
     layer.errors = [KeyboardInterrupt()]
-    optimizer._factors_every = 100
+    optimizer.preconditioner._factors_every = 100
     with pytest.raises(KeyboardInterrupt):
         model(X)
     train(model, optimizer, [(X, y)], LOSS)
@@ -76,7 +76,7 @@ def test_models_that_call_themselves() -> None:
     model.load_state_dict(recursive.state_dict())
     optimizer = KFAC(recursive, LOSS, fisher="type-2")
     train(recursive, optimizer, [(X[:, :3], y)], LOSS)
-    assert optimizer._watch.first_datum == len(X)
+    assert optimizer.preconditioner.watch.first_datum == len(X)
     plain = nn.Sequential(*[model.linear] * 3)
     train(plain, KFAC(plain, LOSS, fisher="type-2"), [(X[:, :3], y)], LOSS)
     torch.testing.assert_close(weights(recursive), weights(plain))
@@ -104,7 +104,7 @@ def test_predictions_that_take_another_way() -> None:
     assert not model(X, detach=True).requires_grad
     model(X)
     LOSS(model.kept, y).backward()
-    assert optimizer._watch.collect() is None
+    assert optimizer.preconditioner.watch.collect() is None
     optimizer.targets(y)  # of a pass that is gone
     train(model, optimizer, [(X, y)], LOSS)
     assert optimizer.steps == 1
@@ -136,7 +136,7 @@ def test_passes_that_use_different_parameters(order: tuple[bool, bool]) -> None:
     with pytest.warns(KfsWarning, match="'odd'"):
         optimizer.step()
     assert set(optimizer.uncovered) == {"odd"}
-    assert {name for name, _ in optimizer._curvature.averages} == {"linear.weight", "more.weight"}
+    assert {name for name, _ in optimizer.preconditioner.curvature.averages} == {"linear.weight", "more.weight"}
 
 
 def test_branches_that_are_used_later() -> None:
@@ -268,7 +268,7 @@ def test_empirical_fisher_of_functions_of_parameters() -> None:
     expected = kfs.KFAC(kfs.EmpiricalRisk(model, LOSS, (X, y)), "empirical")
     optimizer = KFAC(model, LOSS, fisher="empirical", factors_every=1)
     LOSS(model(X), y).backward()
-    sums = optimizer._watch.collect()
+    sums = optimizer.preconditioner.watch.collect()
     assert sums is not None
     for block in sums.blocks.values():
         torch.testing.assert_close(Block(block).B, expected.blocks[block.layout.name].B)
@@ -284,7 +284,7 @@ def test_labels_of_a_second_pass_are_drawn_anew() -> None:
         optimizer.zero_grad()
         for _ in range(passes):
             LOSS(model(X), y).backward()
-        sums = optimizer._watch.collect()
+        sums = optimizer.preconditioner.watch.collect()
         assert sums is not None
         return next(Block(block).B for block in sums.blocks.values())
 

@@ -69,4 +69,4 @@ def recordings(replayer: Replayer | None) -> int:
 
 def recorded_passes(optimizer: Any) -> int:
     """Return how many recordings of passes for factors an optimizer has."""
-    return recordings(optimizer._watch._graphs._replayer)
+    return recordings(optimizer.preconditioner.watch._graphs._replayer)
