@@ -476,6 +476,8 @@ class Passes:
             # For a single example, PyTorch computes some gradients wrongly; likewise with instance norms.
             with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
                 known = audits.of_batch(risk, batch) if settings.audit else None
+                if audits.report is not None and not progress.batches:
+                    risk.check_outputs(batch, audits.report.unused)
                 # Step 1: forward pass, in which all operations with parameters are found.
                 # Step 2: input-based factors; the pass adds inputs to their sums while the model runs.
                 f, one = forward(risk, batch, trace, [sums], settings.batch_axis, known, self._ignored, self._padding)
@@ -489,7 +491,7 @@ class Passes:
         with self._surroundings as around:  # all parameters require gradients in this context
             trace = new_trace(risk.params, settings.joint_bias, block_map=sums.block_map)
             counts = Counts(risk.mask_source, risk.loss.class_axis)
-            audits = Audits(risk.model, trace, settings.batch_axis, counts=counts)
+            audits = Audits(risk.model, trace, settings.batch_axis, counts=counts, output=risk.loss.output)
             if pausing:
                 around.leave()
             limits: dict[str, Any] = {"expected": risk.num_batches, "memory": settings.memory}

@@ -91,7 +91,7 @@ class CrossEntropy(Loss):
         """Return booleans `[N, 1, ...]`: which positions have a non-zero weighted mass."""
         if y.is_floating_point():
             weights = 1.0 if self.weight is None else placed(self.weight, y.device).reshape(-1, *[1] * (y.ndim - 2))
-            return (weights * y != 0).any(1, keepdim=True)
+            return (weights * y != 0).any(1, keepdim=True) | bool(self.label_smoothing)
         # Label smoothing assigns mass to all classes, so a label of a class with weight zero counts, too.
         if self.weight is None or self.label_smoothing:
             return self._counts(y).unsqueeze(1)
@@ -270,6 +270,9 @@ class CrossEntropy(Loss):
 class TokenCrossEntropy(Loss):
     """Cross-entropy for logits `[N, S, C]` and labels `[N, S]`, as Hugging Face's language models use it.
 
+    Targets may also be probabilities `[N, S, C]`, as for distillation. A position without probabilities (all of them
+    zero) does not count. The predictions of a teacher belong to the same positions as the student's: `shift=False`.
+
     Args:
         shift: Whether position `s` predicts label `s + 1` (causal language models) or label `s` (masked ones).
         ignore_index: The label of positions that do not count.
@@ -302,11 +305,11 @@ class TokenCrossEntropy(Loss):
         self.base, self.shift = CrossEntropy(module), shift
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Raise an error unless logits are `[N, S, C]` and labels are `[N, S]`."""
-        if f.ndim != 3 or y.shape != f.shape[:2]:
+        """Raise an error unless logits are `[N, S, C]`, and targets labels `[N, S]` or probabilities `[N, S, C]`."""
+        if f.ndim != 3 or y.shape != (f.shape if y.is_floating_point() else f.shape[:2]):
             raise ShapeError(
-                f"TokenCrossEntropy: predictions have shape {list(f.shape)} and labels {list(y.shape)}.",
-                "Pass logits [N, S, C] and labels [N, S].",
+                f"TokenCrossEntropy: predictions have shape {list(f.shape)} and {y.dtype} targets {list(y.shape)}.",
+                "Pass logits [N, S, C], and integer labels [N, S] or probabilities [N, S, C].",
             )
         self.base.check(self._logits(f), self._labels(y))
 
@@ -315,8 +318,15 @@ class TokenCrossEntropy(Loss):
         return self.base.wrong(self._logits(f), self._labels(y))
 
     def count(self, y: Tensor) -> float | Tensor:
-        """Return the number of predicted labels that are not ignored, or the sum of their weights."""
-        return self.base.count(self._labels(y))
+        """Return the number of predicted labels that are not ignored, or the sum of their weights.
+
+        For probabilities, it is the number of positions that have some.
+        """
+        labels = self._labels(y)
+        if not y.is_floating_point() or self.base.label_smoothing:
+            return self.base.count(labels)
+        count = (labels != 0).any(1).sum()
+        return count if sync.is_asynchronous(y.device) else count.item()
 
     @property
     def class_axis(self) -> int:
@@ -387,7 +397,9 @@ class TokenCrossEntropy(Loss):
         return (f[..., :-1, :] if self.shift else f).transpose(-1, -2)
 
     def _labels(self, y: Tensor) -> Tensor:
-        return y[:, 1:] if self.shift else y
+        """Return the predicted labels `[N, S]`, or probabilities `[N, C, S]`."""
+        y = y[:, 1:] if self.shift else y
+        return y.transpose(1, 2) if y.is_floating_point() else y
 
     def _back(self, g: Tensor) -> Tensor:
         """Return derivatives as `[..., N, S, C]`, the inverse of `_logits`."""

@@ -49,9 +49,15 @@ class Loss(ABC):
         reduction: `"mean"` or `"sum"`.
         scale: The loss is `scale` times the sum (or mean) of the criterion.
 
+    Attributes:
+        output: The output of the model that is the prediction, if it has several: a key, an attribute, or an index;
+            see `describe`.
+
     Raises:
         LossError: If the reduction is neither `"mean"` nor `"sum"`.
     """
+
+    output: str | int | None = None
 
     def __init__(self, name: str, reduction: str, scale: float = 1.0) -> None:
         if reduction not in {"mean", "sum"}:
@@ -225,6 +231,10 @@ class Loss(ABC):
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
         """Return the relative distance of `g` from all possible gradients of this loss; 0 if it is not computed."""
         return g.new_zeros(())
+
+    def tangent(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return the part of a gradient `g` along which predictions can change, in the form of `gradient`."""
+        return g
 
     def reduction_factor(self, count: float | Tensor) -> float:
         """Return `R`, given the count of all targets. This synchronizes if the count is a tensor on an accelerator."""

@@ -28,6 +28,7 @@ from kfs.factors.settings import Fisher
 from kfs.losses import Loss, TokenCrossEntropy
 from kfs.losses.binary import BinaryCrossEntropy
 from kfs.losses.cross_entropy import CrossEntropy
+from kfs.losses.divergence import KLDivergence
 from kfs.losses.gaussian import Gaussian
 from kfs.losses.huber import Huber
 from kfs.losses.poisson import Poisson
@@ -35,7 +36,7 @@ from kfs.losses.square import Square
 from kfs.optim.step_sums import StepSums
 
 _SOFTMAX = (CrossEntropy, TokenCrossEntropy)
-_SHOWN = (*_SOFTMAX, BinaryCrossEntropy)
+_SHOWN = (*_SOFTMAX, BinaryCrossEntropy, KLDivergence)
 # Losses that are written by users are not compared with other losses.
 _COMPARED = (*_SHOWN, Square, Huber, Poisson, Gaussian)
 # A gradient belongs to another loss if it fits up to this relative distance. Half precision rounds by less.
@@ -144,7 +145,7 @@ class Targets:
             try:
                 loss.check_now(f, self.y)
                 direction = loss.gradient(f, self.y)
-                self.fit = self.scale, distance = fit(g, direction)
+                self.fit = self.scale, distance = fit(loss.tangent(f, g), direction)
                 self.mismatch = distance * (distance > _round_off(f, g, self.y, loss))
                 if self.given or self.mismatch < _TOLERANCE:
                     return self.y
@@ -163,7 +164,7 @@ class Targets:
                 raise loss.unknown_targets()
             y = loss.stand_in(f, g)
             if fisher == "empirical" or loss.weighs_targets or (self.compare and shows_targets(loss)):
-                self.fit = self.scale, distance = fit(g, loss.gradient(f, y))
+                self.fit = self.scale, distance = fit(loss.tangent(f, g), loss.gradient(f, y))
         except LossError:
             # The number of examples is enough if curvature depends on inputs alone. The empirical Fisher raises below.
             if fisher not in {"empirical", "forward-only"}:

@@ -333,9 +333,9 @@ class EmpiricalRisk(Described):
             output = self._output(params, batch)
         # Repeat the evaluation at `self.params`: autograd, `vmap` or a captured pass may track the given parameters.
         if not recorded:
-            own = lambda: prediction_in(self._output(self.params, batch))  # noqa: E731
+            own = lambda: prediction_in(self._output(self.params, batch), self.loss.output)  # noqa: E731
             self._draws.check(before, lambda: self._without_graph(own))
-        f = output if isinstance(output, Tensor) else prediction_in(output)
+        f = output if type(output) is Tensor else prediction_in(output, self.loss.output)
         check_batch_axis(f, batch.y)
         if self.flags is None:
             self.loss.check_now(f, batch.y)
@@ -347,6 +347,38 @@ class EmpiricalRisk(Described):
     def evaluate(self, batch: Batch) -> Tensor:
         """Evaluate the model on a batch at `self.params`, without recording a graph."""
         return self._without_graph(lambda: self.predict(self.params, batch))
+
+    def check_outputs(self, batch: Batch, unused: Sequence[str]) -> None:
+        """Raise an error if parameters that predictions do not depend on are used by another output of the model.
+
+        Nothing is raised if the loss names its output. Call it in the context `untouched(first_order=True)`.
+
+        Args:
+            batch: A batch.
+            unused: Names of parameters that predictions do not depend on.
+
+        Raises:
+            ModelError: If another output depends on them.
+        """
+        if self.loss.output is not None or not unused:
+            return
+        output = self._output(self.params, batch)
+        f = prediction_in(output)
+        params = [self.params[name] for name in unused]
+        for place, t in output_tensors(output).items():
+            if t is f or not t.requires_grad:
+                continue
+            found = torch.autograd.grad(t.sum(), params, retain_graph=True, allow_unused=True)
+            names = [name for name, g in zip(unused, found, strict=True) if g is not None]
+            if names:
+                own = next(key for key, tensor in output_tensors(output).items() if tensor is f)
+                raise ModelError(
+                    f"The loss is for output {own!r} of the model, but only output {place!r} depends on "
+                    f"{', '.join(map(repr, names[:5]))}: their curvature would be zero. The model returned "
+                    f"{_listed(output_tensors(output))}.",
+                    f"Name the output that the loss is for: kfs.losses.describe(loss, output={own!r}). Or leave "
+                    "parameters of other outputs out with params=, and make another EmpiricalRisk for each output.",
+                )
 
     def finite(self, f: Tensor, batch: Batch) -> None:
         """Raise an error, or set a flag, if predictions are NaN or positive infinity (negative infinity is a mask)."""
@@ -518,38 +550,57 @@ class EmpiricalRisk(Described):
         return has_them and (frozen or all(p.requires_grad for p in self.params.values()))
 
 
-def output_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in a model's output: the output itself, or the items of a sequence, mapping or object."""
+def output_tensors(output: Any) -> dict[str | int, Tensor]:
+    """Return the tensors in a model's output, by key, attribute or index; a tensor alone has the index 0."""
     if isinstance(output, Tensor):
-        return [output]
+        return {0: output}
     if not isinstance(output, (tuple, list, Mapping)):
         output = getattr(output, "__dict__", {})
-    values = output.values() if isinstance(output, Mapping) else output
-    return [t for t in values if isinstance(t, Tensor)]
+    items = output.items() if isinstance(output, Mapping) else enumerate(output)
+    return {name: t for name, t in items if isinstance(t, Tensor)}
 
 
-def prediction_in(output: Any) -> Tensor:
+def prediction_in(output: Any, name: str | int | None = None) -> Tensor:
     """Return the predictions in a model's output: its `logits`, or the first tensor that has an axis.
 
     Args:
         output: The output of a model: a tensor, an object or mapping with `logits`, or a tuple or list that starts with
             the prediction. Scalar tensors before the prediction, such as a loss, are skipped.
+        name: The key, attribute or index of the prediction, if the loss names one (`Loss.output`).
 
     Raises:
         ModelError: If there is no such tensor, or if an unordered output has several of them.
     """
+    several = output_tensors(output)
+    if name is not None:
+        named = several.get(name, getattr(output, name, None) if isinstance(name, str) else None)
+        if isinstance(named, Tensor):
+            return named
+        raise ModelError(
+            f"The loss is for output {name!r} of the model, which returned a {type(output).__name__} with "
+            f"{_listed(several)}.",
+            "Name one of these: kfs.losses.describe(loss, output=...).",
+        )
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, Tensor):
         return named
-    found = [t for t in output_tensors(output) if t.ndim > 0]
+    found = {place: t for place, t in several.items() if t.ndim > 0}
     ordered = isinstance(output, (Tensor, tuple, list))
     if not found or (len(found) > 1 and not ordered):
+        listed = f": {_listed(found)}" if found else ""
         raise ModelError(
             f"The model returned a {type(output).__name__} with {len(found)} tensors that have a batch axis, none of "
-            "them called `logits`.",
-            "Return a tensor, an object or mapping with `logits`, or a tuple that starts with the prediction.",
+            f"them called `logits`{listed}.",
+            "Return a tensor, an object or mapping with `logits`, or a tuple that starts with the prediction. Or name "
+            "the prediction: kfs.losses.describe(loss, output=...). A Hugging Face model without logits needs a head, "
+            "such as AutoModelForCausalLM.",
         )
-    return found[0]
+    return next(iter(found.values()))
+
+
+def _listed(outputs: Mapping[str | int, Tensor]) -> str:
+    """Return the names and shapes of outputs for a message."""
+    return ", ".join(f"{name!r} {list(t.shape)}" for name, t in outputs.items()) or "no tensors"
 
 
 def check_batch_axis(f: Tensor, y: Tensor) -> None:

@@ -282,8 +282,8 @@ _MUTANTS = [
     ),
     data(
         "problem/risk.py",
-        "found = [t for t in output_tensors(output) if t.ndim > 0]",
-        "found = output_tensors(output)",
+        "found = {place: t for place, t in several.items() if t.ndim > 0}",
+        "found = several",
         "a loss taken for predictions",
         ("tests/problem/test_outputs.py",),
     ),

@@ -387,7 +387,7 @@ class _Audit:
             tuple(self._audited_uses(uses, known, one.routes)),
             tolerance,
             missed=tuple(name for name in gradients if name in dict(unexplained)),
-            unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None and name not in gradients),
+            unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None),
             mask=self.counts.source.name_in(self.x, self.num_data) if self.counts and known.has_mask else "",
         )
         return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
