@@ -476,7 +476,7 @@ class Passes:
             # For a single example, PyTorch computes some gradients wrongly; likewise with instance norms.
             with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
                 known = audits.of_batch(risk, batch) if settings.audit else None
-                if audits.report is not None and not progress.batches:
+                if audits.report is not None and audits.report.unused and not progress.batches:
                     risk.check_outputs(batch, audits.report.unused)
                 # Step 1: forward pass, in which all operations with parameters are found.
                 # Step 2: input-based factors; the pass adds inputs to their sums while the model runs.

@@ -22,6 +22,11 @@ from kfs.runtime import sync
 
 # Probabilities that differ from one by less than this many units of round-off are considered certain.
 _CERTAIN = 1e3
+# A label smoothing up to this value is found at positions where no probability is larger than this.
+_UNSURE = 0.5
+_SMALLEST_SMOOTHING = 0.01
+# A gradient is explained up to this relative distance. Half precision rounds by less.
+_EXPLAINED = 0.02
 
 
 class CrossEntropy(Loss):
@@ -185,6 +190,34 @@ class CrossEntropy(Loss):
         known = torch.where(doubt > _CERTAIN * precision.eps, g, 0.0)
         sums: Tensor = known.sum(1).norm() / known.norm().clamp(min=precision.tiny)
         return sums
+
+    def smoothing_in(self, f: Tensor, g: Tensor) -> Tensor:
+        r"""Return the label smoothing that explains a gradient; zero if none does, or if classes have weights.
+
+        With $C$ classes, smoothing $\varepsilon$ and scale $R$, the gradient at all classes but the label is
+        $R\, (\sigma_k - \varepsilon / C)$: a line, whose slope and intercept are fitted. Its smallest entry is at the
+        label, unless the prediction is nearly certain; such positions are ignored.
+        """
+        if self.weight is not None:
+            return g.new_zeros(())
+        sigma, g = softmax(f.detach()), g.to(f.dtype)
+        classes = f.shape[1]
+        used = (sigma.amax(1, keepdim=True) <= _UNSURE) & (g != 0).any(1, keepdim=True)
+        label = torch.zeros_like(g).scatter_(1, g.argmin(1, keepdim=True), 1.0)
+
+        # Fit the line.
+        weight = used * (1 - label)
+        total = weight.sum(dtype=torch.float64).clamp(min=1)
+        mean_sigma, mean_g = ((weight * t).sum(dtype=torch.float64) / total for t in (sigma, g))
+        from_mean = weight * (sigma - mean_sigma)
+        slope = (from_mean * g).sum(dtype=torch.float64) / (from_mean * sigma).sum(dtype=torch.float64)
+        smoothing = classes * (mean_sigma - mean_g / slope)
+
+        # Compare the gradient for this smoothing.
+        target = (1 - smoothing) * label + smoothing / classes
+        distance = (used * (g - slope * (sigma - target))).norm() / (used * g).norm()
+        explains = (distance < _EXPLAINED) & (smoothing > _SMALLEST_SMOOTHING) & (smoothing < _UNSURE) & (slope > 0)
+        return torch.where(explains, smoothing, 0.0)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label for every position and return its gradient, scaled by the square root of the mass."""
@@ -385,6 +418,15 @@ class TokenCrossEntropy(Loss):
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
         """Return the departure of `CrossEntropyLoss`."""
         return self.base.departure(self._logits(f), self._logits(g))
+
+    @property
+    def label_smoothing(self) -> float:
+        """The label smoothing."""
+        return self.base.label_smoothing
+
+    def smoothing_in(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return the label smoothing that explains a gradient, as `CrossEntropyLoss` does."""
+        return self.base.smoothing_in(self._logits(f), self._logits(g))
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label for every position that predicts one, and return its gradient."""

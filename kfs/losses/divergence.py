@@ -13,8 +13,8 @@ $$
 
 It has PyTorch's value, since $\log\, \mathrm{softmax}(f) = f$ for log-probabilities. With
 $\mathrm{J}_z f = I - \mathbf{1} \sigma^\top$ and $\mathrm{H} \mathbf{1} = 0$, it follows that
-$(\mathrm{J}_z f)^\top\, \mathrm{H}\; \mathrm{J}_z f = \mathrm{H}$: the GGN is that of the cross-entropy of the logits $z$ with
-soft targets. The same holds for the gradient: PyTorch's is $-p$, and
+$(\mathrm{J}_z f)^\top\, \mathrm{H}\; \mathrm{J}_z f = \mathrm{H}$: the GGN is that of the cross-entropy of the
+logits $z$ with soft targets. The same holds for the gradient: PyTorch's is $-p$, and
 $(\mathrm{J}_z f)^\top (-p) = m \sigma - p$. The likelihood is categorical, raised to the power $m$.
 """
 

@@ -232,10 +232,6 @@ class Loss(ABC):
         """Return the relative distance of `g` from all possible gradients of this loss; 0 if it is not computed."""
         return g.new_zeros(())
 
-    def tangent(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return the part of a gradient `g` along which predictions can change, in the form of `gradient`."""
-        return g
-
     def reduction_factor(self, count: float | Tensor) -> float:
         """Return `R`, given the count of all targets. This synchronizes if the count is a tensor on an accelerator."""
         if self.reduction == "sum":

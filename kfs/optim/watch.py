@@ -314,6 +314,7 @@ class Pass:
         result, one = self._result, self._captured
         if self.compare and self.num_data:
             result.other = self.targets.other_loss()
+            result.smoothing = float(self.targets.smoothing)
             result.scales = [(self.targets.known_scale(), result.count)]
         if self._replayed is not None:
             result.blocks = self._replayed.blocks

@@ -360,7 +360,7 @@ class EmpiricalRisk(Described):
         Raises:
             ModelError: If another output depends on them.
         """
-        if self.loss.output is not None or not unused:
+        if self.loss.output is not None:
             return
         output = self._output(self.params, batch)
         f = prediction_in(output)
