@@ -64,7 +64,7 @@ from kfs.problem.parameters import (
 from kfs.problem.torch_fixes import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
-from kfs.runtime.nested import tensors_in
+from kfs.runtime.nested import is_named_tuple, tensors_in
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, not_finite, refuse_not_finite
 
@@ -554,7 +554,9 @@ def output_tensors(output: Any) -> dict[str | int, Tensor]:
     """Return the tensors in a model's output, by key, attribute or index; a tensor alone has the index 0."""
     if isinstance(output, Tensor):
         return {0: output}
-    if not isinstance(output, (tuple, list, Mapping)):
+    if is_named_tuple(output):
+        output = output._asdict()
+    elif not isinstance(output, (tuple, list, Mapping)):
         output = getattr(output, "__dict__", {})
     items = output.items() if isinstance(output, Mapping) else enumerate(output)
     return {name: t for name, t in items if isinstance(t, Tensor)}
