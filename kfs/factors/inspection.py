@@ -253,9 +253,8 @@ class _OrdinaryAnswers(TorchFunctionMode):
     """A mode that answers queries about values on the `meta` device, such as whether there is any padding."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = getattr(args[0], "_kfs_answer", None) if args else None
-        if answer is not None and func in {Tensor.__bool__, Tensor.item}:
-            return answer
+        if func in {Tensor.__bool__, Tensor.item} and hasattr(args[0], "_kfs_answer"):
+            return args[0]._kfs_answer
         result = func(*args, **(kwargs or {}))
         known = _ANSWERS.get(getattr(func, "__name__", ""))
         if known is not None and isinstance(result, Tensor) and result.ndim == 0:

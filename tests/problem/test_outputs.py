@@ -148,7 +148,7 @@ def test_the_loss_names_one_of_several_outputs(name: str, chosen: int) -> None:
     model = Heads(HEADS[name][0])
     head, other = (model.first, model.second)[:: 1 if chosen == 1 else -1]
     alone = nn.Sequential(OrderedDict(body=model.body, tanh=nn.Tanh(), head=head))
-    loss = describe(nn.CrossEntropyLoss(), output=HEADS[name][chosen])
+    loss = describe(nn.CrossEntropyLoss(), output=HEADS[name][chosen])  # type: ignore[arg-type]
     risk, expected = EmpiricalRisk(model, loss, (X, y)), EmpiricalRisk(alone, LOSS, (X, y))
     assert risk.value() == pytest.approx(expected.value(), rel=1e-14)
     size = sum(p.numel() for p in alone.parameters())
