@@ -10,6 +10,9 @@ equals the Hessian for all settings, and a sampled gradient is $\sqrt{m}\, (\sig
 $\tilde{y} \sim \sigma$.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +28,7 @@ _CERTAIN = 1e3
 # A label smoothing up to this value is found at positions where no probability is larger than this.
 _UNSURE = 0.5
 _SMALLEST_SMOOTHING = 0.01
+_ENOUGH_LABELS = 8  # fewer may be equal to tokens by chance
 # A gradient is explained up to this relative distance. Half precision rounds by less.
 _EXPLAINED = 0.02
 
@@ -274,7 +278,8 @@ class CrossEntropy(Loss):
             counted = y[self._counts(y)]
             raise DataError(
                 f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {classes} classes.",
-                f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones.",
+                f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones. If the model "
+                "returns hidden states instead of logits, use one with a head, such as AutoModelForCausalLM.",
             )
 
     def _labels_only(self, f: Tensor, y: Tensor) -> Tensor:
@@ -345,6 +350,26 @@ class TokenCrossEntropy(Loss):
                 "Pass logits [N, S, C], and integer labels [N, S] or probabilities [N, S, C].",
             )
         self.base.check(self._logits(f), self._labels(y))
+
+    def check_inputs(self, x: Any, y: Tensor) -> None:
+        """Raise an error if labels are shifted already, so that position `s` would predict token `s + 2`.
+
+        This is so if all labels that count are the next tokens, and not all of them the tokens at their position.
+        """
+        tokens = x.get("input_ids") if isinstance(x, Mapping) else x
+        if not self.shift or y.ndim != 2 or not isinstance(tokens, Tensor) or tokens.shape != y.shape:
+            return
+        label, here, following = y[:, :-1], tokens[:, :-1], tokens[:, 1:]
+        counts = label != self.base.ignore_index
+        with sync.allow_sync():
+            many = int(counts.sum()) >= _ENOUGH_LABELS
+            if many and bool(((label == following) | ~counts).all()) and not bool(((label == here) | ~counts).all()):
+                raise DataError(
+                    "Labels are shifted twice: label s of a batch is token s + 1 already, and shift=True shifts it "
+                    "again.",
+                    "Pass labels that are at the positions of their tokens, as Hugging Face does, or "
+                    "TokenCrossEntropy(shift=False).",
+                )
 
     def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
         """Return which examples have a predicted label that is neither a class nor ignored."""
@@ -441,7 +466,7 @@ class TokenCrossEntropy(Loss):
     def _labels(self, y: Tensor) -> Tensor:
         """Return the predicted labels `[N, S]`, or probabilities `[N, C, S]`."""
         y = y[:, 1:] if self.shift else y
-        return y.transpose(1, 2) if y.is_floating_point() else y
+        return y.transpose(1, 2) if y.is_floating_point() and y.ndim == 3 else y
 
     def _back(self, g: Tensor) -> Tensor:
         """Return derivatives as `[..., N, S, C]`, the inverse of `_logits`."""

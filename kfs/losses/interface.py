@@ -93,6 +93,9 @@ class Loss(ABC):
         synchronization: see `kfs.runtime.sync.is_asynchronous`.
         """
 
+    def check_inputs(self, x: Any, y: Tensor) -> None:  # noqa: B027 (most losses have nothing to check)
+        """Raise an error if targets contradict the inputs of the first batch. This may synchronize."""
+
     def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
         """Return booleans `[N]`: which examples have invalid values, without synchronization.
 

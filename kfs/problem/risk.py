@@ -68,6 +68,7 @@ from kfs.runtime.nested import is_named_tuple, tensors_in
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, not_finite, refuse_not_finite
 
+_OUTSIDE_OF_TABLE = "index out of range in self"  # PyTorch's message for embeddings
 _COPY = "Copy them from rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
 
 
@@ -330,7 +331,16 @@ class EmpiricalRisk(Described):
         recorded = batch.recorded is not None
         before = [] if recorded else random_state(self.device)
         with unchanged(tensors_in(batch.x)), within or nullcontext():
-            output = self._output(params, batch)
+            try:
+                output = self._output(params, batch)
+            except IndexError as error:
+                if str(error) != _OUTSIDE_OF_TABLE:
+                    raise
+                raise DataError(
+                    "The model looks up an index that its embedding does not have, such as a token id beyond the "
+                    "vocabulary.",
+                    "Use the tokenizer of the model, or model.resize_token_embeddings(len(tokenizer)).",
+                ) from error
         # Repeat the evaluation at `self.params`: autograd, `vmap` or a captured pass may track the given parameters.
         if not recorded:
             own = lambda: prediction_in(self._output(self.params, batch), self.loss.output)  # noqa: E731
@@ -451,6 +461,7 @@ class EmpiricalRisk(Described):
                 if seen is None:
                     seen = fingerprint(x, y)  # before the move: data on a CPU need no synchronization
                     self._same_data.check_first_batch(seen)
+                    self.loss.check_inputs(x, y)
                 batch, copied = (
                     batch_to_device(x, y, start + first, self.device, self.loss.count),
                     copies_end(x, y, self.device),
