@@ -278,8 +278,8 @@ class CrossEntropy(Loss):
             counted = y[self._counts(y)]
             raise DataError(
                 f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {classes} classes.",
-                f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones. If the model "
-                "returns hidden states instead of logits, use one with a head, such as AutoModelForCausalLM.",
+                f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones. If the "
+                "model returns hidden states instead of logits, use one with a head, such as AutoModelForCausalLM.",
             )
 
     def _labels_only(self, f: Tensor, y: Tensor) -> Tensor:
