@@ -196,7 +196,8 @@ def plan(
     target: Annotated[
         str,
         typer.Argument(
-            help="7B, 70B, 405B or 8x7B; or package.module:name of (model, sample), or of a function returning it."
+            help="A language model, such as 8B or Qwen/Qwen3-8B; or package.module:name of (model, sample), or of a "
+            "function returning it."
         ),
     ],
     ranks: Annotated[int, typer.Option(help="Number of processes.")],

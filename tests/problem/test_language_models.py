@@ -142,7 +142,7 @@ def mixtral(weight: float) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM  # noqa: PLC0415 (slow to import)
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": C, "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"vocab_size": C, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 3}
     config = MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=weight)
     return MixtralForCausalLM(config)
