@@ -71,7 +71,10 @@ def inspect(
     sharing: Annotated[str, typer.Option(help="Weight sharing: expand or reduce.")] = "expand",
     joint_bias: Annotated[bool, typer.Option(help="Whether weight and bias share a block.")] = True,
     max_dim: Annotated[int | None, typer.Option(help="Factors wider than this are diagonal.")] = None,
-    audit: Annotated[bool, typer.Option(help="Whether to verify the capture on a few examples.")] = True,
+    audit: Annotated[
+        bool | None,
+        typer.Option(help="Whether to verify the capture on a few examples. By default, unless the model is large."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show which parameters KFAC covers, with their factors and costs. Fails if a parameter is not covered."""

@@ -20,6 +20,7 @@ from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalu
 from kfs.errors import DtypeError, ModelError
 from kfs.factors import inspect
 from kfs.factors.settings import Settings
+from kfs.runtime.memory import SHARE
 
 
 @dataclass(frozen=True)
@@ -537,6 +538,7 @@ class Plan(DescribedByTables):
             notes.append(self._about_vectors())
         if self.memory is not None:
             notes.append(self._about_memory(self.memory))
+            notes += self._about_large_blocks(self.memory)
         if self.whole is not None:
             notes.append(self._about_split(self.whole))
         if self.uncovered:
@@ -566,6 +568,20 @@ class Plan(DescribedByTables):
             f"{readable_size(memory)} for each rank are not enough: one holds {readable_size(max(self.nbytes))}, and "
             f"a pass for one block needs {readable_size(needed)} more. Use more ranks, or a smaller max_dim."
         )
+
+    def _about_large_blocks(self, memory: int) -> Iterator[str]:
+        """Generate a sentence if there are blocks that `kfs.KFAC` refuses for their size."""
+        sizes: dict[str, int] = {}
+        for part in self.placement.parts:
+            if part.is_factor and not all(part.diagonal):
+                sizes[part.block] = sizes.get(part.block, 0) + part.summed
+        large = {name: nbytes for name, nbytes in sizes.items() if nbytes > memory // SHARE}
+        if large:
+            name = max(large, key=lambda name: large[name])
+            yield (
+                f"Blocks whose dense factors take more than half of this, so that KFAC refuses them: {len(large):,}. "
+                f"The largest, {name!r}, takes {readable_size(large[name])}. Use a smaller max_dim."
+            )
 
     def _about_split(self, whole: Placement) -> str:
         """Return sentences on how splitting changes the approximation and what it saves."""

@@ -138,6 +138,18 @@ def test_a_module_on_the_meta_device() -> None:
     assert "max_dim=100" in str(narrow)
 
 
+def test_blocks_that_are_refused_for_their_size() -> None:
+    """As in `kfs.KFAC`: dense factors of a block may take half of the memory."""
+    shapes = {"head": (300, 8), "wide": (20, 200)}
+    nbytes = 4 * (300**2 + 8**2)
+    assert "refuses" not in str(plan(shapes, 1, memory=2 * nbytes))
+    text = str(plan(shapes, 1, memory=2 * nbytes - 1))
+    assert "so that KFAC refuses them: 1. The largest, 'head', takes 352 KiB. Use a smaller max_dim." in text
+    assert "refuses them: 2" in str(plan(shapes, 1, memory=nbytes // 2))
+    assert "refuses" not in str(plan(shapes, 1, memory=2 * nbytes - 1, max_dim=250))
+    assert "refuses" not in str(plan(shapes, 1))
+
+
 def test_owners_are_those_of_place() -> None:
     found = plan(SHAPES, 2)
     parts = [

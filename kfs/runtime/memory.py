@@ -9,7 +9,7 @@ import torch
 from kfs.display.describe import readable_size
 
 # A factor and its inverse are stored together, so one of them may take half of the memory.
-_SHARE = 2
+SHARE = 2
 # Limits of control groups, as containers have them, of both versions.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -43,7 +43,7 @@ def beyond_memory(name: str, nbytes: int, device: torch.device) -> str:
         device: The device that stores them.
     """
     memory = total_memory(device)
-    if memory is None or nbytes <= memory // _SHARE:
+    if memory is None or nbytes <= memory // SHARE:
         return ""
     return (
         f"The dense factors of block {name!r} take {readable_size(nbytes)}, more than half of the memory of "
