@@ -78,7 +78,7 @@ class EmpiricalRisk(Described):
     Args:
         model: A `torch.nn.Module`, which may be sharded, or a function `f(params, x)` where `params` is a dictionary
             of tensors. It returns predictions, an object or mapping with `logits`, or a tuple that starts with
-            predictions.
+            predictions; or several outputs, of which the loss names one: `kfs.losses.describe(loss, output=...)`.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one example's prediction and target.
         data: A pair `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
             iterated more than once and must yield the same data in the same order every time. Random numbers that
