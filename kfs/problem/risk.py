@@ -61,14 +61,19 @@ from kfs.problem.parameters import (
     module_params,
     switched_on,
 )
-from kfs.problem.torch_fixes import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
+from kfs.problem.torch_fixes import (
+    CheckedEmbeddings,
+    ExactDerivatives,
+    WithoutGraph,
+    explained,
+    no_hooks_on_saved_tensors,
+)
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
 from kfs.runtime.nested import is_named_tuple, tensors_in
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, not_finite, refuse_not_finite
 
-_OUTSIDE_OF_TABLE = "index out of range in self"  # PyTorch's message for embeddings
 _COPY = "Copy them from rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
 
 
@@ -333,14 +338,11 @@ class EmpiricalRisk(Described):
         with unchanged(tensors_in(batch.x)), within or nullcontext():
             try:
                 output = self._output(params, batch)
-            except IndexError as error:
-                if str(error) != _OUTSIDE_OF_TABLE:
-                    raise
-                raise DataError(
-                    "The model looks up an index that its embedding does not have, such as a token id beyond the "
-                    "vocabulary.",
-                    "Use the tokenizer of the model, or model.resize_token_embeddings(len(tokenizer)).",
-                ) from error
+            except IndexError:
+                # Name the index, if it is one of an embedding.
+                with CheckedEmbeddings(params, len(batch.y), batch.first):
+                    self._output(params, batch)
+                raise
         # Repeat the evaluation at `self.params`: autograd, `vmap` or a captured pass may track the given parameters.
         if not recorded:
             own = lambda: prediction_in(self._output(self.params, batch), self.loss.output)  # noqa: E731

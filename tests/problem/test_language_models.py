@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Any, type[KfsError], str]] = {
     "ids beyond the vocabulary": (
         {"input_ids": beyond(tokens())},
         DataError,
-        r"a token id beyond the vocabulary.*resize_token_embeddings",
+        r"The index 11 of example \d does not exist in 'table.weight', which has 11 rows.*resize_token_embeddings",
     ),
     "labels beyond the vocabulary": (
         {"labels": beyond(tokens())},
