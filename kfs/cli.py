@@ -71,7 +71,10 @@ def inspect(
     sharing: Annotated[str, typer.Option(help="Weight sharing: expand or reduce.")] = "expand",
     joint_bias: Annotated[bool, typer.Option(help="Whether weight and bias share a block.")] = True,
     max_dim: Annotated[int | None, typer.Option(help="Factors wider than this are diagonal.")] = None,
-    audit: Annotated[bool, typer.Option(help="Whether to verify the capture on a few examples.")] = True,
+    audit: Annotated[
+        bool | None,
+        typer.Option(help="Whether to verify the capture on a few examples. By default, unless the model is large."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show which parameters KFAC covers, with their factors and costs. Fails if a parameter is not covered."""
@@ -196,7 +199,8 @@ def plan(
     target: Annotated[
         str,
         typer.Argument(
-            help="7B, 70B, 405B or 8x7B; or package.module:name of (model, sample), or of a function returning it."
+            help="A language model, such as 8B or Qwen/Qwen3-8B; or package.module:name of (model, sample), or of a "
+            "function returning it."
         ),
     ],
     ranks: Annotated[int, typer.Option(help="Number of processes.")],

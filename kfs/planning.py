@@ -15,12 +15,13 @@ import torch
 from torch.nn import Module
 
 from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_count, readable_size
-from kfs.display.suggestions import suggest
+from kfs.display.suggestions import guess
 from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalues, place, subsets_of
 from kfs.errors import DtypeError, ModelError
 from kfs.factors import inspect
 from kfs.factors.accumulate import parts_of
 from kfs.factors.settings import Settings
+from kfs.runtime.memory import SHARE
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class BlockShape:
         indices: Whether inputs are indices, as for an embedding, so that `A` is diagonal.
         positions: Number of vectors that each example (or token) adds.
         same_input: Whether the inputs, and so `A`, are the same as those of an earlier block.
+        tied: Whether the parameter is used twice: its inputs are indices, and its transpose computes the logits.
     """
 
     name: str
@@ -42,11 +44,12 @@ class BlockShape:
     indices: bool = False
     positions: float = 1.0
     same_input: bool = False
+    tied: bool = False
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """The sizes of a language model.
+    """The sizes of a language model with the architecture of Llama.
 
     Attributes:
         title: Its full name.
@@ -58,6 +61,10 @@ class LanguageModel:
         vocabulary: Number of tokens in the vocabulary.
         experts: Number of experts in a layer; zero if there are none.
         active: Number of experts that process each token.
+        tied: Whether embedding and head are one matrix.
+        biased: Whether queries, keys and values have biases, as in Qwen 2.5.
+        head: Features of an attention head whose queries and keys are normalized, as in Qwen 3; zero if they are not.
+        norms_around: Whether outputs of attention and MLP are normalized, too, as in Gemma.
     """
 
     title: str
@@ -69,28 +76,40 @@ class LanguageModel:
     vocabulary: int
     experts: int = 0
     active: int = 0
+    tied: bool = False
+    biased: bool = False
+    head: int = 0
+    norms_around: bool = False
 
     @property
     def max_dim(self) -> int:
         """The largest dimension of a factor, except for the vocabulary. The two parts of a gate form one matrix."""
-        return max(self.hidden, self.queries, self.wide * (2 if self.experts else 1))
+        return max(self.hidden + self.biased, self.queries, self.wide * (2 if self.experts else 1))
 
     def blocks(self) -> Iterator[BlockShape]:
         """Yield the shapes of all blocks."""
         hidden = self.hidden
-        yield BlockShape("model.embed_tokens.weight", hidden, self.vocabulary, indices=True)
+        yield BlockShape("model.embed_tokens.weight", hidden, self.vocabulary, indices=True, tied=self.tied)
         for number in range(self.layers):
             layer = f"model.layers.{number}"
             attention = f"{layer}.self_attn"
-            yield BlockShape(f"{attention}.q_proj.weight", self.queries, hidden)
-            yield BlockShape(f"{attention}.k_proj.weight", self.keys, hidden, same_input=True)
-            yield BlockShape(f"{attention}.v_proj.weight", self.keys, hidden, same_input=True)
+            joint, inputs = ("", hidden + 1) if self.biased else (".weight", hidden)
+            yield BlockShape(f"{attention}.q_proj{joint}", self.queries, inputs)
+            yield BlockShape(f"{attention}.k_proj{joint}", self.keys, inputs, same_input=True)
+            yield BlockShape(f"{attention}.v_proj{joint}", self.keys, inputs, same_input=True)
+            if self.head:
+                yield _norm(f"{attention}.q_norm.weight", self.head, self.queries / self.head)
+                yield _norm(f"{attention}.k_norm.weight", self.head, self.keys / self.head)
             yield BlockShape(f"{attention}.o_proj.weight", hidden, self.queries)
             yield from self._experts(f"{layer}.mlp") if self.experts else self._mlp(f"{layer}.mlp")
             yield _norm(f"{layer}.input_layernorm.weight", hidden)
             yield _norm(f"{layer}.post_attention_layernorm.weight", hidden)
+            if self.norms_around:
+                yield _norm(f"{layer}.pre_feedforward_layernorm.weight", hidden)
+                yield _norm(f"{layer}.post_feedforward_layernorm.weight", hidden)
         yield _norm("model.norm.weight", hidden)
-        yield BlockShape("lm_head.weight", self.vocabulary, hidden)
+        if not self.tied:
+            yield BlockShape("lm_head.weight", self.vocabulary, hidden)
 
     def _mlp(self, name: str) -> Iterator[BlockShape]:
         yield BlockShape(f"{name}.gate_proj.weight", self.wide, self.hidden)
@@ -105,17 +124,150 @@ class LanguageModel:
             yield BlockShape(f"{name}.experts.down_proj[{expert}]", self.hidden, self.wide, positions=part)
 
 
-def _norm(name: str, size: int) -> BlockShape:
+@dataclass(frozen=True)
+class GPT2:
+    """The sizes of a GPT-2.
+
+    Attributes:
+        title: Its full name.
+        layers: Number of layers.
+        hidden: Features of a token between layers.
+        vocabulary: Number of tokens in the vocabulary.
+        positions: Largest number of tokens of a sequence.
+    """
+
+    title: str
+    layers: int
+    hidden: int
+    vocabulary: int = 50257
+    positions: int = 1024
+
+    @property
+    def max_dim(self) -> int:
+        """The largest dimension of a factor, except for the vocabulary."""
+        return 4 * self.hidden + 1
+
+    def blocks(self) -> Iterator[BlockShape]:
+        """Yield the shapes of all blocks."""
+        hidden = self.hidden
+        yield BlockShape("transformer.wte.weight", hidden, self.vocabulary, indices=True, tied=True)
+        yield BlockShape("transformer.wpe.weight", hidden, self.positions, indices=True)
+        for number in range(self.layers):
+            layer = f"transformer.h.{number}"
+            yield from self._norm(f"{layer}.ln_1")
+            yield BlockShape(f"{layer}.attn.c_attn", 3 * hidden, hidden + 1)
+            yield BlockShape(f"{layer}.attn.c_proj", hidden, hidden + 1)
+            yield from self._norm(f"{layer}.ln_2")
+            yield BlockShape(f"{layer}.mlp.c_fc", 4 * hidden, hidden + 1)
+            yield BlockShape(f"{layer}.mlp.c_proj", hidden, 4 * hidden + 1)
+        yield from self._norm("transformer.ln_f")
+
+    def _norm(self, name: str) -> Iterator[BlockShape]:
+        """Yield the shapes of the blocks for scale and shift of a normalization."""
+        yield _norm(f"{name}.weight", self.hidden)
+        yield _norm(f"{name}.bias", self.hidden)
+
+
+def _norm(name: str, size: int, positions: float = 1.0) -> BlockShape:
     """Return the shape of the block for the scale of a normalization, which has only a factor `B`."""
-    return BlockShape(name, size, 1)
+    return BlockShape(name, size, 1, positions=positions)
 
 
-NAMED = {
-    "7B": LanguageModel("Llama 2 7B", 32, 4096, 11008, 4096, 4096, 32000),
-    "70B": LanguageModel("Llama 2 70B", 80, 8192, 28672, 8192, 1024, 32000),
-    "405B": LanguageModel("Llama 3.1 405B", 126, 16384, 53248, 16384, 1024, 128256),
-    "8x7B": LanguageModel("Mixtral 8x7B", 32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2),
+def _llama_3(size: str, layers: int, hidden: int, wide: int, keys: int, tied: bool = False) -> LanguageModel:
+    return LanguageModel(f"Llama {size}", layers, hidden, wide, hidden, keys, 128256, tied=tied)
+
+
+def _qwen_2(size: str, layers: int, hidden: int, wide: int, keys: int, tied: bool = False) -> LanguageModel:
+    vocabulary = 151936 if tied else 152064
+    return LanguageModel(f"Qwen 2.5 {size}", layers, hidden, wide, hidden, keys, vocabulary, tied=tied, biased=True)
+
+
+def _qwen_3(size: str, layers: int, hidden: int, wide: int, queries: int, tied: bool = False) -> LanguageModel:
+    return LanguageModel(f"Qwen 3 {size}", layers, hidden, wide, queries, 1024, 151936, tied=tied, head=128)
+
+
+def _gemma_2(size: str, layers: int, hidden: int, wide: int, queries: int, keys: int) -> LanguageModel:
+    return LanguageModel(f"Gemma 2 {size}", layers, hidden, wide, queries, keys, 256000, tied=True, norms_around=True)
+
+
+# Sizes are those of published configurations.
+_MODELS = (
+    LanguageModel("Llama 2 7B", 32, 4096, 11008, 4096, 4096, 32000),
+    LanguageModel("Llama 2 70B", 80, 8192, 28672, 8192, 1024, 32000),
+    _llama_3("3.1 8B", 32, 4096, 14336, 1024),
+    _llama_3("3.1 70B", 80, 8192, 28672, 1024),
+    _llama_3("3.1 405B", 126, 16384, 53248, 1024),
+    _llama_3("3.2 1B", 16, 2048, 8192, 512, tied=True),
+    _llama_3("3.2 3B", 28, 3072, 8192, 1024, tied=True),
+    _llama_3("3.3 70B", 80, 8192, 28672, 1024),
+    LanguageModel("Mistral 7B", 32, 4096, 14336, 4096, 1024, 32768),
+    LanguageModel("Mixtral 8x7B", 32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2),
+    LanguageModel("Mixtral 8x22B", 56, 6144, 16384, 6144, 1024, 32768, experts=8, active=2),
+    _qwen_2("0.5B", 24, 896, 4864, 128, tied=True),
+    _qwen_2("1.5B", 28, 1536, 8960, 256, tied=True),
+    _qwen_2("3B", 36, 2048, 11008, 256, tied=True),
+    _qwen_2("7B", 28, 3584, 18944, 512),
+    _qwen_2("14B", 48, 5120, 13824, 1024),
+    _qwen_2("32B", 64, 5120, 27648, 1024),
+    _qwen_2("72B", 80, 8192, 29568, 1024),
+    _qwen_3("0.6B", 28, 1024, 3072, 2048, tied=True),
+    _qwen_3("1.7B", 28, 2048, 6144, 2048, tied=True),
+    _qwen_3("4B", 36, 2560, 9728, 4096, tied=True),
+    _qwen_3("8B", 36, 4096, 12288, 4096),
+    _qwen_3("14B", 40, 5120, 17408, 5120),
+    _qwen_3("32B", 64, 5120, 25600, 8192),
+    LanguageModel("Qwen 3 30B A3B", 48, 2048, 768, 4096, 512, 151936, experts=128, active=8, head=128),
+    _gemma_2("2B", 26, 2304, 9216, 2048, 1024),
+    _gemma_2("9B", 42, 3584, 14336, 4096, 2048),
+    _gemma_2("27B", 46, 4608, 36864, 4096, 2048),
+    LanguageModel("Gemma 3 1B", 26, 1152, 6912, 1024, 256, 262144, tied=True, head=256, norms_around=True),
+    GPT2("GPT-2", 12, 768),
+    GPT2("GPT-2 medium", 24, 1024),
+    GPT2("GPT-2 large", 36, 1280),
+    GPT2("GPT-2 XL", 48, 1600),
+)
+# Sizes alone name these models.
+_SHORT = {
+    "1B": "Llama 3.2 1B",
+    "3B": "Llama 3.2 3B",
+    "7B": "Llama 2 7B",
+    "8B": "Llama 3.1 8B",
+    "70B": "Llama 2 70B",
+    "405B": "Llama 3.1 405B",
+    "8x7B": "Mixtral 8x7B",
+    "8x22B": "Mixtral 8x22B",
 }
+NAMED: dict[str, LanguageModel | GPT2] = {model.title: model for model in _MODELS}
+NAMED |= {short: NAMED[title] for short, title in _SHORT.items()}
+
+
+def _plain(name: str) -> str:
+    """Return a name without owner, case, separators and variant: `"qwen2.57b"` for `"Qwen/Qwen2.5-7B-Instruct"`."""
+    name = name.rpartition("/")[2].lower()
+    for word in ("instruct", "meta", "base", "-hf", "-it", "-pt", "-v0.1", "-v0.3"):
+        name = name.replace(word, "")
+    return name.replace("-", "").replace("_", "").replace(" ", "")
+
+
+def named(name: str) -> LanguageModel | GPT2:
+    """Return the sizes of a language model.
+
+    Args:
+        name: Its title, such as `"Qwen 2.5 7B"`, a name on the hub, such as `"Qwen/Qwen2.5-7B-Instruct"`, or a size for
+            the best-known models, such as `"8B"`.
+
+    Raises:
+        ModelError: If the name is unknown.
+    """
+    plain = {_plain(known): model for known, model in NAMED.items()}
+    if _plain(name) not in plain:
+        similar = guess([name], NAMED)
+        raise ModelError(
+            f"There is no model {name!r}.",
+            f"{similar + ' ' if similar else ''}Choose from {'; '.join(NAMED)}. For other models, pass a module on the "
+            "meta device, and sample=.",
+        )
+    return plain[_plain(name)]
 
 
 TOKENS = 2048  # default number of tokens in a batch of one rank
@@ -148,12 +300,10 @@ def source_of(model: Any, sample: Any, max_dim: int | None, eigen: bool) -> Sour
     if isinstance(model, Module):
         return _of_module(model, sample, max_dim, eigen)
     if isinstance(model, str):
-        if model not in NAMED:
-            raise ModelError(f"There is no model {model!r}.", suggest([model], NAMED))
-        named = NAMED[model]
-        shapes = list(named.blocks())
-        name = named.title
-        max_dim = max_dim or named.max_dim
+        found = named(model)
+        shapes = list(found.blocks())
+        name = found.title
+        max_dim = max_dim or found.max_dim
     elif isinstance(model, Mapping):
         shapes = [_shape(name, shape) for name, shape in model.items()]
         name = counted(len(shapes), "shape")
@@ -182,10 +332,12 @@ def _shape(name: str, shape: Any) -> BlockShape:
 
 def _parts(shape: BlockShape, settings: Settings, eigen: bool) -> list[Part]:
     """Return the parts of a block, given its shape."""
-    diagonal_A = shape.indices or settings.is_diagonal(shape.columns)
-    diagonal_B = settings.is_diagonal(shape.rows)
-    A = Part(shape.name, "A", shape.columns, diagonal=(diagonal_A,), positions=shape.positions, eigen=eigen)
-    B = Part(shape.name, "B", shape.rows, diagonal=(diagonal_B,), positions=shape.positions, eigen=eigen)
+    diagonal_A: tuple[bool, ...] = (shape.indices or settings.is_diagonal(shape.columns),)
+    diagonal_B: tuple[bool, ...] = (settings.is_diagonal(shape.rows),)
+    if shape.tied:  # each side has a sum for each of the two uses
+        diagonal_A, diagonal_B = (*diagonal_A, settings.is_diagonal(shape.columns)), (*diagonal_B, *diagonal_B)
+    A = Part(shape.name, "A", shape.columns, diagonal=diagonal_A, positions=shape.positions, eigen=eigen)
+    B = Part(shape.name, "B", shape.rows, diagonal=diagonal_B, positions=shape.positions, eigen=eigen)
     return [A, B, eigenvalues(shape.name, shape.rows * shape.columns)] if eigen else [A, B]
 
 
@@ -387,6 +539,7 @@ class Plan(DescribedByTables):
             notes.append(self._about_vectors())
         if self.memory is not None:
             notes.append(self._about_memory(self.memory))
+            notes += self._about_large_blocks(self.memory)
         if self.whole is not None:
             notes.append(self._about_split(self.whole))
         if self.uncovered:
@@ -416,6 +569,20 @@ class Plan(DescribedByTables):
             f"{readable_size(memory)} for each rank are not enough: one holds {readable_size(max(self.nbytes))}, and "
             f"a pass for one block needs {readable_size(needed)} more. Use more ranks, or a smaller max_dim."
         )
+
+    def _about_large_blocks(self, memory: int) -> Iterator[str]:
+        """Generate a sentence if there are blocks that `kfs.KFAC` refuses for their size."""
+        sizes: dict[str, int] = {}
+        for part in self.placement.parts:
+            if part.is_factor and not all(part.diagonal):
+                sizes[part.block] = sizes.get(part.block, 0) + part.summed
+        large = {name: nbytes for name, nbytes in sizes.items() if nbytes > memory // SHARE}
+        if large:
+            name = max(large, key=lambda name: large[name])
+            yield (
+                f"Blocks whose dense factors take more than half of this, so that KFAC refuses them: {len(large):,}. "
+                f"The largest, {name!r}, takes {readable_size(large[name])}. Use a smaller max_dim."
+            )
 
     def _about_split(self, whole: Placement) -> str:
         """Return sentences on how splitting changes the approximation and what it saves."""
@@ -467,8 +634,10 @@ def plan(
 
     Args:
         model: A module on any device, including `meta`; a dictionary of shapes `(d_B, d_A)` by block name, in which a
-            bias counts as a column; or the name of a language model, which need not be installed: `"7B"`, `"70B"`
-            (Llama 2), `"405B"` (Llama 3.1) or `"8x7B"` (Mixtral).
+            bias counts as a column; or the name of a language model, which need not be installed, such as
+            `"Llama 3.1 8B"`, `"Qwen/Qwen3-8B"`, `"gemma-2-9b"` or `"gpt2-xl"`; an unknown name lists all of them.
+            `"7B"` and `"70B"` are Llama 2, `"8B"` and `"405B"` Llama 3.1, `"1B"` and `"3B"` Llama 3.2, `"8x7B"` and
+            `"8x22B"` Mixtral.
         ranks: Number of ranks.
         sample: For a module: a batch of inputs, as in `kfs.inspect`.
         max_dim: As in `kfs.KFAC`. By default, for named models, only the factors with the size of the vocabulary are

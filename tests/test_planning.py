@@ -18,7 +18,7 @@ from kfs.cli import app
 from kfs.distributed import Plan, plan
 from kfs.distributed.assignment import Part, place
 from kfs.errors import DtypeError, ModelError, UnknownAttributeError
-from kfs.planning import NAMED, LanguageModel, source_of
+from kfs.planning import GPT2, NAMED, LanguageModel, source_of
 
 SHAPES = {"fc1": (3, 5), "fc2": (2, 4), "fc3": (6, 6)}
 SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -26,43 +26,95 @@ HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL = LanguageModel("small", 2, 16, 24, 16, 8, 40)
 
 
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [("7B", 6_738_415_616), ("70B", 68_976_648_192), ("405B", 405_853_388_800), ("8x7B", 46_702_792_704)],
-)
+PUBLISHED = {
+    "7B": 6_738_415_616,
+    "70B": 68_976_648_192,
+    "405B": 405_853_388_800,
+    "8x7B": 46_702_792_704,
+    "8x22B": 140_630_071_296,
+    "8B": 8_030_261_248,
+    "1B": 1_235_814_400,
+    "3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "Llama 3.3 70B": 70_553_706_496,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "google/gemma-3-1b-pt": 999_885_952,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "openai-community/gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
 def test_named_models_have_as_many_parameters_as_published(name: str, published: int) -> None:
     assert plan(name, 8).parameters == published
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 (slow to import)
+# By family: the small model, settings of its class in `transformers`, and the name of the class.
+FAMILIES: dict[str, tuple[LanguageModel | GPT2, dict[str, Any], str]] = {
+    "Llama": (SMALL, {}, "Llama"),
+    "tied Llama": (replace(SMALL, tied=True), {"tie_word_embeddings": True}, "Llama"),
+    "Mixtral": (replace(SMALL, experts=4, active=2), {"num_local_experts": 4, "num_experts_per_tok": 2}, "Mixtral"),
+    "Qwen 2.5": (replace(SMALL, biased=True), {}, "Qwen2"),
+    "Qwen 3": (replace(SMALL, head=4), {"head_dim": 4}, "Qwen3"),
+    "Qwen 3, experts": (
+        replace(SMALL, head=4, experts=4, active=2),
+        {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        "Qwen3Moe",
+    ),
+    "Gemma 2": (replace(SMALL, tied=True, norms_around=True), {"head_dim": 4}, "Gemma2"),
+    "Gemma 3": (replace(SMALL, tied=True, norms_around=True, head=4), {"head_dim": 4}, "Gemma3"),
+    "GPT-2": (GPT2("small", 2, 16, 40, 7), {}, "GPT2"),
+}
 
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+
+def made(kind: str, settings: dict[str, Any]) -> Any:
+    import transformers as t  # noqa: PLC0415 (slow to import)
+
+    if kind == "GPT2":
+        sizes: dict[str, Any] = {"vocab_size": 40, "n_positions": 7, "n_embd": 16, "n_layer": 2, "n_head": 4}
+        return t.GPT2LMHeadModel(t.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    config = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    return getattr(t, f"{kind}ForCausalLM")(getattr(t, config)(**SIZES, **HEADS, **settings)).eval()
 
 
-def mixtral() -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM  # noqa: PLC0415
-
-    return MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=4, num_experts_per_tok=2))
-
-
-@pytest.mark.parametrize(
-    ("make", "named"), [(llama, SMALL), (mixtral, replace(SMALL, experts=4, active=2))], ids=["llama", "mixtral"]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("eigen", [False, True])
 def test_named_models_have_the_blocks_that_inspect_finds(
-    make: Any, named: LanguageModel, eigen: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, eigen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They differ only in positions, which count tokens instead of examples, and in the tokens of an expert."""
+    """They differ only in positions, which count tokens instead of examples, and in the tokens of an expert.
+
+    Gemma adds one to the scales of its normalizations before it uses them, so that each example adds one vector.
+    """
+    named, settings, kind = FAMILIES[family]
     monkeypatch.setitem(NAMED, "small", named)
     sample = torch.randint(40, (8, 5))
-    expected = {part.key: part for part in source_of(make(), sample, named.max_dim, eigen).parts}
+    expected = {part.key: part for part in source_of(made(kind, settings), sample, named.max_dim, eigen).parts}
     found = {part.key: part for part in source_of("small", None, None, eigen).parts}
     assert found.keys() == expected.keys()
     for key, part in found.items():
         positions = expected[key].positions
         assert part == replace(expected[key], positions=part.positions)
-        if "experts" not in key[0] and part.is_factor:
+        if "experts" not in key[0] and part.is_factor and not ("Gemma" in family and "norm" in key[0]):
             assert 5 * part.positions == positions
     # Every token is sent to two of four experts.
     experts = [part for part in found.values() if "experts" in part.block and part.is_factor]
@@ -84,6 +136,18 @@ def test_a_module_on_the_meta_device() -> None:
     assert narrow.summed == 4 * (50_001 + 8**2 + 9**2 + 2**2)
     assert (narrow.batch, narrow.activation) == (7, 4)
     assert "max_dim=100" in str(narrow)
+
+
+def test_blocks_that_are_refused_for_their_size() -> None:
+    """As in `kfs.KFAC`: dense factors of a block may take half of the memory."""
+    shapes = {"head": (300, 8), "wide": (20, 200)}
+    nbytes = 4 * (300**2 + 8**2)
+    assert "refuses" not in str(plan(shapes, 1, memory=2 * nbytes))
+    text = str(plan(shapes, 1, memory=2 * nbytes - 1))
+    assert "so that KFAC refuses them: 1. The largest, 'head', takes 352 KiB. Use a smaller max_dim." in text
+    assert "refuses them: 2" in str(plan(shapes, 1, memory=nbytes // 2))
+    assert "refuses" not in str(plan(shapes, 1, memory=2 * nbytes - 1, max_dim=250))
+    assert "refuses" not in str(plan(shapes, 1))
 
 
 def test_owners_are_those_of_place() -> None:
@@ -253,9 +317,10 @@ def test_tables() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(ModelError, match=r"There is no model '70b'\. Did you mean '70B'"):
-        plan("70b", 2)
-    with pytest.raises(ModelError, match=r"Choose from '7B', '70B', '405B', '8x7B'"):
+    with pytest.raises(ModelError, match=r"There is no model 'Llama 3.1 80B'\. Did you mean 'Llama 3.1 8B'"):
+        plan("Llama 3.1 80B", 2)
+    every = "Choose from Llama 2 7B; .*; Qwen 3 8B; .*; GPT-2 XL; .*; 8x7B.* pass a module on the meta device"
+    with pytest.raises(ModelError, match=rf"no model 'nothing like this'\. {every}, and sample="):
         plan("nothing like this", 2)
     with pytest.raises(DtypeError, match=r"The model is a int\. Pass a module, a name, or a dictionary of shapes"):
         plan(3, 2)
@@ -292,7 +357,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = runner.invoke(app, ["plan", "made_here:pair", "--ranks", "2", "--split", "share"])
     assert mine.stdout == f"{plan(model, 2, sample=torch.zeros(4, 3), split='share')}\n"
     for arguments, message in {
-        ("8B", "2"): "Did you mean",
+        ("9B", "2"): "Choose from",
         ("7B", "0"): "ranks is 0",
         ("7B:x", "2"): "imported",
     }.items():

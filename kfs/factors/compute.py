@@ -466,7 +466,7 @@ class Passes:
             around.enter_context(self._surroundings())  # all parameters require gradients in this context
             trace = new_trace(risk.params, settings.joint_bias, block_map=sums.block_map)
             counts = Counts(risk.mask_source, risk.loss.class_axis)
-            audits = Audits(risk.model, trace, settings.batch_axis, counts=counts)
+            audits = Audits(risk.model, trace, settings.batch_axis, counts=counts, output=risk.loss.output)
             if pausing:
                 around.close()
             limits: dict[str, Any] = {"expected": risk.num_batches, "memory": settings.memory}
@@ -521,6 +521,8 @@ class Passes:
 
     def _check(self, f: Tensor, batch: Batch, one: CapturedPass, audits: Audits) -> set[tuple[str, str]]:
         """Check the predictions of a batch, and return `(parameter, why)` of uses that were missed or misread."""
+        if not self._progress.batches and audits.report is not None and audits.report.unused:
+            self._risk.check_outputs(batch, audits.report.unused)
         self._risk.finite(f, batch)
         if self._seen is not None:
             self._seen(f)

@@ -1,13 +1,15 @@
 """Inspection of what KFAC covers, with which factors, at what cost, before any factor is computed."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from kfs.display.charts import draw_bars
@@ -26,11 +28,16 @@ from kfs.factors.settings import Settings
 from kfs.problem.data import Batch, can_be_cut, cut
 from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.torch_fixes import explained
+from kfs.runtime.cuda_graphs import has_hooks
+from kfs.runtime.memory import beyond_memory
 from kfs.runtime.nested import tensors_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+log = logging.getLogger("kfs.factors")
+# Models with at least as many parameters are not audited by default, since an audit runs the model.
+_LARGE = 2**28
 _COLUMNS = ("parameter", "shape", "operations", "block", "A", "B", "bytes", "cost", "not covered because")
 # Results of queries about values on the `meta` device: as for data in which nothing is special.
 _ANSWERS = {"all": True, "eq": True, "__eq__": True, "any": False}
@@ -78,6 +85,7 @@ class Inspection(DescribedByTables):
         audit: The report of the audit; `None` if there was none.
         blocks: Sums of all covered blocks without values: layouts, sizes, numbers of positions.
         num_data: Number of examples that these positions belong to.
+        notes: Sentences about factors that are too large for the memory here, and about a missing audit.
     """
 
     rows: tuple[Row, ...]
@@ -85,6 +93,7 @@ class Inspection(DescribedByTables):
     model: str = ""
     blocks: tuple[BlockSums, ...] = field(default=(), compare=False)
     num_data: int = field(default=0, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def uncovered(self) -> dict[str, str]:
@@ -125,7 +134,7 @@ class Inspection(DescribedByTables):
         title = f"KFAC of {self.model}" if self.model else "KFAC"
         title += f": {counted(blocks, 'block')}, {readable_size(self.nbytes)} of factors"
         title += f", {counted(len(self.uncovered), 'parameter')} not covered" if self.uncovered else ""
-        notes = () if self.audit is None else (str(self.audit),)
+        notes = self.notes if self.audit is None else (*self.notes, str(self.audit))
         return Description(title, tables=(Table("", _COLUMNS, rows, ("bytes", "cost")),), notes=notes)
 
 
@@ -138,12 +147,13 @@ def inspect(
     joint_bias: bool = True,
     max_dim: int | None = None,
     batch_axis: int | None = None,
-    audit: bool = True,
+    audit: bool | None = None,
 ) -> Inspection:
     """Inspect what KFAC covers, without computing any factor.
 
     After an audit of a few examples, these are passed through the model once more, forward and backward; the rest of
-    the sample only if it may be used in another way. Without an audit, the whole sample is used.
+    the sample only if it may be used in another way. Without an audit, the whole sample is used. A large model is
+    neither audited nor run, unless `audit=True`: a copy of it on the `meta` device, without values, is used instead.
 
     Args:
         model: A module, or a function `f(params, x)`. A module on the `meta` device takes no memory, whatever its size:
@@ -156,7 +166,8 @@ def inspect(
         joint_bias: As in `KFAC`.
         max_dim: As in `KFAC`.
         batch_axis: As in `KFAC`.
-        audit: As in `KFAC`.
+        audit: Whether to check, on a few examples, that the captured tensors are the model's own. By default, models
+            with fewer than 268 million parameters are audited.
 
     Returns:
         A table with one row per parameter, or per part of a parameter if parts have separate factors.
@@ -183,12 +194,42 @@ def inspect(
         raise DataError("The sample has no tensor with a batch axis.", "Pass a batch of inputs, as the model takes it.")
     if params is None and isinstance(model, Module) and not any(p.requires_grad for p in model.parameters()):
         params = [name for name, _ in model.named_parameters()]
+    settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
+    if audit is not True and isinstance(model, Module) and sum(p.numel() for p in model.parameters()) >= _LARGE:
+        found = _without_memory(model, sample, params, settings)
+        if found is not None:
+            return found
+    return _inspected(model, sample, params, settings, audit is not False)
+
+
+def _without_memory(model: Module, sample: Any, params: Any, settings: Settings) -> Inspection | None:
+    """Inspect a copy of a large model on the `meta` device; return `None` if the model needs values, or has hooks."""
+    device = next(model.parameters()).device
+    if device.type == "meta" or has_hooks(model) or isinstance(params, Mapping):
+        return None
+    tensors = (*model.parameters(), *model.buffers())
+    if any(type(t) not in {Tensor, Parameter} for t in tensors):  # such as parts of a sharded parameter
+        return None
+    empty: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in tensors}
+    empty |= {id(p): Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()}
+    try:
+        found = _inspected(deepcopy(model, empty), sample, params, settings, audit=False)
+    except Exception:
+        log.debug("The model cannot be inspected without values.", exc_info=True)
+        return None
+    note = f"Not audited, since the model is large. Pass audit=True to check captured tensors on {device.type}."
+    return replace(found, notes=(*_too_large(found.blocks, device), note))
+
+
+def _inspected(model: Any, sample: Any, params: Any, settings: Settings, audit: bool) -> Inspection:
+    """Inspect a model where it is."""
+    tensors = tensors_in(sample)
     with explained():
         targets = torch.zeros(len(tensors[0]), device=tensors[0].device)
     risk = _Sample(model, _anything, [(sample, targets)], params=params)
-    settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
+    batch_axis = settings.batch_axis
     with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
-        audits = Audits(risk.model, new_trace(risk.params, joint_bias), batch_axis)
+        audits = Audits(risk.model, new_trace(risk.params, settings.joint_bias), batch_axis)
         (batch,) = risk.batches()
         known = None
         if audit and risk.device.type != "meta":  # without values, there is nothing to audit
@@ -208,7 +249,17 @@ def inspect(
             why = why_not.get(name, "")
             rows.append(Row(name, tuple(p.shape), () if why else ("none",), why_not=why))
     covered = tuple(block for block in sums.blocks.values() if not why_not.keys() & set(block.layout.params))
-    return Inspection(tuple(rows), audits.report, risk.about.partition(" ")[0], covered, len(used.y))
+    notes = tuple(_too_large(covered, risk.device))
+    return Inspection(tuple(rows), audits.report, risk.about.partition(" ")[0], covered, len(used.y), notes)
+
+
+def _too_large(blocks: Iterable[BlockSums], device: torch.device) -> Iterator[str]:
+    """Generate sentences about blocks whose dense factors do not fit into the memory of a device."""
+    for block in blocks:
+        nbytes = sum(s.total.numel() * s.total.element_size() for s in block.sums if not s.diagonal)
+        found = beyond_memory(block.layout.name, nbytes, device)
+        if found:
+            yield f"{found} Pass max_dim=, so that wider factors keep their diagonal only."
 
 
 def _audited_part(batch: Batch, known: AuditResult | None, report: Audit | None, batch_axis: int | None) -> Batch:
@@ -250,9 +301,8 @@ class _OrdinaryAnswers(TorchFunctionMode):
     """A mode that answers queries about values on the `meta` device, such as whether there is any padding."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = getattr(args[0], "_kfs_answer", None) if args else None
-        if answer is not None and func in {Tensor.__bool__, Tensor.item}:
-            return answer
+        if func in {Tensor.__bool__, Tensor.item} and hasattr(args[0], "_kfs_answer"):
+            return args[0]._kfs_answer
         result = func(*args, **(kwargs or {}))
         known = _ANSWERS.get(getattr(func, "__name__", ""))
         if known is not None and isinstance(result, Tensor) and result.ndim == 0:

@@ -12,7 +12,6 @@ rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from math import isfinite
@@ -20,8 +19,6 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
 
 from kfs.display.describe import Described, Description, Table, counted, kind, times
 from kfs.display.suggestions import ByName, few, suggest
@@ -656,39 +653,9 @@ def _check_finite(columns: Sequence[GradientBatch]) -> None:
 
 
 def _explaining_indices(risk: EmpiricalRisk, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Iterate over batches; if an index is out of range, raise an error that names index, example and embedding."""
+    """Iterate over batches; explain an error if an index is out of range."""
     with risk.whole.held(risk.params):  # other processes may have other numbers of batches
         try:
             yield from batches
         except IndexError as error:
-            with suppress(IndexError), risk.untouched():
-                for batch in risk.batches():
-                    with _CheckedEmbeddings(risk, batch):
-                        risk.evaluate(batch)
             raise DataError(f"An index is out of range: {error}.", "Look for one that is too large.") from error
-
-
-class _CheckedEmbeddings(TorchFunctionMode):
-    """A mode that raises for indices that an embedding does not have, and names the example."""
-
-    def __init__(self, risk: EmpiricalRisk, batch: Batch) -> None:
-        super().__init__()
-        self.names = {id(p): name for name, p in risk.params.items()}
-        self.batch = batch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding:
-            index = args[0] if args else kwargs["input"]
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            wrong = ((index < 0) | (index >= len(weight))).nonzero()
-            if len(wrong):
-                value = int(index[tuple(wrong[0])])
-                has_data = index.shape[:1] == self.batch.y.shape[:1]
-                datum = f"of example {self.batch.first + int(wrong[0, 0])} " if has_data else ""
-                name = self.names.get(id(weight), "an embedding")
-                raise DataError(
-                    f"The index {value} {datum}does not exist in {name!r}, which has {len(weight)} rows.",
-                    "Use data with the vocabulary that the model has, numbered from zero.",
-                )
-        return func(*args, **kwargs)

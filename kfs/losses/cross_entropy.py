@@ -10,6 +10,9 @@ equals the Hessian for all settings, and a sampled gradient is $\sqrt{m}\, (\sig
 $\tilde{y} \sim \sigma$.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +25,12 @@ from kfs.runtime import sync
 
 # Probabilities that differ from one by less than this many units of round-off are considered certain.
 _CERTAIN = 1e3
+# A label smoothing up to this value is found at positions where no probability is larger than this.
+_UNSURE = 0.5
+_SMALLEST_SMOOTHING = 0.01
+_ENOUGH_LABELS = 8  # fewer may be equal to tokens by chance
+# A gradient is explained up to this relative distance. Half precision rounds by less.
+_EXPLAINED = 0.02
 
 
 class CrossEntropy(Loss):
@@ -91,7 +100,7 @@ class CrossEntropy(Loss):
         """Return booleans `[N, 1, ...]`: which positions have a non-zero weighted mass."""
         if y.is_floating_point():
             weights = 1.0 if self.weight is None else placed(self.weight, y.device).reshape(-1, *[1] * (y.ndim - 2))
-            return (weights * y != 0).any(1, keepdim=True)
+            return (weights * y != 0).any(1, keepdim=True) | bool(self.label_smoothing)
         # Label smoothing assigns mass to all classes, so a label of a class with weight zero counts, too.
         if self.weight is None or self.label_smoothing:
             return self._counts(y).unsqueeze(1)
@@ -186,6 +195,34 @@ class CrossEntropy(Loss):
         sums: Tensor = known.sum(1).norm() / known.norm().clamp(min=precision.tiny)
         return sums
 
+    def smoothing_in(self, f: Tensor, g: Tensor) -> Tensor:
+        r"""Return the label smoothing that explains a gradient; zero if none does, or if classes have weights.
+
+        With $C$ classes, smoothing $\varepsilon$ and scale $R$, the gradient at all classes but the label is
+        $R\, (\sigma_k - \varepsilon / C)$: a line, whose slope and intercept are fitted. Its smallest entry is at the
+        label, unless the prediction is nearly certain; such positions are ignored.
+        """
+        if self.weight is not None:
+            return g.new_zeros(())
+        sigma, g = softmax(f.detach()), g.to(f.dtype)
+        classes = f.shape[1]
+        used = (sigma.amax(1, keepdim=True) <= _UNSURE) & (g != 0).any(1, keepdim=True)
+        label = torch.zeros_like(g).scatter_(1, g.argmin(1, keepdim=True), 1.0)
+
+        # Fit the line.
+        weight = used * (1 - label)
+        total = weight.sum(dtype=torch.float64).clamp(min=1)
+        mean_sigma, mean_g = ((weight * t).sum(dtype=torch.float64) / total for t in (sigma, g))
+        from_mean = weight * (sigma - mean_sigma)
+        slope = (from_mean * g).sum(dtype=torch.float64) / (from_mean * sigma).sum(dtype=torch.float64)
+        smoothing = classes * (mean_sigma - mean_g / slope)
+
+        # Compare the gradient for this smoothing.
+        target = (1 - smoothing) * label + smoothing / classes
+        distance = (used * (g - slope * (sigma - target))).norm() / (used * g).norm()
+        explains = (distance < _EXPLAINED) & (smoothing > _SMALLEST_SMOOTHING) & (smoothing < _UNSURE) & (slope > 0)
+        return torch.where(explains, smoothing, 0.0)
+
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label for every position and return its gradient, scaled by the square root of the mass."""
         return self.sampled_gradient_(softmax(f.detach()), y, draws)
@@ -241,7 +278,8 @@ class CrossEntropy(Loss):
             counted = y[self._counts(y)]
             raise DataError(
                 f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {classes} classes.",
-                f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones.",
+                f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones. If the "
+                "model returns hidden states instead of logits, use one with a head, such as AutoModelForCausalLM.",
             )
 
     def _labels_only(self, f: Tensor, y: Tensor) -> Tensor:
@@ -269,6 +307,9 @@ class CrossEntropy(Loss):
 
 class TokenCrossEntropy(Loss):
     """Cross-entropy for logits `[N, S, C]` and labels `[N, S]`, as Hugging Face's language models use it.
+
+    Targets may also be probabilities `[N, S, C]`, as for distillation. A position without probabilities (all of them
+    zero) does not count. The predictions of a teacher belong to the same positions as the student's: `shift=False`.
 
     Args:
         shift: Whether position `s` predicts label `s + 1` (causal language models) or label `s` (masked ones).
@@ -302,21 +343,48 @@ class TokenCrossEntropy(Loss):
         self.base, self.shift = CrossEntropy(module), shift
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Raise an error unless logits are `[N, S, C]` and labels are `[N, S]`."""
-        if f.ndim != 3 or y.shape != f.shape[:2]:
+        """Raise an error unless logits are `[N, S, C]`, and targets labels `[N, S]` or probabilities `[N, S, C]`."""
+        if f.ndim != 3 or y.shape != (f.shape if y.is_floating_point() else f.shape[:2]):
             raise ShapeError(
-                f"TokenCrossEntropy: predictions have shape {list(f.shape)} and labels {list(y.shape)}.",
-                "Pass logits [N, S, C] and labels [N, S].",
+                f"TokenCrossEntropy: predictions have shape {list(f.shape)} and {y.dtype} targets {list(y.shape)}.",
+                "Pass logits [N, S, C], and integer labels [N, S] or probabilities [N, S, C].",
             )
         self.base.check(self._logits(f), self._labels(y))
+
+    def check_inputs(self, x: Any, y: Tensor) -> None:
+        """Raise an error if labels are shifted already, so that position `s` would predict token `s + 2`.
+
+        This is so if all labels that count are the next tokens, and not all of them the tokens at their position.
+        """
+        tokens = x.get("input_ids") if isinstance(x, Mapping) else x
+        if not self.shift or y.ndim != 2 or not isinstance(tokens, Tensor) or tokens.shape != y.shape:
+            return
+        label, here, following = y[:, :-1], tokens[:, :-1], tokens[:, 1:]
+        counts = label != self.base.ignore_index
+        with sync.allow_sync():
+            many = int(counts.sum()) >= _ENOUGH_LABELS
+            if many and bool(((label == following) | ~counts).all()) and not bool(((label == here) | ~counts).all()):
+                raise DataError(
+                    "Labels are shifted twice: label s of a batch is token s + 1 already, and shift=True shifts it "
+                    "again.",
+                    "Pass labels that are at the positions of their tokens, as Hugging Face does, or "
+                    "TokenCrossEntropy(shift=False).",
+                )
 
     def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
         """Return which examples have a predicted label that is neither a class nor ignored."""
         return self.base.wrong(self._logits(f), self._labels(y))
 
     def count(self, y: Tensor) -> float | Tensor:
-        """Return the number of predicted labels that are not ignored, or the sum of their weights."""
-        return self.base.count(self._labels(y))
+        """Return the number of predicted labels that are not ignored, or the sum of their weights.
+
+        For probabilities, it is the number of positions that have some.
+        """
+        labels = self._labels(y)
+        if not y.is_floating_point() or self.base.label_smoothing:
+            return self.base.count(labels)
+        count = (labels != 0).any(1).sum()
+        return count if sync.is_asynchronous(y.device) else count.item()
 
     @property
     def class_axis(self) -> int:
@@ -376,6 +444,15 @@ class TokenCrossEntropy(Loss):
         """Return the departure of `CrossEntropyLoss`."""
         return self.base.departure(self._logits(f), self._logits(g))
 
+    @property
+    def label_smoothing(self) -> float:
+        """The label smoothing."""
+        return self.base.label_smoothing
+
+    def smoothing_in(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return the label smoothing that explains a gradient, as `CrossEntropyLoss` does."""
+        return self.base.smoothing_in(self._logits(f), self._logits(g))
+
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label for every position that predicts one, and return its gradient."""
         g = f.detach().softmax(-1)
@@ -387,7 +464,9 @@ class TokenCrossEntropy(Loss):
         return (f[..., :-1, :] if self.shift else f).transpose(-1, -2)
 
     def _labels(self, y: Tensor) -> Tensor:
-        return y[:, 1:] if self.shift else y
+        """Return the predicted labels `[N, S]`, or probabilities `[N, C, S]`."""
+        y = y[:, 1:] if self.shift else y
+        return y.transpose(1, 2) if y.is_floating_point() and y.ndim == 3 else y
 
     def _back(self, g: Tensor) -> Tensor:
         """Return derivatives as `[..., N, S, C]`, the inverse of `_logits`."""

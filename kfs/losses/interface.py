@@ -49,9 +49,15 @@ class Loss(ABC):
         reduction: `"mean"` or `"sum"`.
         scale: The loss is `scale` times the sum (or mean) of the criterion.
 
+    Attributes:
+        output: The output of the model that is the prediction, if it has several: a key, an attribute, or an index;
+            see `describe`.
+
     Raises:
         LossError: If the reduction is neither `"mean"` nor `"sum"`.
     """
+
+    output: str | int | None = None
 
     def __init__(self, name: str, reduction: str, scale: float = 1.0) -> None:
         if reduction not in {"mean", "sum"}:
@@ -86,6 +92,9 @@ class Loss(ABC):
         Shapes, dtypes and settings are checked on every device. Values are checked only on devices that need no
         synchronization: see `kfs.runtime.sync.is_asynchronous`.
         """
+
+    def check_inputs(self, x: Any, y: Tensor) -> None:  # noqa: B027 (most losses have nothing to check)
+        """Raise an error if targets contradict the inputs of the first batch. This may synchronize."""
 
     def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
         """Return booleans `[N]`: which examples have invalid values, without synchronization.

@@ -46,6 +46,7 @@ class StepSums:
     finite: bool = True  # whether predictions, and gradients of the loss with respect to them, were finite
     mismatch: float = 0.0  # relative distance between gradients of the loss and of the declared loss
     other: str = ""  # name of another loss that the gradients belong to
+    smoothing: float = 0.0  # label smoothing that the gradients show, if it is not the declared one
     # For each pass: the factor between the loss and the sum of criteria (`None` if unknown), and `count`.
     scales: list[tuple[float | None, float]] = field(default_factory=list)
     in_model: bool = False  # whether a model was given labels, and computes the loss itself
@@ -74,6 +75,7 @@ class StepSums:
         self.finite = self.finite and other.finite
         self.mismatch = max(self.mismatch, other.mismatch)
         self.other = self.other or other.other
+        self.smoothing = self.smoothing or other.smoothing
         self.scales += other.scales
         self.in_model = self.in_model or other.in_model
         self.square += other.square

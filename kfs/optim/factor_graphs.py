@@ -128,7 +128,7 @@ class FactorPass:
         args, kwargs = one.mark(arguments)
         with torch.enable_grad(), torch.autocast(device, self.autocast[1], self.autocast[0]), evaluating():
             with one:
-                f = prediction_in(self.model(*args, **kwargs))
+                f = prediction_in(self.model(*args, **kwargs), self.loss.output)
             one.finish_forward(f)
         # Send vectors back through its graph.
         with torch.no_grad():

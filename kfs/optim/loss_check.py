@@ -29,6 +29,7 @@ from kfs.factors.settings import Fisher
 from kfs.losses import Loss, TokenCrossEntropy
 from kfs.losses.binary import BinaryCrossEntropy
 from kfs.losses.cross_entropy import CrossEntropy
+from kfs.losses.divergence import KLDivergence
 from kfs.losses.gaussian import Gaussian
 from kfs.losses.huber import Huber
 from kfs.losses.poisson import Poisson
@@ -37,7 +38,7 @@ from kfs.optim.averages import StepSums
 from kfs.optim.report import user_stacklevel
 
 _SOFTMAX = (CrossEntropy, TokenCrossEntropy)
-_SHOWN = (*_SOFTMAX, BinaryCrossEntropy)
+_SHOWN = (*_SOFTMAX, BinaryCrossEntropy, KLDivergence)
 # Losses that are written by users are not compared with other losses.
 _COMPARED = (*_SHOWN, Square, Huber, Poisson, Gaussian)
 # A gradient belongs to another loss if it fits up to this relative distance. Half precision rounds by less.
@@ -114,6 +115,7 @@ class Targets:
     compare: bool = False  # whether to find the scale, and other losses, even if not needed otherwise
     fit: tuple[Tensor, Tensor] | None = None  # scale and relative distance, if targets are known or recovered
     others: dict[str, Tensor] = field(default_factory=dict)  # by name of a loss: whether the gradient belongs to it
+    smoothing: Tensor | float = 0.0  # label smoothing that explains the gradient of a cross-entropy
 
     def give(self, y: Tensor, changed: bool = False) -> None:
         """Set the targets. If they are set twice (mixed labels), they are unknown: neither belongs to the whole loss.
@@ -146,8 +148,11 @@ class Targets:
             try:
                 loss.check_now(f, self.y)
                 direction = loss.gradient(f, self.y)
-                self.fit = self.scale, distance = fit(g, direction)
+                own = loss.tangent(f, g) if isinstance(loss, KLDivergence) else g
+                self.fit = self.scale, distance = fit(own, direction)
                 self.mismatch = distance * (distance > _round_off(f, g, self.y, loss))
+                if self.compare and self.mismatch:
+                    self.smoothing = _undeclared_smoothing(loss, f, g, self.y)
                 if self.given or self.mismatch < _TOLERANCE:
                     return self.y
             except (ValueError, TypeError):
@@ -165,7 +170,10 @@ class Targets:
                 raise loss.unknown_targets()
             y = loss.stand_in(f, g)
             if fisher == "empirical" or loss.weighs_targets or (self.compare and shows_targets(loss)):
-                self.fit = self.scale, distance = fit(g, loss.gradient(f, y))
+                own = loss.tangent(f, g) if isinstance(loss, KLDivergence) else g
+                self.fit = self.scale, distance = fit(own, loss.gradient(f, y))
+                if self.compare and distance > _round_off(f, g, y, loss):
+                    self.smoothing = _undeclared_smoothing(loss, f, g, y)
         except LossError:
             # The number of examples is enough if curvature depends on inputs alone. The empirical Fisher raises below.
             if fisher not in {"empirical", "forward-only"}:
@@ -198,6 +206,14 @@ class Targets:
         if self.known_scale() is not None:
             return ""
         return next((name for name, is_its_own in self.others.items() if is_its_own), "")
+
+
+def _undeclared_smoothing(loss: Loss, f: Tensor, g: Tensor, y: Tensor) -> Tensor | float:
+    """Return the label smoothing that explains the gradient, if the loss is a cross-entropy with another one."""
+    if not isinstance(loss, _SOFTMAX) or y.is_floating_point():
+        return 0.0
+    smoothing = loss.smoothing_in(f, g)
+    return smoothing * ((smoothing - loss.label_smoothing).abs() > _SAME * loss.label_smoothing)
 
 
 def _round_off(f: Tensor, g: Tensor, y: Tensor, loss: Loss) -> Tensor:
@@ -262,6 +278,15 @@ class LossCheck:
             text = f"The gradient at the predictions is that of {sums.other}, but {name} was declared."
             raise LossError(text, _CHANGE_THE_LOSS)
         text = f"The gradient at the predictions is not that of {name}: it differs by {sums.mismatch:.0%}."
+        if sums.smoothing:
+            self._warn(
+                "smoothing",
+                f"The gradient at the predictions is that of {name} with label_smoothing={sums.smoothing:.2g}, which "
+                "was not declared. The curvature is the same, but the length of steps is chosen for the declared loss. "
+                "Pass the loss that you minimize as loss=, with its label_smoothing.",
+            )
+        if "smoothing" in self._warned:
+            return
         if sums.mismatch > _DISTANCE_TO_REFUSE:
             raise LossError(text, _CHANGE_THE_LOSS)
         if sums.mismatch > _DISTANCE_TO_WARN:

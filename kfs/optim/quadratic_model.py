@@ -246,7 +246,8 @@ class QuadraticModel:
         def predict(*values: Tensor) -> Tensor:
             buffers = {n: b.clone() for n, b in self._model.named_buffers()}  # The model may change them in place.
             tensors = dict(zip(params, values, strict=True)) | buffers
-            return computable(prediction_in(functional_call(self._model, tensors, args, kwargs)))
+            output = functional_call(self._model, tensors, args, kwargs)
+            return computable(prediction_in(output, self._loss.output))
 
         tangents = tuple(direction[n].to(p.dtype) for n, p in params.items())
         with (

@@ -211,9 +211,9 @@ class Pass:
         """Return the model's output with a hook that calls `receive` with this pass when a gradient arrives."""
         f: Tensor | None
         try:
-            f = prediction_in(output)
+            f = prediction_in(output, self.loss.output)
         except KfsError as problem:
-            f = next((t for t in output_tensors(output) if t.requires_grad), None)
+            f = next((t for t in output_tensors(output).values() if t.requires_grad), None)
             self.problem = problem
         if f is None or f.grad_fn is None:
             return output
@@ -314,6 +314,7 @@ class Pass:
         result, one = self._result, self._captured
         if self.compare and self.num_data:
             result.other = self.targets.other_loss()
+            result.smoothing = float(self.targets.smoothing)
             result.scales = [(self.targets.known_scale(), result.count)]
         if self._replayed is not None:
             result.blocks = self._replayed.blocks
@@ -547,7 +548,8 @@ class Watch:
         audits = None
         if trace is not None and self.settings.audit:
             counts = Counts(self.masks, self.loss.class_axis)
-            audits = Audits(model, trace, self.settings.batch_axis, halves=False, counts=counts)
+            output = self.loss.output
+            audits = Audits(model, trace, self.settings.batch_axis, halves=False, counts=counts, output=output)
         if not self._sharded or wanted is None:
             return self._audited(model, audits, arguments)
         ranks = self.exchange.ranks
@@ -572,13 +574,14 @@ class Watch:
             return None
         try:
             try:
-                known = audits.of(partial(_predictions, model), arguments, num_data)
+                known = audits.of(partial(_predictions, model, self.loss.output), arguments, num_data)
             except _OtherNumberError as error:  # as in a batch of graphs, where the nodes come first
                 lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
                 if error.num_data not in lengths:
                     return None
                 self._place = lengths.index(error.num_data)
-                known = audits.of(partial(_predictions, model), arguments, error.num_data)
+                run = partial(_predictions, model, self.loss.output)
+                known = audits.of(run, arguments, error.num_data)
         except _NoPredictionsError:
             return None
         except NotRepeatableError as error:
@@ -707,14 +710,20 @@ class _OtherNumberError(_NoPredictionsError):
         self.num_data = num_data
 
 
-def _predictions(model: nn.Module, arguments: Any, num_data: int, within: AbstractContextManager[Any] | None) -> Tensor:
+def _predictions(
+    model: nn.Module,
+    name: str | int | None,
+    arguments: Any,
+    num_data: int,
+    within: AbstractContextManager[Any] | None,
+) -> Tensor:
     """Evaluate a model on a few examples without changing it."""
     device = next(model.parameters()).device
     # Random state is restored, so that dropout draws the same numbers every time. Running statistics do not change.
     with restored(model, device, refuse=False), unchanged_attributes(model), within or nullcontext(), evaluating():
         output = model(*arguments[0], **arguments[1])  # no optimizer watches this call
     try:
-        f = prediction_in(output)
+        f = prediction_in(output, name)
     except ModelError as error:
         raise _NoPredictionsError from error
     if not f.requires_grad or f.ndim == 0:

@@ -51,10 +51,10 @@ from kfs.problem.isolation import (
     restored,
 )
 from kfs.problem.parameters import Params, function_params, leaves_of, module_params, switched_on
-from kfs.problem.torch_fixes import ExactDerivatives, explained, no_hooks_on_saved_tensors
+from kfs.problem.torch_fixes import CheckedEmbeddings, ExactDerivatives, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
-from kfs.runtime.nested import tensors_in
+from kfs.runtime.nested import is_named_tuple, tensors_in
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, not_finite
 
@@ -67,7 +67,7 @@ class EmpiricalRisk(Described):
     Args:
         model: A `torch.nn.Module`, which may be sharded, or a function `f(params, x)` where `params` is a dictionary
             of tensors. It returns predictions, an object or mapping with `logits`, or a tuple that starts with
-            predictions.
+            predictions; or several outputs, of which the loss names one: `kfs.losses.describe(loss, output=...)`.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one example's prediction and target.
         data: A pair `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
             iterated more than once and must yield the same data in the same order every time. Random numbers that
@@ -314,13 +314,19 @@ class EmpiricalRisk(Described):
         # Passes that are recorded as a CUDA graph were checked for random numbers before the recording.
         before = None if batch.recorded is not None else random_state(self.device)
         with evaluating(tensors_in(batch.x)), within or nullcontext():
-            output = self._call(params, batch)()
+            try:
+                output = self._call(params, batch)()
+            except IndexError:
+                # Name the index, if it is one of an embedding.
+                with CheckedEmbeddings(params, len(batch.y), batch.first):
+                    self._call(params, batch)()
+                raise
         if before is not None and not all(map(torch.equal, before, random_state(self.device))):
             # Repeat the call at `self.params`: autograd, `vmap` or a captured pass may track the given parameters.
-            again = partial(self._without_graph, lambda: prediction_in(self._call(self.params, batch)()))
+            again = partial(self._without_graph, lambda: self._prediction_in(self._call(self.params, batch)()))
             with evaluating():
                 self._unused_draws = check_draws(before, self._unused_draws, self.device, again)
-        f = output if isinstance(output, Tensor) else prediction_in(output)
+        f = self._prediction_in(output)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
                 f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "
@@ -359,6 +365,43 @@ class EmpiricalRisk(Described):
                 self._differentiates = True
         with torch.enable_grad():
             return run().detach()
+
+    def _prediction_in(self, output: Any) -> Tensor:
+        """Return the prediction that the loss is for."""
+        is_it = isinstance(output, Tensor) and self.loss.output is None
+        return output if is_it else prediction_in(output, self.loss.output)
+
+    def check_outputs(self, batch: Batch, unused: Sequence[str]) -> None:
+        """Raise an error if parameters that predictions do not depend on are used by another output of the model.
+
+        Nothing is raised if the loss names its output. Call it in the context `untouched(first_order=True)`.
+
+        Args:
+            batch: A batch.
+            unused: Names of parameters that predictions do not depend on.
+
+        Raises:
+            ModelError: If another output depends on them.
+        """
+        if self.loss.output is not None:
+            return
+        output = self._call(self.params, batch)()
+        f = prediction_in(output)
+        params = [self.params[name] for name in unused]
+        for place, t in output_tensors(output).items():
+            if t is f or not t.requires_grad:
+                continue
+            found = torch.autograd.grad(t.sum(), params, retain_graph=True, allow_unused=True)
+            names = [name for name, g in zip(unused, found, strict=True) if g is not None]
+            if names:
+                own = next(key for key, tensor in output_tensors(output).items() if tensor is f)
+                raise ModelError(
+                    f"The loss is for output {own!r} of the model, but only output {place!r} depends on "
+                    f"{', '.join(map(repr, names[:5]))}: their curvature would be zero. The model returned "
+                    f"{_listed(output_tensors(output))}.",
+                    f"Name the output that the loss is for: kfs.losses.describe(loss, output={own!r}). Or leave "
+                    "parameters of other outputs out with params=, and make another EmpiricalRisk for each output.",
+                )
 
     def finite(self, f: Tensor, batch: Batch) -> None:
         """Raise an error, or set a flag, if predictions are NaN or positive infinity (negative infinity is a mask)."""
@@ -437,6 +480,7 @@ class EmpiricalRisk(Described):
             if seen is None:
                 seen = fingerprint(x, y)  # before the move: data on a CPU need no synchronization
                 checks.check_first_batch(seen)
+                self.loss.check_inputs(x, y)
             targets = to_device(y, device)
             batch = Batch(to_device(x, device), targets, start + num_data, self.loss.count(targets))
             copy = last_copy(x, y, device) if device.type == "cuda" else None
@@ -515,38 +559,59 @@ class EmpiricalRisk(Described):
                 self._leaves = {}
 
 
-def output_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in a model's output: the output itself, or the items of a sequence, mapping or object."""
+def output_tensors(output: Any) -> dict[str | int, Tensor]:
+    """Return the tensors in a model's output, by key, attribute or index; a tensor alone has the index 0."""
     if isinstance(output, Tensor):
-        return [output]
-    if not isinstance(output, (tuple, list, Mapping)):
+        return {0: output}
+    if is_named_tuple(output):
+        output = output._asdict()
+    elif not isinstance(output, (tuple, list, Mapping)):
         output = getattr(output, "__dict__", {})
-    values = output.values() if isinstance(output, Mapping) else output
-    return [t for t in values if isinstance(t, Tensor)]
+    items = output.items() if isinstance(output, Mapping) else enumerate(output)
+    return {name: t for name, t in items if isinstance(t, Tensor)}
 
 
-def prediction_in(output: Any) -> Tensor:
+def prediction_in(output: Any, name: str | int | None = None) -> Tensor:
     """Return the predictions in a model's output: its `logits`, or the first tensor that has an axis.
 
     Args:
         output: The output of a model: a tensor, an object or mapping with `logits`, or a tuple or list that starts with
             the prediction. Scalar tensors before the prediction, such as a loss, are skipped.
+        name: The key, attribute or index of the prediction, if the loss names one (`Loss.output`).
 
     Raises:
         ModelError: If there is no such tensor, or if an unordered output has several of them.
     """
+    several = output_tensors(output)
+    if name is not None:
+        named = several.get(name, getattr(output, name, None) if isinstance(name, str) else None)
+        if isinstance(named, Tensor):
+            return named
+        raise ModelError(
+            f"The loss is for output {name!r} of the model, which returned a {type(output).__name__} with "
+            f"{_listed(several)}.",
+            "Name one of these: kfs.losses.describe(loss, output=...).",
+        )
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, Tensor):
         return named
-    found = [t for t in output_tensors(output) if t.ndim > 0]
+    found = {place: t for place, t in several.items() if t.ndim > 0}
     ordered = isinstance(output, (Tensor, tuple, list))
     if not found or (len(found) > 1 and not ordered):
+        listed = f": {_listed(found)}" if found else ""
         raise ModelError(
             f"The model returned a {type(output).__name__} with {len(found)} tensors that have a batch axis, none of "
-            "them called `logits`.",
-            "Return a tensor, an object or mapping with `logits`, or a tuple that starts with the prediction.",
+            f"them called `logits`{listed}.",
+            "Return a tensor, an object or mapping with `logits`, or a tuple that starts with the prediction. Or name "
+            "the prediction: kfs.losses.describe(loss, output=...). A Hugging Face model without logits needs a head, "
+            "such as AutoModelForCausalLM.",
         )
-    return found[0]
+    return next(iter(found.values()))
+
+
+def _listed(outputs: Mapping[str | int, Tensor]) -> str:
+    """Return the names and shapes of outputs for a message."""
+    return ", ".join(f"{name!r} {list(t.shape)}" for name, t in outputs.items()) or "no tensors"
 
 
 def check_risk(risk: object) -> None:

@@ -1,12 +1,12 @@
 """Replaces operations whose derivatives in PyTorch are wrong, or differ between forward and reverse mode.
 
-Operations that cannot be replaced raise an error, and errors about missing derivatives are explained.
+Operations that cannot be replaced raise an error, and errors about missing derivatives and indices are explained.
 `EmpiricalRisk.untouched` activates `ExactDerivatives`, unless it is called with `first_order=True`.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError, CheckpointFunction
 
-from kfs.errors import ModelError
+from kfs.errors import DataError, ModelError
 
 # Parts of PyTorch's messages for operations that have no (second) derivative.
 _NO_DERIVATIVE = (
@@ -319,3 +319,40 @@ def refuse_reentrant_checkpoint() -> None:
             "The model uses reentrant activation checkpointing, which hides its parameters from torch.autograd.grad.",
             "Call checkpoint(..., use_reentrant=False), or switch it off.",
         )
+
+
+class CheckedEmbeddings(TorchFunctionMode):
+    """A mode that raises for indices that an embedding does not have, and names the example.
+
+    Args:
+        params: Parameters by name.
+        num_data: Number of examples in the batch.
+        first: Index of its first example.
+
+    Raises:
+        DataError: In its context, if an embedding does not have an index.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], num_data: int, first: int) -> None:
+        super().__init__()
+        self.names = {id(p): name for name, p in params.items()}
+        self.num_data = num_data
+        self.first = first
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding:
+            index = args[0] if args else kwargs["input"]
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            wrong = ((index < 0) | (index >= len(weight))).nonzero()
+            if len(wrong):
+                value = int(index[tuple(wrong[0])])
+                has_data = index.shape[:1] == (self.num_data,)
+                datum = f"of example {self.first + int(wrong[0, 0])} " if has_data else ""
+                name = self.names.get(id(weight), "an embedding")
+                raise DataError(
+                    f"The index {value} {datum}does not exist in {name!r}, which has {len(weight)} rows.",
+                    "Use data with the vocabulary that the model has, numbered from zero. For tokens beyond it: "
+                    "model.resize_token_embeddings(len(tokenizer)).",
+                )
+        return func(*args, **kwargs)

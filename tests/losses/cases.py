@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
-from kfs.losses import Custom, HalfSquaredError, Loss, TokenCrossEntropy, describe
+from kfs.losses import DPO, Custom, HalfSquaredError, Loss, RewardPair, TokenCrossEntropy, describe
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,34 @@ def causal_value(f: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(f[:, :-1].reshape(-1, 3), y[:, 1:].reshape(-1))
 
 
+def flattened(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Apply a loss of logits and probabilities to all positions that have probabilities."""
+
+    def value(f: Tensor, y: Tensor) -> Tensor:
+        there = (y != 0).any(-1)
+        return loss(f[there], y[there])
+
+    return value
+
+
+def soft_targets(*shape: int) -> Tensor:
+    """Distributions that differ between positions; the last position of the first example has none."""
+    y = normal(*shape).softmax(-1)
+    y[0, -1] = 0
+    return y
+
+
+def pair_value(f: Tensor, y: Tensor) -> Tensor:
+    return -((f[:, 0] - f[:, 1] - y).sigmoid().log()).mean()
+
+
+def dpo_value(f: Tensor, y: Tensor) -> Tensor:
+    """The loss as TRL writes it, with `beta=0.3` and `label_smoothing=0.2`."""
+    logits = 0.3 * ((f[:, 0] - f[:, 1]) - y)
+    logsigmoid = nn.functional.logsigmoid
+    return (-logsigmoid(logits) * 0.8 - logsigmoid(-logits) * 0.2).mean()
+
+
 CASES = [
     Case("mse", nn.MSELoss(), lambda: (normal(4, 3), normal(4, 3))),
     Case("mse-scalar", nn.MSELoss(), lambda: (normal(4), normal(4))),
@@ -150,6 +178,42 @@ CASES = [
         lambda: (normal(3, 4, 3), with_gaps(torch.randint(3, (3, 4)))),
         causal_value,
     ),
+    Case(
+        "soft-tokens",
+        TokenCrossEntropy(),
+        lambda: (normal(3, 4, 3), soft_targets(3, 4, 3)),
+        flattened(nn.functional.cross_entropy),
+    ),
+    Case(
+        "soft-tokens-shifted",
+        TokenCrossEntropy(shift=True, weight=W3),
+        lambda: (normal(3, 4, 3), soft_targets(3, 4, 3)),
+        lambda f, y: flattened(lambda f, y: nn.functional.cross_entropy(f, y, W3))(f[:, :-1], y[:, 1:]),
+    ),
+    Case(
+        "soft-tokens-smooth",
+        TokenCrossEntropy(label_smoothing=0.2),
+        lambda: (normal(3, 4, 3), normal(3, 4, 3).softmax(2)),
+        lambda f, y: nn.functional.cross_entropy(f.flatten(0, 1), y.flatten(0, 1), label_smoothing=0.2),
+    ),
+    Case(
+        "kl",
+        nn.KLDivLoss(reduction="batchmean"),
+        lambda: (normal(4, 3).log_softmax(1), normal(4, 3).softmax(1)),
+    ),
+    Case(
+        "kl-tokens-mean",
+        nn.KLDivLoss(),
+        lambda: (normal(3, 2, 3).log_softmax(2), soft_targets(3, 2, 3)),
+        lambda f, y: nn.functional.kl_div(f, y, reduction="none").mean(),  # without PyTorch's warning about "mean"
+    ),
+    Case(
+        "kl-log-target",
+        nn.KLDivLoss(reduction="batchmean", log_target=True),
+        lambda: (normal(3, 2, 3).log_softmax(2), normal(3, 2, 3).log_softmax(2)),
+    ),
+    Case("reward-pair", RewardPair(), lambda: (normal(4, 2), normal(4).abs()), pair_value),
+    Case("dpo", DPO(0.3, label_smoothing=0.2), lambda: (3 * normal(4, 2), normal(4)), dpo_value),
     Case("log-cosh", log_cosh, lambda: (normal(4, 3), normal(4, 3)), mean_of(log_cosh), fisher="none"),
     Case(
         "double-well",

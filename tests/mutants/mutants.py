@@ -216,8 +216,8 @@ _MUTANTS = [
     ),
     losses(
         "losses/cross_entropy.py",
-        "return y[:, 1:] if self.shift else y",
-        "return y[:, :-1] if self.shift else y",
+        "y = y[:, 1:] if self.shift else y",
+        "y = y[:, :-1] if self.shift else y",
         "off by one: labels not shifted",
     ),
     losses("losses/gaussian.py", "r**2 / var**3 - 0.5 / var**2", "r**2 / var**3 + 0.5 / var**2", "sign"),
@@ -235,6 +235,32 @@ _MUTANTS = [
         "Q * eigenvalues.clamp(min=0).unsqueeze(1)",
         "missing root",
     ),
+    losses(
+        "losses/cross_entropy.py",
+        "count = (labels != 0).any(1).sum()",
+        "count = (labels == labels).any(1).sum()",
+        "positions without probabilities counted",
+    ),
+    losses(
+        "losses/cross_entropy.py",
+        "smoothing = classes * (mean_sigma - mean_g / slope)",
+        "smoothing = mean_sigma - mean_g / slope",
+        "number of classes missing in the smoothing",
+    ),
+    losses("losses/divergence.py", "kl_div(f.log_softmax(-1), y", "kl_div(f, y", "criterion without curvature"),
+    losses(
+        "losses/divergence.py",
+        "return y.numel() if self.over_entries else len(y)",
+        "return y.numel() if not self.over_entries else len(y)",
+        "mean over entries instead of examples",
+    ),
+    losses(
+        "losses/preference.py",
+        "return self.beta * stack([derivative, -derivative], 1)",
+        "return stack([derivative, -derivative], 1)",
+        "missing scale of a gradient",
+    ),
+    losses("losses/preference.py", "- f[:, 1] - y.to(", "- f[:, 1] + y.to(", "sign of the margin"),
     # Risk, data and outputs.
     data("problem/risk.py", "return {name: (self.reduction_factor * g)", "return {name: g", "missing reduction factor"),
     data("problem/risk.py", "return self.reduction_factor * total", "return total", "missing reduction factor"),
@@ -282,9 +308,16 @@ _MUTANTS = [
     ),
     data(
         "problem/risk.py",
-        "found = [t for t in output_tensors(output) if t.ndim > 0]",
-        "found = output_tensors(output)",
+        "found = {place: t for place, t in several.items() if t.ndim > 0}",
+        "found = several",
         "a loss taken for predictions",
+        ("tests/problem/test_outputs.py",),
+    ),
+    data(
+        "problem/risk.py",
+        "if t is f or not t.requires_grad:",
+        "if t is not f or not t.requires_grad:",
+        "other outputs not searched for parameters",
         ("tests/problem/test_outputs.py",),
     ),
     # Operators.

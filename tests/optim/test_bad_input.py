@@ -130,7 +130,7 @@ def test_labels_may_be_smoothed_weighted_or_soft() -> None:
     """All of these are cross-entropies, and none is mistaken for another loss."""
     X, y = data()
     weight = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
-    soft = F.one_hot(y, 3).double() * 0.7 + 0.1
+    soft = F.one_hot(y, 3).double() * 0.7 + 0.3 * torch.rand(3).double().softmax(0)
     cases: list[tuple[nn.Module, Tensor]] = [
         (nn.CrossEntropyLoss(label_smoothing=0.1), y),
         (nn.CrossEntropyLoss(weight), y),

@@ -83,7 +83,25 @@ CASES: dict[str, Case] = {
         *(CE(label_smoothing=0.1), lambda f: 5 * cross_entropy(f, LABELS, label_smoothing=0.1)),
         *("warning: 5 times", LABELS, "warning: 5 times"),
     ),
-    "soft CE, factor": (CE(), lambda f: 5 * cross_entropy(f, 0.7 * ONE_HOT + 0.1), FINE, LABELS, "differs"),
+    "soft CE, factor": (
+        CE(),
+        lambda f: 5 * cross_entropy(f, 0.7 * ONE_HOT + 0.3 * REAL.softmax(1)),
+        FINE,
+        LABELS,
+        "differs",
+    ),
+    "smoothed CE": (
+        *(CE(), lambda f: cross_entropy(f, LABELS, label_smoothing=0.1)),
+        *("warning: label_smoothing=0.1, which was not declared", LABELS, "warning: label_smoothing=0.1"),
+    ),
+    "smoothed CE, factor, sum": (
+        *(CE(reduction="sum"), lambda f: 5 * cross_entropy(f, 0.7 * ONE_HOT + 0.1, reduction="sum")),
+        *("warning: label_smoothing=0.3", LABELS, "warning: label_smoothing=0.3"),
+    ),
+    "CE smoothed more than declared": (
+        *(CE(label_smoothing=0.1), lambda f: cross_entropy(f, LABELS, label_smoothing=0.2)),
+        *("warning: label_smoothing=0.2", LABELS, "warning: label_smoothing=0.2"),
+    ),
 }
 
 
@@ -235,7 +253,7 @@ def test_a_part_whose_scale_is_not_known() -> None:
     """Then there is no warning, since the unknown part may explain the difference."""
     model, loss = mlp(), CE()
     optimizer = KFAC(model, loss)
-    soft = 0.7 * ONE_HOT + 0.1
+    soft = 0.7 * ONE_HOT + 0.3 * REAL.softmax(1)
     (5 * loss(model(X), LABELS)).backward()
     (5 * cross_entropy(model(X), soft)).backward()
     with warnings.catch_warnings():
@@ -338,7 +356,7 @@ def test_a_function_may_be_any_loss() -> None:
         (MSE(reduction="sum"), lambda f: mse(f, REAL), "error: is a mean"),
         (HalfSquaredError("sum"), lambda f: 0.5 * (f - REAL).square().sum() / 12, "error: is a mean"),
         (MSE(), lambda f: mse(f, REAL) + 3.0, FINE),  # a penalty that does not depend on predictions
-        (CE(reduction="sum"), lambda f: cross_entropy(f, 0.7 * ONE_HOT + 0.1), FINE),
+        (CE(reduction="sum"), lambda f: cross_entropy(f, 0.7 * ONE_HOT + 0.3 * REAL.softmax(1)), FINE),
     ],
 )
 def test_the_value_of_a_square_loss(declared: Any, minimized: Minimized, expected: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kfs.distributed import Ranks
-from kfs.errors import DataError
+from kfs.errors import DataError, ModelError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
 from kfs.factors.accumulate.block_sums import BlockSums, RoleSums, merge, read_counts
 from kfs.factors.accumulate.inputs import Vectors
@@ -30,7 +30,12 @@ from kfs.factors.accumulate.statistic import (
 from kfs.factors.layout import Key, Side
 from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
 from kfs.factors.settings import Settings
+from kfs.runtime.memory import beyond_memory
 from kfs.runtime.precision import at_least_float32
+
+# Dense factors with fewer numbers than this always fit.
+_MANY = 2**26
+_MAX_DIM = 8192  # is suggested if a factor does not fit
 
 
 class FactorSums(Statistic):
@@ -208,6 +213,16 @@ class FactorSums(Statistic):
         device = "meta" if dry else s.factor_device or plan.device
         sparse = plan.inputs.sparse or s.is_diagonal(input_size + bias)
         narrow = block.forward_only or s.is_diagonal(gradient_size)
+        numbers = (0 if sparse else (input_size + bias) ** 2) + (0 if narrow else gradient_size**2)
+        if numbers > _MANY and not dry:
+            nbytes = numbers * layout.groups * at_least_float32(dtype).itemsize
+            too_large = beyond_memory(layout.name, nbytes, torch.device(device))
+            if too_large:
+                raise ModelError(
+                    f"{too_large} Nothing was allocated.",
+                    f"Pass max_dim={min(_MAX_DIM, max(input_size, gradient_size) // 2)}, so that wider factors keep "
+                    "their diagonal only, or leave the parameter out with params=.",
+                )
         return RoleSums(
             OuterProductSum.zeros(input_size, layout.groups, sparse, bias, dtype, device, s.products),
             OuterProductSum.zeros(gradient_size, layout.groups, narrow, False, dtype, device, s.products),

@@ -342,7 +342,7 @@ class _Audit:
             tuple(self._audited_uses([pending for pending in opened if not pending.query.meeting], known)),
             tolerance,
             missed=tuple(name for name in gradients if name in dict(unexplained)),
-            unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None and name not in gradients),
+            unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None),
             mask=source.name if source is not None and source.find(self.x, self.num_data) is not None else "",
         )
         return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()

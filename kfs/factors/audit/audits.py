@@ -81,6 +81,7 @@ class Audits:
         batch_axis: Position of the batch axis in inputs, if not the first.
         halves: Whether each prediction depends on one example alone; not so in training.
         counts: The source of masks and ignored targets. By default, all rows count.
+        output: The name of the output that is the prediction, as in `Loss.output`.
 
     Attributes:
         report: The merged report of all batches so far; `None` if there was no batch.
@@ -94,6 +95,7 @@ class Audits:
         batch_axis: int | None = None,
         halves: bool = True,
         counts: Counts | None = None,
+        output: str | int | None = None,
     ) -> None:
         self._counts = counts
         self.report: Audit | None = None
@@ -110,6 +112,7 @@ class Audits:
             trace.mixing,
             batch_axis,
             halves,
+            output,
         )
         self._state = self._done.state(model)
         self._seen: list[Audited] = []

@@ -35,7 +35,7 @@ class Audit:
         tolerance: The largest relative difference up to which predictions and gradients count as equal.
         shapes: Number of audited shapes of inputs. Other numbers are the maxima over them.
         missed: Parameters of which a use was missed or misread. They are not covered.
-        unused: Parameters that predictions do not depend on. They have no block, and a curvature of zero.
+        unused: Parameters that predictions do not depend on. Their curvature is zero.
         mask: The name of the mask that marks padding of inputs; empty if there is none.
     """
 

@@ -25,16 +25,22 @@ class Spread:
         index: The parameter entry at each position of the tensor, of the tensor's shape.
         source: The parameter's shape.
         own: The axes of the tensor along which entries differ, if known. Along the other axes, entries repeat.
+        along_own_axes: The entries along these axes. By default, those of the whole tensor, which may be large.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], index: Tensor, source: tuple[int, ...], own: tuple[int, ...] | None = None
+        self,
+        shape: tuple[int, ...],
+        index: Tensor,
+        source: tuple[int, ...],
+        own: tuple[int, ...] | None = None,
+        along_own_axes: Tensor | None = None,
     ) -> None:
         self.shape = shape
         self.index = index
         self.source = source
         self.own = own
-        self.along_own_axes = index.flatten()  # the entries along the axes where they differ
+        self.along_own_axes = index.flatten() if along_own_axes is None else along_own_axes
         self._readers: dict[StridedRows, Callable[[Tensor], Tensor]] = {}
 
     @classmethod
@@ -47,10 +53,9 @@ class Spread:
         own = tuple(axis for axis, stride in enumerate(strides) if stride != 0 and shape[axis] != 1)
         places = torch.arange(max(prod(t.source[0]), 1))
         index = places.as_strided(shape, strides, t.offset)  # a view
-        spread = cls(shape, index, t.source[0], own)
         lengths, steps = [shape[axis] for axis in own], [strides[axis] for axis in own]
-        spread.along_own_axes = places.as_strided(lengths, steps, t.offset).flatten()
-        return spread
+        along_own_axes = places.as_strided(lengths, steps, t.offset).flatten()
+        return cls(shape, index, t.source[0], own, along_own_axes)
 
     @property
     def free(self) -> tuple[int, ...]:
