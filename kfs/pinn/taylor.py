@@ -648,10 +648,12 @@ def _start(x: Tensor, space: Space, basis: Tensor | None) -> Jet:
     directions = directions if directions.ndim == 3 else directions.unsqueeze(0)
     zeros = directions.new_zeros(len(directions), space.has_second + max(space.order - 1, 0), d)
     rest = torch.cat([directions, zeros], 1)
-    # One row serves all points. KFAC, whose passes are modes, needs a row for every point.
-    if _get_current_function_mode() is not None:
-        rest = rest.expand(len(x), -1, -1)
-    return Jet(x.unsqueeze(1), rest, space)
+    value = x.unsqueeze(1)
+    if _get_current_function_mode() is None:
+        return Jet(value, rest, space)  # one row of directions serves all points
+    # KFAC, whose passes are modes, needs a row for every point, which it recognizes as data.
+    both = torch.cat([value, rest.expand(len(x), -1, -1)], 1)
+    return Jet(both[:, :1], both[:, 1:], space)
 
 
 def _called(model: Network, start: Jet) -> Any:
