@@ -15,7 +15,7 @@ not square the condition number. With fewer residuals, a Cholesky decomposition 
 many, conjugate gradients, with products that need no matrix.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ class EnergyNaturalGradient(ProblemOptimizer):
     Args:
         problem: The problem, which it owns: `step()` needs no closure.
         lr: Factor of each step. `None` for a line search on powers of two.
-        damping: Relative to the trace of `J J^T`. If no step reduces the loss, it is raised; while full steps stall, it
-            is lowered.
+        damping: Relative to the trace of `J J^T` in the first step. It is raised if no step reduces the loss.
         momentum: Fraction of the last direction that is kept, as in SPRING. It pays off with random points.
         points_per_step: Number of points of all terms, drawn at random in each step. By default, all points. With
             fewer points, steps are cheaper by up to the square of their number.
@@ -53,6 +52,7 @@ class EnergyNaturalGradient(ProblemOptimizer):
         steps: Number of steps.
         lr: As above; may be set, for schedules.
         damping: The present damping.
+        trace: The trace of `J J^T` in the first step, the unit of damping; `None` before.
 
     Raises:
         ModelError: If a setting is out of range.
@@ -90,6 +90,7 @@ class EnergyNaturalGradient(ProblemOptimizer):
         if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
             raise ModelError(f"max_iterations is {max_iterations!r}.", "Pass an integer from 1.")
         self.solver, self.max_iterations = solver, max_iterations
+        self.trace: float | None = None
 
     def direction(self, rows: list[Rows], params: Params, r: Tensor, last: Params) -> Params:
         """Return the damped Gauss-Newton direction."""
@@ -105,11 +106,14 @@ class EnergyNaturalGradient(ProblemOptimizer):
         pieces = d.split([p.numel() for p in params.values()])
         return {name: part.view_as(p) for (name, p), part in zip(params.items(), pieces, strict=True)}
 
-    def adapt(self, size: float, before: float, after: float) -> None:
-        """Raise the damping if no step reduces the loss, and lower it while steps are long and the loss stalls."""
-        super().adapt(size, before, after)
-        if size == 1 and after > 0.8 * before and self.points_per_step is None:
-            self.damping /= 2
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the unit of damping."""
+        return super().state_dict() | {"trace": self.trace}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of `state_dict`."""
+        super().load_state_dict(state)
+        self.trace = state["trace"]
 
     def _chosen(self, residuals: int, parameters: int) -> str:
         if self.solver != "auto":
@@ -119,9 +123,10 @@ class EnergyNaturalGradient(ProblemOptimizer):
         return "parameters" if parameters <= residuals else "residuals"
 
     def _absolute(self, trace: float, dtype: torch.dtype) -> float:
-        """Return the damping as a number, at least round-off."""
-        self.damping = max(self.damping, torch.finfo(dtype).eps)
-        return self.damping * trace
+        """Return the damping as a number, at least round-off, given the present trace."""
+        if self.trace is None:
+            self.trace = trace
+        return max(self.damping * self.trace, torch.finfo(dtype).eps * trace)
 
     def _by_conjugate_gradients(self, rows: list[Rows], params: Params, r: Tensor, last: Params) -> Params:
         """Solve the damped least-squares problem by conjugate gradients on its normal equation (CGLS).

@@ -353,7 +353,7 @@ def _split(x: Jet, size: int | Sequence[int], dim: int = 0) -> tuple[Jet, ...]:
 
 def _sum(x: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
     """Sum over features, which keeps their axis."""
-    if dim not in {1, -1, (1,), (-1,), [1], [-1]} if not isinstance(dim, list) else dim not in ([1], [-1]):
+    if dim not in (1, -1, (1,), (-1,), [1], [-1]):
         raise ModelError("taylor() supports sums over features only.", "Use x.sum(1, keepdim=True).")
     if not keepdim:
         raise ModelError("taylor() needs the axis of features after a sum.", "Use x.sum(1, keepdim=True).")
@@ -482,7 +482,8 @@ _SMOOTH = ("erf", "erfc", "erfinv", "atan", "arctan", "sinh", "cosh", "asinh", "
 _SMOOTH += ("asin", "acos", "acosh", "atanh", "log2", "log10", "i0", "lgamma", "digamma")
 _ELEMENTWISE: dict[str, Callable[[Any, Any], Derivatives]] = {
     **{name: _generic(getattr(torch, name)) for name in _SMOOTH},
-    **{name: _generic(getattr(F, name)) for name in ("mish", "logsigmoid", "tanhshrink")},
+    **{name: _generic(getattr(F, name)) for name in ("mish", "tanhshrink")},
+    "log_sigmoid": _generic(F.logsigmoid),
     "log": _generic(torch.log),
     "tanh": _fixed(_tanh),
     "sigmoid": _fixed(_sigmoid),
@@ -530,7 +531,7 @@ def _divide(a: Any, b: Any) -> Jet:
     return _multiply(a, _elementwise(b, partial(_powers, -1)) if isinstance(b, Jet) else 1 / b)
 
 
-_OPERATIONS |= {"div": _divide, "divide": _divide, "truediv": _divide, "rtruediv": lambda a, b: _divide(b, a)}
+_OPERATIONS |= {"div": _divide, "divide": _divide, "truediv": _divide, "rdiv": lambda a, b: _divide(b, a)}
 
 
 # The function that users call.

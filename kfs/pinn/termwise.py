@@ -15,13 +15,11 @@ from torch import Tensor
 from kfs.errors import ModelError
 from kfs.factors import KFAC, BlockDiagonal
 from kfs.factors.blocks import Factor, Kronecker, stacked_with_zeros
-from kfs.factors.layout import Layout
-from kfs.operators.space import Space
 from kfs.pinn.optimizer import Params, ProblemOptimizer, Rows
 from kfs.pinn.problem import Problem
 
-# The averages of both factors of each block, by name.
-Averages = dict[str, tuple[Layout, Tensor, Tensor]]
+# The averages of both factors of each block, `[groups, d, d]`, by name.
+Averages = dict[str, tuple[Tensor, Tensor]]
 
 
 class TermwiseKFAC(ProblemOptimizer):
@@ -77,9 +75,10 @@ class TermwiseKFAC(ProblemOptimizer):
         terms = range(len(self.problem.terms))
         parts = self.problem.parts(*[group for group in ((0,), tuple(terms[1:])) if group])
         risks = [part.risk for part in parts]
-        self._average([KFAC(risk, fisher="ggn", audit=False) for risk in risks])
-        space = Space({f"model.{name}": p.shape for name, p in params.items()}, r.dtype, r.device)
-        operators = [_operator(averages, space) for averages in self._averages]
+        factors = [KFAC(risk, fisher="ggn", audit=False) for risk in risks]
+        old = self._averages or [{} for _ in factors]
+        self._averages = [self._averaged(K, averages) for K, averages in zip(factors, old, strict=True)]
+        operators = [_operator(K, averages) for K, averages in zip(factors, self._averages, strict=True)]
         total = operators[0] if len(operators) == 1 else operators[0] + operators[1]
         gradients = [risk.gradient() for risk in risks]
         gradient = {name: sum(g[name] for g in gradients) for name in gradients[0]}
@@ -88,34 +87,26 @@ class TermwiseKFAC(ProblemOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the moving averages of factors."""
-        averages = [{name: (A.clone(), B.clone()) for name, (_, A, B) in some.items()} for some in self._averages]
+        averages = [{name: (A.clone(), B.clone()) for name, (A, B) in some.items()} for some in self._averages]
         return super().state_dict() | {"averages": averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of `state_dict`."""
         super().load_state_dict(state)
-        self._loaded = state["averages"]
+        self._averages = [{name: (A.clone(), B.clone()) for name, (A, B) in some.items()} for some in state["averages"]]
 
-    def _average(self, operators: list[KFAC]) -> None:
-        """Add new factors to the moving averages."""
-        new = [{name: (b.layout, *_factors(b)) for name, b in K.blocks.items()} for K in operators]
-        old = self._averages
-        if self.decay and old:
-            for mine, theirs in zip(new, old, strict=True):
-                for name in mine.keys() & theirs.keys():
-                    layout, *factors = mine[name]
-                    averaged = [o.lerp(f, 1 - self.decay) for o, f in zip(theirs[name][1:], factors, strict=True)]
-                    mine[name] = (layout, averaged[0], averaged[1])
-        self._averages = new
+    def _averaged(self, K: KFAC, old: Averages) -> Averages:
+        """Return the moving averages of factors with new ones added."""
+        new = {}
+        for name, block in K.blocks.items():
+            A, B = (t if t.ndim == 3 else t.unsqueeze(0) for t in (block.A, block.B))
+            if name in old and self.decay:
+                A, B = old[name][0].lerp(A, 1 - self.decay), old[name][1].lerp(B, 1 - self.decay)
+            new[name] = A, B
+        return new
 
 
-def _factors(block: Any) -> tuple[Tensor, Tensor]:
-    """Return the factors of a block, `[groups, d, d]`."""
-    A, B = block.A, block.B
-    return (A, B) if A.ndim == 3 else (A.unsqueeze(0), B.unsqueeze(0))
-
-
-def _operator(averages: Averages, space: Space) -> BlockDiagonal:
-    """Return the operator whose blocks are the Kronecker products of averages."""
-    parts = [(layout, Kronecker(Factor.dense(A), Factor.dense(B))) for layout, A, B in averages.values()]
-    return BlockDiagonal(space, stacked_with_zeros(parts, space))
+def _operator(K: KFAC, averages: Averages) -> BlockDiagonal:
+    """Return an operator with the blocks of `K`, and averages as their factors."""
+    parts = [(K.blocks[name].layout, Kronecker(Factor.dense(A), Factor.dense(B))) for name, (A, B) in averages.items()]
+    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain))
