@@ -15,6 +15,7 @@ not square the condition number. With fewer residuals, a Cholesky decomposition 
 many, conjugate gradients, with products that need no matrix.
 """
 
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -137,10 +138,11 @@ class EnergyNaturalGradient(ProblemOptimizer):
         def residuals(p: Params) -> Tensor:
             return torch.cat([row.residuals(p) for row in rows])
 
-        _, back = vjp(residuals, params)
+        back = vjp(residuals, params)[1]
 
         def forward(v: Params) -> Tensor:
-            return jvp(residuals, (params,), (v,))[1]
+            product: Tensor = jvp(residuals, (params,), (v,))[1]
+            return product
 
         # An estimate of the trace with one random vector of signs.
         signs = torch.randint(2, r.shape, generator=self._generator).to(r) * 2 - 1
@@ -206,7 +208,8 @@ def by_qr(J: Tensor, r: Tensor, damping: float) -> Tensor:
     below = damping**0.5 * torch.eye(size, dtype=J.dtype, device=J.device)
     Q, R = torch.linalg.qr(torch.cat([J, below]))
     right = Q[: len(J)].T @ r
-    return torch.linalg.solve_triangular(R, right.unsqueeze(1), upper=True).squeeze(1)
+    found: Tensor = torch.linalg.solve_triangular(R, right.unsqueeze(1), upper=True).squeeze(1)
+    return found
 
 
 def by_cholesky(J: Tensor, r: Tensor, damping: float) -> Tensor:
@@ -220,7 +223,8 @@ def by_cholesky(J: Tensor, r: Tensor, damping: float) -> Tensor:
     for _ in range(_TRIES):
         L, info = torch.linalg.cholesky_ex(K + damping * torch.eye(len(K), dtype=K.dtype, device=K.device))
         if not int(info):
-            return J.T @ torch.cholesky_solve(r.double().unsqueeze(1), L).squeeze(1).to(J.dtype)
+            found: Tensor = torch.cholesky_solve(r.double().unsqueeze(1), L).squeeze(1)
+            return J.T @ found.to(J.dtype)
         damping = max(10 * damping, torch.finfo(J.dtype).eps * trace)
     raise SolverError(
         "The matrix of inner products of residual gradients has no Cholesky decomposition.",
@@ -236,7 +240,7 @@ def kernel(J: Tensor) -> Tensor:
     count = len(J)
     edges = [count * i // 4 for i in range(5)] if count >= 4 * 64 else [0, count]
     K = J.new_zeros(count, count)
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         torch.mm(J[start:stop], J[:stop].T, out=K[start:stop, :stop])
     return K
 

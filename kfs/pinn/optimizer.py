@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kfs.display.describe import Described, Description, counted
-from kfs.errors import DataError, DtypeError, ModelError, StorageError
+from kfs.errors import DtypeError, ModelError, StorageError
 from kfs.pinn.problem import Problem, check_finite
 
 Params = dict[str, Tensor]
@@ -76,7 +76,13 @@ class ProblemOptimizer(Described, ABC):
     smallest = -24
 
     def __init__(
-        self, problem: Problem, lr: float | None, damping: float, momentum: float, points_per_step: int | None, seed: int
+        self,
+        problem: Problem,
+        lr: float | None,
+        damping: float,
+        momentum: float,
+        points_per_step: int | None,
+        seed: int,
     ) -> None:
         if not isinstance(problem, Problem):
             raise DtypeError(f"The problem is a {type(problem).__name__}.", "Pass kfs.pinn.Problem(model, terms).")
@@ -151,7 +157,9 @@ class ProblemOptimizer(Described, ABC):
         """
         missing = [name for name in self.state_dict() if name not in state]
         if missing:
-            raise StorageError(f"The state lacks {missing}.", f"Pass what state_dict() of {type(self).__name__} returned.")
+            raise StorageError(
+                f"The state lacks {missing}.", f"Pass what state_dict() of {type(self).__name__} returned."
+            )
         shapes = {name: p.shape for name, p in self.problem.model.named_parameters()}
         wrong = [name for name, t in state["direction"].items() if shapes.get(name) != t.shape]
         if wrong:
@@ -241,5 +249,5 @@ def line_search(loss_at: Callable[[float], float], loss: float, smallest: int) -
 def _check_number(name: str, value: object, low: float | None, high: float, way_out: str) -> None:
     """Raise an error unless a number is larger than `low` (`None`: not negative) and less than `high`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (0 <= value if low is None else low < value) or not value < high:  # type: ignore[operator]
+    if not is_number or not (value >= 0 if low is None else low < value) or not value < high:  # type: ignore[operator]
         raise ModelError(f"{name} is {value!r}.", way_out)

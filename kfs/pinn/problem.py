@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kfs.display.describe import Described, Description, Table, counted
 from kfs.errors import DataError, DtypeError, ModelError, ShapeError
 from kfs.losses import HalfSquaredError
+from kfs.problem.isolation import check_module
 from kfs.problem.risk import EmpiricalRisk
 
 Points = Tensor | tuple[Tensor, ...]
@@ -126,7 +127,7 @@ class Problem(Described):
         >>> ends = Term(lambda u, x: u(x), x[[0, -1]], name="ends")
         >>> problem = Problem(net, [inside, ends])
         >>> optimizer = EnergyNaturalGradient(problem)
-        >>> for _ in range(20):
+        >>> for _ in range(50):
         ...     loss = optimizer.step()
         >>> bool((net(x) - x.sin()).abs().max() < 1e-3)
         True
@@ -149,6 +150,7 @@ class Problem(Described):
         self._params = [p for p in model.parameters() if p.requires_grad]
         if not self._params:
             raise ModelError("No parameter of the model requires gradients.", "Call model.requires_grad_().")
+        check_module(model)
         self.loss = HalfSquaredError()
         self._points = [self._drawn(term) for term in self.terms]
         self._widths = [self._width_of(k) for k in range(len(self.terms))]
@@ -211,7 +213,7 @@ class Problem(Described):
         return found
 
     def term_points(self) -> list[tuple[Callable[..., Tensor], tuple[Tensor, ...], float]]:
-        """Return the residual of each term, its points, and the scale with which half the sum of squares is the loss."""
+        """Return residual, points and scale of each term; the loss is half the sum of squares of scaled residuals."""
         return [
             (term.residual, points, (term.weight / len(points[0])) ** 0.5)
             for term, points in zip(self.terms, self._points, strict=True)

@@ -18,7 +18,6 @@ The derivatives share the weight of a linear layer: it is called once with the v
 all derivatives, `[N, derivatives, features]`. KFAC therefore sees all that multiplies the weight.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -254,7 +253,8 @@ def _compositions(f: list[Tensor], inner: list[Tensor]) -> list[Tensor]:
 
 def _total(terms: Any) -> Tensor:
     first, *others = terms
-    return sum(others, first)
+    total: Tensor = sum(others, first)
+    return total
 
 
 def _multiply(a: Any, b: Any) -> Jet:
@@ -360,7 +360,7 @@ def _sum(x: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
     return Jet(x.value.sum(2, keepdim=True), x.rest.sum(2, keepdim=True), x.space)
 
 
-def _dropout(x: Jet, p: float = 0.5, training: bool = True, inplace: bool = False) -> Jet:
+def _dropout(x: Jet, p: float = 0.5, training: bool = True, **_: Any) -> Jet:
     """Return the input: dropout does nothing in evaluation mode."""
     if training and p > 0:
         raise ModelError("taylor() does not support dropout in training mode.", "Call model.eval() first.")
@@ -397,7 +397,7 @@ def _polynomial(coefficients: Sequence[int], t: Tensor) -> Tensor:
         return t * _polynomial(coefficients[1:], t)
     if not any(coefficients[1::2]) and len(coefficients) > 2:
         return _polynomial(coefficients[::2], t * t)
-    total: Any = highest * t if lower else torch.full_like(t, highest)
+    total: Tensor = highest * t if lower else torch.full_like(t, highest)
     for c in reversed(lower[1:]):
         total = (total + c) * t
     return total + lower[0] if lower and lower[0] else total
@@ -424,7 +424,7 @@ def _powers(exponent: float, z: Tensor, order: int) -> list[Tensor]:
 
 
 def _softplus(z: Tensor, order: int, beta: float = 1.0, threshold: float = 20.0) -> list[Tensor]:
-    """Return derivatives of softplus: its slope is a sigmoid. The linear part, from the threshold on, is as in torch."""
+    """Return derivatives of softplus: its slope is a sigmoid, or one from the threshold on."""
     slopes = _sigmoid(beta * z, order - 1)
     linear = beta * z > threshold
     higher = [torch.where(linear, float(k == 0), beta**k * slope) for k, slope in enumerate(slopes)]
@@ -471,15 +471,17 @@ def _gelu(args: Any, kwargs: Any) -> Derivatives:
 
 
 def _fixed(derivatives: Derivatives) -> Callable[[Any, Any], Derivatives]:
-    return lambda args, kwargs: derivatives
+    return lambda *_: derivatives
 
 
 def _generic(function: Callable[..., Tensor]) -> Callable[[Any, Any], Derivatives]:
     return lambda args, kwargs: partial(_by_autograd, lambda z: function(z, *args, **kwargs))
 
 
-_SMOOTH = ("erf", "erfc", "erfinv", "atan", "arctan", "sinh", "cosh", "asinh", "tan", "expm1", "log1p", "exp2", "sinc")
-_SMOOTH += ("asin", "acos", "acosh", "atanh", "log2", "log10", "i0", "lgamma", "digamma")
+_SMOOTH = (
+    *("erf", "erfc", "erfinv", "atan", "arctan", "sinh", "cosh", "asinh", "tan", "expm1", "log1p", "exp2", "sinc"),
+    *("asin", "acos", "acosh", "atanh", "log2", "log10", "i0", "lgamma", "digamma"),
+)
 _ELEMENTWISE: dict[str, Callable[[Any, Any], Derivatives]] = {
     **{name: _generic(getattr(torch, name)) for name in _SMOOTH},
     **{name: _generic(getattr(F, name)) for name in ("mish", "tanhshrink")},
@@ -585,18 +587,18 @@ def taylor(
     out = _called(model, _start(x, space, basis))
     if not isinstance(out, Jet):
         raise ModelError(
-            f"The model returned a {type(out).__name__} that does not depend on the input through supported operations.",
+            f"The model returned a {type(out).__name__} that is not made of its input.",
             "Return the prediction as one tensor [N, out], and do not detach or copy it.",
         )
     first = space.first(out.rest)
     gradient = first if basis is None else basis @ first
     # Derivatives of a linear network are the same for all points, and have one row.
-    points, along = len(x), space.along(out.rest)
+    points, higher = len(x), space.along(out.rest)
     return Taylor(
         out.value.squeeze(1),
         gradient.expand(points, -1, -1),
         space.second(out.rest).squeeze(1).expand(points, -1) if space.has_second else None,
-        torch.cat(along, 1).expand(points, -1, -1) if along else None,
+        torch.cat(higher, 1).expand(points, -1, -1) if higher else None,
         isinstance(second, str),
     )
 

@@ -7,7 +7,7 @@ those of shared weights: value and derivatives of a point, which `kfs.pinn.taylo
 share the weight.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,9 +79,9 @@ class TermwiseKFAC(ProblemOptimizer):
         old = self._averages or [{} for _ in factors]
         self._averages = [self._averaged(K, averages) for K, averages in zip(factors, old, strict=True)]
         operators = [_operator(K, averages) for K, averages in zip(factors, self._averages, strict=True)]
-        total = operators[0] if len(operators) == 1 else operators[0] + operators[1]
+        total = operators[0] if len(operators) == 1 else cast("BlockDiagonal", operators[0] + operators[1])
         gradients = [risk.gradient() for risk in risks]
-        gradient = {name: sum(g[name] for g in gradients) for name in gradients[0]}
+        gradient = {name: torch.stack([g[name] for g in gradients]).sum(0) for name in gradients[0]}
         step = total.inverse(self.damping, method="per-factor") @ gradient
         return {name: step[f"model.{name}"] + last[name] for name in params}
 

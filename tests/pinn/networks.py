@@ -1,6 +1,7 @@
 """Networks, a Poisson problem, and derivatives by nested autograd: the oracle of `taylor`."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from kfs.pinn import Problem, Term, taylor
 
-torch64 = {"dtype": torch.float64}
+torch64: dict[str, Any] = {"dtype": torch.float64}
 
 
 class Sine(nn.Module):
@@ -26,7 +27,7 @@ class Residual(nn.Module):
         self.first, self.second, self.last = nn.Linear(3, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 2)
         self.activation = activation
         self.scale = nn.Parameter(torch.tensor(1.3))
-        self.register_buffer("frequencies", torch.tensor([[1.0, -0.5, 0.3, 2.0]] * 3))
+        self.frequencies = nn.Parameter(torch.tensor([[1.0, -0.5, 0.3, 2.0]] * 3))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.activation(self.first(x))
@@ -41,7 +42,7 @@ class Residual(nn.Module):
 def mlp(sizes: tuple[int, ...], activation: Callable[[], nn.Module] = nn.Tanh, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), activation()]
     return nn.Sequential(*layers[:-1]).double()
 

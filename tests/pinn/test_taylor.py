@@ -25,7 +25,7 @@ ACTIVATIONS = [
     nn.LogSigmoid(),
     Sine(),
 ]
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 V = torch.tensor([0.3, -0.5, 0.8], **torch64)
 
 
@@ -88,12 +88,15 @@ def test_gradients_with_respect_to_parameters_equal_nested_autograd() -> None:
 
 def test_the_chain_rule_without_its_second_term_is_wrong() -> None:
     net, x = mlp((3, 5, 1)), points()
-    z = net[0](x).detach()
+    layer, last = net[0], net[2]
+    assert isinstance(layer, nn.Linear)
+    assert isinstance(last, nn.Linear)
+    z = layer(x).detach()
     slope, bend = 1 - z.tanh() ** 2, -2 * z.tanh() * (1 - z.tanh() ** 2)
-    squares = net[0].weight.square().sum(1)
-    by_hand = (bend * squares) @ net[2].weight.T
+    squares = layer.weight.square().sum(1)
+    by_hand = (bend * squares) @ last.weight.T
     torch.testing.assert_close(taylor(net, x).laplacian, by_hand, **EXACT)
-    without_squares = (slope * 0 + bend) @ net[2].weight.T
+    without_squares = (slope * 0 + bend) @ last.weight.T
     assert not torch.allclose(taylor(net, x).laplacian, without_squares, rtol=1e-3)
 
 
@@ -155,7 +158,7 @@ def test_kfac_has_the_factors_of_the_paper(activation: Callable[[], nn.Module]) 
         prediction[:, o].sum().backward(retain_graph=True)
         for one, out in zip(B, outputs, strict=True):
             g = torch.cat([out.value.grad, out.rest.grad], 1).flatten(0, 1)
-            one += g.T @ g / 24
+            one.add_(g.T @ g, alpha=1 / 24)
             out.value.grad = out.rest.grad = None
     ones, value_only = torch.ones(6, 4, 1, **torch64), torch.zeros(6, 4, 1, **torch64)
     value_only[:, 0] = 1
@@ -172,10 +175,11 @@ def test_kfac_has_the_factors_of_the_paper(activation: Callable[[], nn.Module]) 
 
 def test_products_with_operators_are_exact() -> None:
     net, x = mlp((2, 4, 1)), points(6, 2)
-    risk = kfs.EmpiricalRisk(Laplacian(net), HalfSquaredError(), (x, torch.zeros(6, 3, **torch64)))
-    leaves = dict(risk.model.named_parameters())
+    model = Laplacian(net)
+    risk = kfs.EmpiricalRisk(model, HalfSquaredError(), (x, torch.zeros(6, 3, **torch64)))
+    leaves = dict(model.named_parameters())
     J = torch.autograd.functional.jacobian(
-        lambda *p: torch.func.functional_call(risk.model, dict(zip(leaves, p, strict=True)), (x,)),
+        lambda *p: torch.func.functional_call(model, dict(zip(leaves, p, strict=True)), (x,)),
         tuple(leaves.values()),
     )
     dense = torch.cat([j.flatten(2).flatten(0, 1) for j in J], 1)
