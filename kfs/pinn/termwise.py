@@ -60,9 +60,9 @@ class TermwiseKFAC(ProblemOptimizer):
         problem: Problem,
         *,
         lr: float | None = None,
-        damping: float = 1e-4,
+        damping: float = 3e-5,
         momentum: float = 0.0,
-        decay: float = 0.9,
+        decay: float = 0.95,
     ) -> None:
         super().__init__(problem, lr, damping, momentum, None, 0)
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:

@@ -28,7 +28,7 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert "## Differential equations" in page
     assert "| EnergyNaturalGradient |" in page
     assert "| Poisson, 2-d, 257 parameters |" in measured_applications.pinn_training(tmp_path)
-    assert "| 64 | 10 |" in measured_applications.pinn_derivatives(tmp_path)
+    assert "| 64 | 2 |" in measured_applications.pinn_derivatives(tmp_path)
 
 
 @pytest.mark.parametrize("name", pinn.equations(quick=False))
@@ -39,12 +39,6 @@ def test_solutions_solve_equations(name: str) -> None:
 
     equation = pinn.equations(quick=False)[name]
     x = equation.inside[:3].clone()
-    if name in {"Poisson, 100-d", "Poisson, 10-d"}:
-        # Their Laplacians are constant.
-        hessians = [torch.autograd.functional.hessian(lambda z: equation.solution(z[None]).squeeze(), z) for z in x]
-        expected = 200.0 if name == "Poisson, 100-d" else 0.0
-        assert all(abs(float(H.trace()) - expected) < 1e-9 for H in hessians)
-        return
     torch.testing.assert_close(equation.residual(Solution(), x), torch.zeros(3, 1).double(), rtol=0, atol=1e-12)
 
 
