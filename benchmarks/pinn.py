@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -363,13 +364,30 @@ def show(costs: list[DerivativeRow], rows: list[TrainingRow]) -> None:
         print(f"| {run.equation} | {run.method} | {run.seconds:g} | {run.steps:,} | {run.error:.1e} |")
 
 
-def draw(rows: list[TrainingRow], file: Path) -> None:
-    """Draw the error over seconds, one panel per equation."""
+def draw_solution(left: Axes, right: Axes, steps: int) -> None:
+    """Draw the solution of a network for the first equation, and its error."""
+    problem = next(iter(equations(quick=False).values())).problem()
+    optimizer = EnergyNaturalGradient(problem, damping=1e-11)
+    for _ in range(steps):
+        optimizer.step()
+    grid = torch.linspace(0, 1, 80, dtype=torch.float64)
+    x = torch.cartesian_prod(grid, grid)
+    with torch.no_grad():
+        u = problem.model(x)
+    for axes, values, title in ((left, u, "Poisson, 2-d: solution"), (right, u - sines(x), f"error, {steps} steps")):
+        shown = axes.pcolormesh(grid, grid, values.view(80, 80).T, shading="auto", rasterized=True)
+        axes.figure.colorbar(shown, ax=axes).ax.tick_params(labelsize=7)
+        axes.set_title(title, fontsize=8)
+        axes.tick_params(labelsize=7)
+
+
+def draw(rows: list[TrainingRow], file: Path, steps: int) -> None:
+    """Draw the solution of an equation and its error after some steps, and errors over seconds for all equations."""
     names = list(dict.fromkeys(row.equation for row in rows))
-    height = -(-len(names) // 4)
-    figure = Figure(figsize=(11, 2.7 * height), layout="constrained")
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(height, min(4, len(names)), squeeze=False).ravel()
+    first, second, *panels = figure.subplots(2, 5).T.ravel()
+    draw_solution(first, second, steps)
     for axes, name in zip(panels, names, strict=False):
         for row in rows:
             if row.equation == name:
@@ -382,7 +400,7 @@ def draw(rows: list[TrainingRow], file: Path) -> None:
     for axes in panels[len(names) :]:
         axes.axis("off")
     handles, labels = panels[0].get_legend_handles_labels()
-    (panels[-1] if len(panels) > len(names) else panels[0]).legend(handles, labels, fontsize=7, loc="center")
+    panels[-1].legend(handles, labels, fontsize=7, loc="center")
     figure.savefig(file, dpi=130)
 
 
@@ -399,5 +417,5 @@ def main(quick: bool, results: Path) -> None:
     end = "_quick" if quick else ""  # results of full runs stay
     files = save(costs, f"applications_pinn_derivatives{end}", {"points": POINTS}, results)
     file = save(rows, f"applications_pinn{end}", {"seed": 0}, results)
-    draw(rows, results / f"applications_pinn{end}.png")
+    draw(rows, results / f"applications_pinn{end}.png", steps=2 if quick else 300)
     print(f"Written: {files}, {file}")

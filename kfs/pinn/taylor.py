@@ -62,7 +62,7 @@ class Taylor:
     def laplacian(self) -> Tensor:
         """The sum of second derivatives in all directions, `[N, out]`."""
         if self.second is None or not self.is_laplacian:
-            computed = "another second-order operator" if self.is_laplacian is False else "first derivatives only"
+            computed = "first derivatives only" if self.second is None else "another second-order operator"
             raise ModelError(f"taylor() has computed {computed}, not the Laplacian.", "Leave out second=.")
         return self.second
 
@@ -129,6 +129,10 @@ class Space:
         return torch.cat(parts, dim=1) if len(parts) > 1 else first
 
 
+# What networks may ask about an activation; other attributes are methods of tensors, which run on jets.
+_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "size", "dim")
+
+
 class Jet:
     """An activation with its derivatives; behaves like a tensor `[N, features]` in supported operations.
 
@@ -141,42 +145,16 @@ class Jet:
     def __init__(self, value: Tensor, rest: Tensor, space: Space) -> None:
         self.value, self.rest, self.space = value, rest, space
 
-    @property
-    def shape(self) -> torch.Size:
-        """`[N, features]`."""
-        return torch.Size((self.value.shape[0], self.value.shape[2]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the value."""
-        return self.value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the value."""
-        return self.value.device
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the value that the model sees."""
-        return 2
-
-    def size(self, axis: int | None = None) -> Any:
-        """Return the shape, or one length."""
-        return self.shape if axis is None else self.shape[axis]
-
-    def dim(self) -> int:
-        """Return the number of axes."""
-        return 2
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
+    def __len__(self) -> int:
+        return len(self.value)
+
     def __getattr__(self, name: str) -> Any:
+        if name in _ATTRIBUTES:
+            return getattr(self.value.squeeze(1), name)
         method = getattr(Tensor, name, None)
         if name.startswith("__") or not callable(method):
             raise AttributeError(name)

@@ -34,7 +34,10 @@ class Residual(nn.Module):
         h = h + 0.5 * self.activation(self.second(self.scale * h))
         t = x[:, 1:2]
         fourier = torch.cos(x @ self.frequencies).sum(1, keepdim=True)
-        a, b = (1 - self.last(h)).split(1, dim=1)
+        # Constants: on the left, with a factor, and as further features.
+        ones = torch.ones(len(x), 1, dtype=x.dtype, device=x.device)
+        a, b, one = torch.cat([1 - self.last(h), ones], dim=1).split(1, dim=1)
+        a = torch.add(a, b, alpha=0.5) + ones * one - (ones - one)
         hard = t * (1 - t) / (1 + torch.exp(x[..., :1]))
         return torch.cat([a * hard + fourier, 2 / (3 + b.square())], dim=1) - x[:, [0, 2]] ** 3
 

@@ -67,6 +67,15 @@ def test_steps_are_those_of_damped_least_squares(solver: Any) -> None:
     assert optimizer.steps == 2
 
 
+def test_large_problems_need_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice depends on the sides of the Jacobian. A few iterations already reduce the loss."""
+    monkeypatch.setattr("kfs.pinn.natural_gradient._SIDE", 5)
+    monkeypatch.setattr("kfs.pinn.natural_gradient.jacobian", None)
+    optimizer = EnergyNaturalGradient(poisson(network()), max_iterations=3, damping=1e-6)
+    losses = [optimizer.step() for _ in range(5)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
 def test_a_linear_model_is_solved_in_one_step() -> None:
     x, y = torch.randn(30, 3, **torch64), torch.randn(30, 2, **torch64)
     net = nn.Linear(3, 2).double()

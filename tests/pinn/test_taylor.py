@@ -266,7 +266,7 @@ def test_other_bad_input_is_refused() -> None:
         taylor(net, x, direction=[1.0])
     with pytest.raises(ModelError, match="order is 0"):
         taylor(net, x, direction=V, order=0)
-    with pytest.raises(ModelError, match="Laplacian"):
+    with pytest.raises(ModelError, match="first derivatives only, not the Laplacian"):
         _ = taylor(net, x, second=None).laplacian
     with pytest.raises(ModelError, match="another second-order operator"):
         _ = taylor(net, x, second=torch.eye(3)).laplacian
@@ -294,3 +294,19 @@ def test_nothing_else_changes() -> None:
     assert net(x).shape == (4, 1)
     evaluated = nn.Sequential(net, nn.Dropout(), nn.Identity()).eval()
     torch.testing.assert_close(taylor(evaluated, x).laplacian, taylor(net, x).laplacian)
+
+
+def test_an_activation_outside_of_a_pass() -> None:
+    """An activation that a hook keeps still behaves like a tensor, except for attributes that tensors lack."""
+    kept: list[Any] = []
+
+    def keeping(x: Any) -> Any:
+        kept.append(x)
+        return x.tanh()
+
+    taylor(keeping, points())
+    (x,) = kept
+    assert torch.tanh(x).shape == (4, 3)
+    assert (x.ndim, x.dim(), x.size(1), x.dtype) == (2, 2, 3, torch.float64)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = x.nothing
