@@ -375,7 +375,9 @@ def draw_solution(left: Axes, right: Axes, steps: int) -> None:
     with torch.no_grad():
         u = problem.model(x)
     for axes, values, title in ((left, u, "Poisson, 2-d: solution"), (right, u - sines(x), f"error, {steps} steps")):
-        shown = axes.pcolormesh(grid, grid, values.view(80, 80).T, shading="auto", rasterized=True)
+        shown = axes.pcolormesh(
+            grid.numpy(), grid.numpy(), values.view(80, 80).T.numpy(), shading="auto", rasterized=True
+        )
         axes.figure.colorbar(shown, ax=axes).ax.tick_params(labelsize=7)
         axes.set_title(title, fontsize=8)
         axes.tick_params(labelsize=7)
