@@ -31,6 +31,8 @@ Solver = Literal["auto", "parameters", "residuals", "iterative"]
 _SOLVERS = ("auto", "parameters", "residuals", "iterative")
 # The smaller side of the Jacobian, and its number of entries, up to which it is formed.
 _SIDE, _ENTRIES = 6000, 2**28
+# Number of points that are differentiated at a time, and of attempts to decompose a matrix with more damping each.
+_CHUNK, _TRIES = 1024, 10
 
 
 class EnergyNaturalGradient(ProblemOptimizer):
@@ -184,7 +186,6 @@ def jacobian(rows: list[Rows], params: Params, count: int) -> Tensor:
         with torch.no_grad():
             width = of_point(params, *(t[0] for t in row.points)).numel()
         derivative = grad(lambda p, *t, f=of_point: f(p, *t).sum()) if width == 1 else jacrev(of_point)
-        # At a time, as many points as need about a gigabyte for their activations.
         batched = vmap(derivative, in_dims=(None, *[0] * len(row.points)), randomness="same")
         for start in range(0, len(row.points[0]), _CHUNK):
             points = [t[start : start + _CHUNK] for t in row.points]
@@ -197,9 +198,6 @@ def jacobian(rows: list[Rows], params: Params, count: int) -> Tensor:
                 column += p.numel()
             place += len(points[0]) * width
     return J
-
-
-_CHUNK = 1024
 
 
 def by_qr(J: Tensor, r: Tensor, damping: float) -> Tensor:
@@ -230,9 +228,6 @@ def by_cholesky(J: Tensor, r: Tensor, damping: float) -> Tensor:
         "The matrix of inner products of residual gradients has no Cholesky decomposition.",
         "Check residuals and parameters for NaN, or pass a larger damping=.",
     )
-
-
-_TRIES = 10
 
 
 def kernel(J: Tensor) -> Tensor:
