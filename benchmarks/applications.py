@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import compression, laplace, merging, pruning
+from benchmarks import compression, laplace, merging, pinn, pruning
 from benchmarks.report import RESULTS
 
 PARTS: dict[str, Callable[[bool, Path], None]] = {
     "compression": compression.main,
     "laplace": laplace.main,
     "merging": merging.main,
+    "pinn": pinn.main,
     "pruning": pruning.main,
 }
 

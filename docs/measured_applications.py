@@ -87,6 +87,35 @@ def merging(results: Path) -> str:
     return table(head, lines)
 
 
+def pinn_training(results: Path) -> str:
+    """Return errors of networks that were trained to solve equations, by equation and method."""
+    found = rows(results, "applications_pinn")
+    methods = list(dict.fromkeys(row["method"] for row in found))
+    lines = []
+    for equation in dict.fromkeys(row["equation"] for row in found):
+        here = {row["method"]: row for row in found if row["equation"] == equation}
+        best = min(row["error"] for row in here.values())
+        seconds = f"{next(iter(here.values()))['seconds']:g}"
+        cells = [bold(f"{here[m]['error']:.1e}", here[m]["error"] == best) for m in methods]
+        lines.append([equation, seconds, *cells])
+    return table(["equation", "seconds", *methods], lines)
+
+
+def pinn_derivatives(results: Path) -> str:
+    """Return time and memory of Laplacians relative to `taylor`, by dimension and width."""
+    found = rows(results, "applications_pinn_derivatives")
+    lines = []
+    for width, d in dict.fromkeys((row["width"], row["dimension"]) for row in found):
+        here = {row["program"]: row for row in found if (row["width"], row["dimension"]) == (width, d)}
+        others = [here[name] for name in ("nested", "func")]
+        cells = [f"{row['ratio']:.1f}" for row in others]
+        cells += ["" if row["memory_ratio"] is None else f"{row['memory_ratio']:.1f}" for row in others]
+        lines.append([str(width), str(d), f"{1e3 * here['taylor']['seconds']:.1f} ms", *cells])
+    names = ("nested autograd", "`torch.func`")
+    head = ["width", "dimensions", "`taylor`", *(f"time, {n}" for n in names), *(f"memory, {n}" for n in names)]
+    return table(head, lines)
+
+
 def influence_scores(results: Path) -> str:
     """Return linear datamodeling scores with the default damping, by method."""
     lines = [
@@ -192,6 +221,6 @@ TABLES: dict[str, Callable[..., str]] = {
     made.__name__: made
     for made in (
         *(pruning, compression, merging, influence_scores, influence_damping, influence_gpu, predictions, placements),
-        *(conformance, conformance_counts),
+        *(conformance, conformance_counts, pinn_training, pinn_derivatives),
     )
 }

@@ -69,6 +69,8 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
     # By a field that only these rows have; the benchmark of influence functions has its own units.
     kinds = {
         "runs": _trainings,
+        "errors": _equations,
+        "dimension": _derivatives,
         "quarter": _long_runs,
         "history": _histories,
         "dampings": _prunings,
@@ -338,6 +340,23 @@ def _merges(rows: list[dict[str, Any]]) -> str:
             [shown, str(row["way"]), statistics.mean(row["accuracies"]), row["iterations"], row["seconds"]],
         )
     return _table(["problem", "way"], ["accuracy", "iterations", "seconds"], lines)
+
+
+def _equations(rows: list[dict[str, Any]]) -> str:
+    """Return a row per equation and method: the error after equal CPU time."""
+    lines: list[Cells] = [
+        [r["equation"], r["method"], r["seconds"], r["steps"], f"{r['error']:.1e}" if r["error"] else ""] for r in rows
+    ]
+    return _table(["equation", "method"], ["seconds", "steps", "error"], lines)
+
+
+def _derivatives(rows: list[dict[str, Any]]) -> str:
+    """Return a row per program and network: time and memory of Laplacians."""
+    lines: list[Cells] = [
+        [f"{r['dimension']} dimensions, width {r['width']}", r["program"], r["seconds"], r["ratio"], r["memory_ratio"]]
+        for r in rows
+    ]
+    return _table(["network", "program"], ["seconds", "time / taylor", "memory / taylor"], lines)
 
 
 def _compressed(rows: list[dict[str, Any]]) -> str:

@@ -29,6 +29,7 @@ PARTS = {
     "influence": "Influence functions",
     "applications_laplace": "Laplace approximations",
     "applications_merging": "Merging",
+    "applications_pinn": "Differential equations",
     "compression": "Compression",
     "pruning": "Pruning",
 }
@@ -47,6 +48,8 @@ FILES = {
     "influence_time": "Speed on a CPU",
     "applications_laplace": "Time and errors",
     "applications_laplace_predictions": "Quality of predictions",
+    "applications_pinn": "Errors after equal time",
+    "applications_pinn_derivatives": "Cost of Laplacians",
 }
 # Names of tasks and devices in the names of files.
 WORDS = {

@@ -1,8 +1,8 @@
 """kfs, KFAC from scratch: curvature matrices of neural networks and their Kronecker-factored approximations.
 
 Start with `EmpiricalRisk` (model, loss, data), its linear operators, and `KFAC`. Solvers and estimators are in
-`kfs.operators`, losses in `kfs.losses`, the optimizer in `kfs.optim`, pruning in `kfs.compress`, multi-process tools in
-`kfs.distributed`, and the definitions, one runnable file each, in `kfs.basics`.
+`kfs.operators`, losses in `kfs.losses`, the optimizer in `kfs.optim`, pruning in `kfs.compress`, differential equations
+in `kfs.pinn`, multi-process tools in `kfs.distributed`, and the definitions, one runnable file each, in `kfs.basics`.
 """
 
 from importlib import import_module
@@ -13,7 +13,7 @@ from kfs.errors import UnknownAttributeError
 from kfs.version import __version__
 
 if TYPE_CHECKING:
-    from kfs import basics, compress, distributed, laplace, losses, operators, optim  # noqa: F401
+    from kfs import basics, compress, distributed, laplace, losses, operators, optim, pinn  # noqa: F401
     from kfs.factors import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load, per_datum
     from kfs.influence import Influence
     from kfs.merging import merge
@@ -40,7 +40,7 @@ __all__ = [
     "per_datum",
     "shard",
 ]
-_PACKAGES = ("basics", "compress", "distributed", "laplace", "losses", "operators", "optim")
+_PACKAGES = ("basics", "compress", "distributed", "laplace", "losses", "operators", "optim", "pinn")
 # Public names by module. They are imported on first use, so that `import kfs` is fast.
 _FROM = {
     "kfs.influence": ("Influence",),

@@ -46,6 +46,7 @@ def test_only_public_names_are_listed() -> None:
         "losses",
         "operators",
         "optim",
+        "pinn",
     }
     assert all(getattr(kfs, name) is not None for name in dir(kfs))
     assert kfs.problem.risk.EmpiricalRisk is kfs.EmpiricalRisk  # other modules are available, too

@@ -33,10 +33,10 @@ def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         exec(compile(block, "README.md", "exec"), namespace)
 
 
-def test_eight_tasks_have_two_lines_and_a_page_each() -> None:
-    tasks = README.partition("\n## Eight tasks\n")[2].partition("\n## ")[0]
+def test_nine_tasks_have_two_lines_and_a_page_each() -> None:
+    tasks = README.partition("\n## Nine tasks\n")[2].partition("\n## ")[0]
     parts = tasks.split("\n**[")[1:]
-    assert len(parts) == 8
+    assert len(parts) == 9
     for part in parts:
         assert re.match(r"[^]]+\]\(docs/\w+\.md\)\*\*", part), part
         (code,) = re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL)

@@ -83,8 +83,8 @@ class Tap(torch.autograd.Function):
         if phase is Phase.FORWARD:
             raise ModelError(
                 "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
-                "Let the model send derivatives forward beside values, as in docs/howto_pinn.md; or leave the "
-                "parameters behind that derivative out with params=. kfs.GGN(risk) takes the model as it is.",
+                "Send derivatives forward beside values by kfs.pinn.taylor(net, x), as in docs/howto_pinn.md; or leave "
+                "the parameters behind that derivative out with params=. kfs.GGN(risk) takes the model as it is.",
             )
         if receive is None or phase is Phase.IDLE or (phase is Phase.PROBING and not ctx.probed):
             return g, None, None, None, None
