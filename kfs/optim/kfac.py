@@ -277,7 +277,7 @@ class KFAC(Described, Optimizer):
         self._params = self.preconditioner.params
         self._params.close = weakref.WeakMethod(self.close)
         self._params.kind = "optimizer"
-        self.preconditioner.watch.notes_versions = False
+        self.preconditioner.watch.notes_sizes = False
         self.preconditioner.others = Others("which are trained by AdamW")
         if self._rest is not None:
             name = type(self._rest.optimizer).__name__
