@@ -753,6 +753,13 @@ class Preconditioner(Described):
                 "Load it with that version, or train on without it: averages are known again after a few steps.",
             )
         self.params.check_blocks(averages)
+        factors = [factor for average in averages for factor in average["factors"]["blocks"].values()]
+        widest = max((factor["values"].shape[-1] for factor in factors if factor["kind"] == "dense"), default=0)
+        if self.settings.is_diagonal(widest):
+            raise StorageError(
+                f"The state has dense factors of width {widest}, wider than max_dim={self.settings.max_dim}.",
+                "Pass the same max_dim= as for the run that saved the state.",
+            )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state`."""

@@ -453,6 +453,15 @@ def test_settings_of_groups_are_saved() -> None:
     assert [(group["damping"], group["trust"]) for group in resumed.param_groups] == [(0.003, 0.03), (0.5, None)]
 
 
+def test_states_with_wider_factors_are_errors() -> None:
+    model, other = mlp(), mlp()
+    preconditioner = Preconditioner(model, LOSS)
+    train(model, preconditioner, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    state = preconditioner.state_dict()
+    with pytest.raises(StorageError, match="dense factors of width 7, wider than max_dim=5"):
+        Preconditioner(other, LOSS, max_dim=5).load_state_dict(state)
+
+
 def test_the_model_has_changed() -> None:
     model = mlp()
     preconditioner = Preconditioner(model, LOSS)
