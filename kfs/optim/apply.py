@@ -325,6 +325,7 @@ def tried_updates(
     grads: dict[str, Tensor],
     rest: dict[str, Tensor],
     step_rest: Callable[[], None] | None,
+    beside: Sequence[Tensor],
     change: Callable[[], float],
     noise: float,
 ) -> Trial:
@@ -339,10 +340,12 @@ def tried_updates(
         grads: Gradients of the loss for these parameters.
         rest: Gradients of other parameters. The averages for them change even if the step is taken back.
         step_rest: Takes the step for these; `None` for AdamW.
+        beside: Parameters that `step_rest` changes beside these.
         change: Evaluates the change of the loss since the call.
         noise: Round-off of the loss.
     """
     old = {n: params.tensors[n].clone() for n in (*steps, *rest)}
+    before = [p.clone() for p in beside]
     lrs = {n: float(params.groups[n]["lr"]) for n in steps}
     slope = sum(lrs[n] * float((grads[n] * s).sum()) for n, s in steps.items())
     for n, s in steps.items():
@@ -355,7 +358,8 @@ def tried_updates(
             part.add_to_age(params, state, taken)
     else:
         step_rest()
-    trial = try_step([params.tensors[n] for n in old], list(old.values()), change, slope, noise)
+    moved = [*(params.tensors[n] for n in old), *beside]
+    trial = try_step(moved, [*old.values(), *before], change, slope, noise)
     for n in steps if trial.share else ():
         params.tensors[n].sub_(old[n], alpha=lrs[n] * params.groups[n]["weight_decay"])
     return trial

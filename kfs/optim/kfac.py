@@ -83,9 +83,10 @@ class Rest:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, KFAC):
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, KFAC | torch.optim.LBFGS):
             raise ModelError(
-                f"rest is a {type(optimizer).__name__}, not another optimizer of torch.optim.",
+                f"rest is a {type(optimizer).__name__}, not another optimizer of torch.optim whose step needs no "
+                "closure.",
                 "Pass an optimizer that trains what KFAC does not: rest=torch.optim.AdamW(model.parameters()).",
             )
         self.optimizer = optimizer
@@ -100,6 +101,12 @@ class Rest:
                 f"Make it with them, {type(self.optimizer).__name__}(model.parameters()), or call add_param_group() "
                 "of it, or leave rest= out: then AdamW trains them.",
             )
+
+    def beside(self, known: Iterable[Tensor]) -> list[Tensor]:
+        """Return its parameters with gradients, except some known ones."""
+        others = {id(p) for p in known}
+        mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p for p in mine if p.grad is not None and id(p) not in others]
 
     def step(self, hidden: Iterable[Tensor]) -> None:
         """Take a step without the gradients of some parameters."""
@@ -277,7 +284,7 @@ class KFAC(Described, Optimizer):
         self._params = self.preconditioner.params
         self._params.close = weakref.WeakMethod(self.close)
         self._params.kind = "optimizer"
-        self.preconditioner.watch.notes_versions = False
+        self.preconditioner.watch.notes_sizes = False
         self.preconditioner.others = Others("which are trained by AdamW")
         if self._rest is not None:
             name = type(self._rest.optimizer).__name__
@@ -421,7 +428,8 @@ class KFAC(Described, Optimizer):
             noise = batch.round_off / unit
             change = partial(self._change, batch)
             rest = None if self._rest is None else partial(self._step_rest, self._rest, found.good)
-            trial = tried_updates(self._params, self.state, steps, natural, others, rest, change, noise)
+            beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
+            trial = tried_updates(self._params, self.state, steps, natural, others, rest, beside, change, noise)
             factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
             curvature.note_trial(trial, factor)
         curvature.note_products()

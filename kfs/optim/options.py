@@ -338,10 +338,9 @@ class Parameters:
             return
         changed = [name for name, p in self._model.named_parameters() if self._shapes.get(id(p)) != p.shape]
         what = f"parameters {changed} are new" if changed else "parameters were removed"
-        raise ModelError(
-            f"The model has changed since the optimizer was made: {what}.",
-            "Make a new optimizer (close() the old one first), or add_param_group() for parameters that were added.",
-        )
+        way_out = f"Make a new {self.kind} (close() the old one first)"
+        added = ", or add_param_group() for parameters that were added" if self.kind == "optimizer" else ""
+        raise ModelError(f"The model has changed since the {self.kind} was made: {what}.", f"{way_out}{added}.")
 
     def check_device(self, device: torch.device) -> None:
         """Raise if the model was moved away from the device of the optimizer's state."""

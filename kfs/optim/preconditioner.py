@@ -245,7 +245,7 @@ class Preconditioner(Described):
         masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
         watched = (self.loss, self.settings, False, self.curvature.costs, self.replay, self.exchange, masks)
         self.watch = Watch(model, module, self._wanted, *watched)
-        self.watch.notes_versions = True
+        self.watch.notes_sizes = True
 
     def close(self) -> None:
         """Remove all hooks from the model, and free recordings. Afterwards, `step()` raises."""
@@ -658,7 +658,11 @@ class Preconditioner(Described):
             DistributedError: If there are several processes, and `consolidate_state_dict()` was not called since the
                 last step.
         """
-        return self.state(self.whole_averages())
+        return self.state(self.whole_averages()) | {"param_groups": self._settings_of_groups()}
+
+    def _settings_of_groups(self) -> list[dict[str, Any]]:
+        """Return the numbers in parameter groups, which schedules may change."""
+        return [{name: group[name] for name in ("damping", "trust")} for group in self.param_groups]
 
     def whole_averages(self) -> Iterable[Average]:
         """Return averages over the data of all processes.
@@ -711,11 +715,21 @@ class Preconditioner(Described):
         The number of processes may differ from the run that saved the state.
 
         Raises:
-            StorageError: If the state belongs to another model, another version of kfs, or not to a preconditioner.
+            StorageError: If the state belongs to another model, other parameter groups, another version of kfs, or not
+                to a preconditioner.
         """
         self.params.check_open()
-        self.check_state(state_dict, self.state(()))
+        own = self._settings_of_groups()
+        self.check_state(state_dict, self.state(()) | {"param_groups": own})
+        given = state_dict["param_groups"]
+        if len(given) != len(own):
+            raise StorageError(
+                f"The state has {len(given)} parameter groups, but this preconditioner has {len(own)}.",
+                "Pass params= with the same groups as for the preconditioner that was saved.",
+            )
         self.restore(state_dict)
+        for group, settings in zip(self.param_groups, given, strict=True):
+            group.update(settings)
 
     def check_state(self, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Raise if a state lacks entries or belongs to another model, before anything is changed.
@@ -739,6 +753,13 @@ class Preconditioner(Described):
                 "Load it with that version, or train on without it: averages are known again after a few steps.",
             )
         self.params.check_blocks(averages)
+        factors = [factor for average in averages for factor in average["factors"]["blocks"].values()]
+        widest = max((factor["values"].shape[-1] for factor in factors if factor["kind"] == "dense"), default=0)
+        if self.settings.is_diagonal(widest):
+            raise StorageError(
+                f"The state has dense factors of width {widest}, wider than max_dim={self.settings.max_dim}.",
+                "Pass the same max_dim= as for the run that saved the state.",
+            )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state`."""

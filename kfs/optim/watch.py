@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
+from math import isfinite
 from types import FrameType
 from typing import Any
 
@@ -45,6 +46,7 @@ from kfs.optim.factor_graphs import Data, FactorGraph, FactorGraphs, FactorPass,
 from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, local_part, whole_in_backward
 from kfs.optim.loss_check import Targets, shows_targets
 from kfs.optim.report import Costs
+from kfs.optim.update_rule import total_size
 from kfs.problem.data import MaskSource
 from kfs.problem.isolation import evaluating, is_evaluating, restored
 from kfs.problem.risk import output_tensors, prediction_in
@@ -366,12 +368,12 @@ class Watch:
     exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # communication with other processes
     masks: MaskSource = field(default_factory=MaskSource)  # finds a mask in the arguments of the model
     compare: bool = True  # whether passes compare the loss with others, and its scale with the declared one
-    notes_versions: bool = False  # whether `gradients_are_untouched` is called
+    notes_sizes: bool = False  # whether `gradients_are_untouched` is called
     first_datum: int = 0  # number of examples in earlier steps; drawn labels depend on it
     audit: Audit | None = None  # report of the last audit
     in_half_precision: bool = False  # whether the last pass was run with autocast
     was_called: bool = False  # whether a training pass has begun since the last call of `collect`
-    _versions: dict[Tensor, int] = field(default_factory=dict)  # of gradients, at the end of the last backward pass
+    _sizes: list[float] = field(default_factory=list)  # of gradients, at the end of the last backward pass
     _place: int = 0  # index of the argument tensor with one row per example
     _trace: Trace | None = None
     _call: _Call | None = None
@@ -431,15 +433,24 @@ class Watch:
         return bool(self._complete) or self._problem is not None
 
     def gradients_are_untouched(self) -> bool:
-        """Whether nobody has changed gradients in place since the last backward pass that compared the loss."""
-        versions, self._versions = self._versions, {}
-        return bool(versions) and all(g._version == version for g, version in versions.items())
+        """Whether gradients are as they were after the last backward pass that compared the loss.
 
-    def _note_versions(self) -> None:
-        """Note the versions of all gradients at the end of a backward pass."""
+        Their values are compared: a `GradScaler` divides gradients without a new version of the tensors.
+        """
+        sizes, self._sizes = self._sizes, []
+        pairs = list(zip(sizes, self._sizes_of_gradients(), strict=False)) if sizes else []
+        finite = [old == new for old, new in pairs if isfinite(old)]
+        return bool(finite) and all(finite)
+
+    def _note_sizes(self) -> None:
+        """Note the sizes of all gradients at the end of a backward pass."""
+        self._sizes = self._sizes_of_gradients()
+
+    @torch.no_grad()
+    def _sizes_of_gradients(self) -> list[float]:
         model = self._model()
         grads = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
-        self._versions = {g: g._version for g in map(local_part, grads)}
+        return numbers([total_size([local_part(g).to_dense()]) for g in grads])
 
     def _distrust_audit_of(self, one: Pass) -> None:
         """If a pass had padding that the audited data lacked, measure in every later batch which rows count."""
@@ -640,6 +651,11 @@ class Watch:
         model = self._model()
         if one.has_gradient or model is None or not _trains(model):
             return
+        # If gradients have been set to `None` since the last backward pass, earlier passes do not count.
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward and not has_gradients(model):
+            self.forget()
+        self._backward = backward
         first_datum = self.first_datum + sum(waiting.all_data for waiting in self._complete)
         problem = None
         if not self.exchange.ranks.are_several:
@@ -648,14 +664,9 @@ class Watch:
             ranks = self.exchange.ranks
             with whole_in_backward(model, ranks, one.sends_vectors) if one.wants_factors else nullcontext():
                 problem = self._receive_beside_others(one, g, first_datum)
-        # If gradients have been set to `None` since the last backward pass, earlier passes do not count.
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward and not has_gradients(model):
-            self.forget()
-        self._backward = backward
         self._complete.append(one)
-        if self.compare and self.notes_versions:
-            torch.autograd.Variable._execution_engine.queue_callback(self._note_versions)
+        if self.compare and self.notes_sizes:
+            torch.autograd.Variable._execution_engine.queue_callback(self._note_sizes)
         self._problem = self._problem or problem
 
     def _receive_beside_others(self, one: Pass, g: Tensor, first_datum: int) -> Exception | None:

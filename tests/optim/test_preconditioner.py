@@ -397,6 +397,80 @@ def test_gradient_scalers() -> None:
     assert preconditioner.events.skipped_steps == 1
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_unscaled_gradients_from_the_first_step_on(by_hand: bool, overflows: bool) -> None:
+    """Natural gradients are those without a scaler. The first gradient may overflow in one of the layers."""
+    model, other = mlp(), mlp()
+    plain, preconditioner = Preconditioner(other, LOSS), Preconditioner(model, LOSS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(1 + overflows):
+        optimizer.zero_grad()
+        scaler.scale(LOSS(model(X), Y)).backward()
+        if step < overflows:
+            model[0].weight.grad.fill_(torch.inf)
+        if by_hand:
+            for p in model.parameters():
+                p.grad = None if p.grad is None else p.grad / 1024
+        else:
+            scaler.unscale_(optimizer)
+            scaler.update()
+        preconditioner.step()
+    backward(other)
+    plain.step()
+    assert preconditioner.events.skipped_steps == overflows
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_discarded_backward_passes_leave_no_trace() -> None:
+    """Labels are drawn as if they had not been."""
+    found = []
+    for discards in (False, True):
+        model = mlp()
+        preconditioner = Preconditioner(model, LOSS)
+        if discards:
+            backward(model)
+            model.zero_grad()
+        train(model, preconditioner, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        found.append(weights(model))
+    assert torch.equal(*found)
+
+
+def test_settings_of_groups_are_saved() -> None:
+    model, other = mlp(), mlp()
+    preconditioner = Preconditioner(
+        model, LOSS, [{"params": model[:2].parameters()}, {"params": model[2:].parameters()}]
+    )
+    preconditioner.param_groups[1].update(damping=0.5, trust=None)
+    state = preconditioner.state_dict()
+    with pytest.raises(StorageError, match="2 parameter groups, but this preconditioner has 1"):
+        Preconditioner(other, LOSS).load_state_dict(state)
+    mine = [{"params": other[:2].parameters(), "damping": 9.0}, {"params": other[2:].parameters()}]
+    resumed = Preconditioner(other, LOSS, mine)
+    resumed.load_state_dict(state)
+    assert [(group["damping"], group["trust"]) for group in resumed.param_groups] == [(0.003, 0.03), (0.5, None)]
+
+
+def test_states_with_wider_factors_are_errors() -> None:
+    model, other = mlp(), mlp()
+    preconditioner = Preconditioner(model, LOSS)
+    train(model, preconditioner, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    state = preconditioner.state_dict()
+    with pytest.raises(StorageError, match="dense factors of width 7, wider than max_dim=5"):
+        Preconditioner(other, LOSS, max_dim=5).load_state_dict(state)
+
+
+def test_the_model_has_changed() -> None:
+    model = mlp()
+    preconditioner = Preconditioner(model, LOSS)
+    model.append(nn.Linear(3, 3).double())
+    backward(model)
+    with pytest.raises(ModelError, match=r"Make a new preconditioner \(close\(\) the old one first\)\.$"):
+        preconditioner.step()
+
+
 def test_another_loss_is_an_error() -> None:
     model = mlp()
     preconditioner = Preconditioner(model, LOSS)

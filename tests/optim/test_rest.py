@@ -200,6 +200,30 @@ def test_another_kfac() -> None:
     assert not model._forward_hooks
 
 
+def test_an_optimizer_that_needs_a_closure() -> None:
+    model = mlp()
+    with pytest.raises(ModelError, match="rest is a LBFGS"):
+        KFAC(model, LOSS, rest=torch.optim.LBFGS(model.parameters()))
+    assert not model._forward_hooks
+
+
+def test_rejected_trials_take_all_steps_back() -> None:
+    """A quadratic model rejects a step of the other optimizer, also for parameters that only that one has."""
+    model = mlp()
+    rest = torch.optim.SGD(model.parameters(), lr=1000.0)
+    optimizer = KFAC(model, LOSS, model[:4].parameters(), rest=rest, quadratic_model=True)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = LOSS(model(X), Y)
+        loss.backward()
+        return loss
+
+    first = float(optimizer.step(closure).detach())
+    assert optimizer.events.shortened_steps + optimizer.events.rejected_steps == 1
+    assert float(closure().detach()) <= first
+
+
 def test_missing_parameters() -> None:
     """Those of groups are missed at once, others before anything is learned from the step that finds them."""
     model = mlp()
