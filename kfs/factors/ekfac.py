@@ -264,7 +264,7 @@ class EKFAC(BlockDiagonal):
     def _set(self, factors: KFAC, sums: list[Stack], num_data: int, count: float, audit: Audit | None = None) -> None:
         """Set all attributes."""
         self.factors = factors
-        self._of = factors.of
+        self._of = self._of or factors.of  # a name given by `called` stays
         self._sums = sums
         self.num_data = num_data
         self.count = count

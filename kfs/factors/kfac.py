@@ -6,6 +6,7 @@ blocks in `kfs.factors.blocks`. `KFAC(risk)` is `KFAC.from_factors(compute_facto
 """
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -161,7 +162,7 @@ class KFAC(BlockDiagonal):
     def _set(self, factors: Factors) -> None:
         """Set all attributes."""
         self._factors = factors
-        self._of = factors.of
+        self._of = self._of or factors.of  # a name given by `called` stays
         self.blocks: dict[str, Block] = factors.blocks
         self.settings = factors.settings
         self.loss = factors.loss
@@ -170,6 +171,10 @@ class KFAC(BlockDiagonal):
         self.audit = factors.audit
         self.computed_at = factors.computed_at
         super().__init__(factors.space, None, factors.distribution)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of copies and pickles, without the data."""
+        return self.__dict__ | {"_factors": copy(self._factors)}
 
     @property
     def own_stacks(self) -> list[Stack]:
@@ -265,7 +270,8 @@ class KFAC(BlockDiagonal):
 
     def shared(self) -> "KFAC":
         """Return a shallow copy that shares tensors; a tensor that one of them replaces stays in the other."""
-        return KFAC.from_factors(replace(self._factors, sums=[block.shared() for block in self._factors.sums]))
+        sums = [block.shared() for block in self._factors.sums]
+        return KFAC.from_factors(replace(self._factors, sums=sums, of=self.of))
 
     def fetch(self, name: str) -> Block:
         """Return a block with its factors from any owner. If blocks have owners, all processes must call it.
@@ -290,7 +296,7 @@ class KFAC(BlockDiagonal):
         return super()._about() | self._factors.about()
 
     def _state(self) -> dict[str, Any]:
-        return self._factors.state()
+        return self._factors.state() | {"of": self.of}
 
     @classmethod
     def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:

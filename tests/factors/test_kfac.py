@@ -1,11 +1,14 @@
 """The object: added and merged data, moves, algebra, settings, coverage, refused input, and no state left behind."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import kfs
 from kfs.errors import DataError, KfsWarning, LossError, ModelError
 from kfs.factors import KFAC, inspect
 from kfs.operators import GGN, Fisher
@@ -378,3 +381,25 @@ def test_nothing_is_left_behind() -> None:
         assert model.get_parameter("4.weight").grad is None
         assert not any(m._forward_hooks or m._backward_hooks for m in buffer_model.modules())
         assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("kind", [kfs.KFAC, kfs.EKFAC])
+def test_a_name_stays_while_the_operator_changes(kind: type[kfs.KFAC | kfs.EKFAC]) -> None:
+    risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+    K = kind(risk).called("Q", "my network")
+    for changed in (K.update(risk), K.to(dtype=torch.float64), copy.copy(K), copy.deepcopy(K)):
+        assert (changed.formula, changed.of) == ("Q", "my network")
+
+
+def test_a_name_is_saved(tmp_path: Path) -> None:
+    risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+    kfs.KFAC(risk).called("Q", "my network").save(tmp_path / "K")
+    assert kfs.load(tmp_path / "K").of == "my network"
+
+
+def test_a_shallow_copy_has_no_data() -> None:
+    risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+    K = kfs.KFAC(risk)
+    assert copy.copy(K).risk_of is None
+    assert K.risk_of is not None
+    assert K.blocks is copy.copy(K).blocks
