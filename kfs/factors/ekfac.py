@@ -255,6 +255,8 @@ class EKFAC(BlockDiagonal):
             risk: The same model, loss and parameters, with any data.
         """
         check_risk(risk)
+        if not isinstance(K, KFAC):
+            raise ModelError(f"EKFAC.from_kfac got a {type(K).__name__}.", "Pass a kfs.KFAC, and a risk.")
         with K.distribution.agree("EKFAC.from_kfac", risk.ranks):
             _check_fisher(K.settings.fisher)
             factors = K.shared()

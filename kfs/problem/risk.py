@@ -525,7 +525,8 @@ class EmpiricalRisk(Described):
                 frozen parameter could not be distinguished from a tensor that was detached from it.
 
         Raises:
-            ModelError: If dropout or BatchNorm is in training mode, or if the model changed a buffer.
+            ModelError: If dropout or BatchNorm is in training mode, if the model changed a buffer, or if one of its
+                parameters was replaced.
         """
         self.check_model()
         check_no_inference_mode()
@@ -553,6 +554,14 @@ class EmpiricalRisk(Described):
                 elif frozen:
                     stack.enter_context(switched_on(frozen))
                 yield
+                own = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+                changed = [name for name, p in self.params.items() if self._has_own and p is not own.get(name)]
+                if changed:
+                    raise ModelError(
+                        f"The model has other parameter objects than before: {', '.join(map(repr, changed[:5]))} "
+                        "were replaced while the data were iterated over, or in a forward pass.",
+                        "Change values in place (p.data.copy_), or make a new EmpiricalRisk after the change.",
+                    )
         finally:
             self.params, self._has_own = given, had_own
             if is_sharded:  # drop all references to gathered tensors

@@ -268,6 +268,8 @@ def test_gradients_that_overflow_are_refused() -> None:
     K = KFAC(EmpiricalRisk(model, nn.MSELoss(), (torch.rand(3, 2), torch.rand(3, 1))))
     with pytest.raises(DataError, match="not finite"):
         EKFAC.from_kfac(K, EmpiricalRisk(model, nn.MSELoss(), (X**2, torch.rand(3, 1))))
+    with pytest.raises(ModelError, match=r"EKFAC\.from_kfac got a int"):
+        EKFAC.from_kfac(5, EmpiricalRisk(model, nn.MSELoss(), (X, X[:, :1])))  # type: ignore[arg-type]
 
 
 def test_a_bias_that_was_not_used_adds_nothing() -> None:

@@ -163,6 +163,25 @@ def test_a_context_that_fails_leaves_risk_and_parameters_as_they_were(kind: str)
     torch.testing.assert_close(inside, risk.predict(risk.params, batch).detach())
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_data_that_replace_a_parameter(at: int) -> None:
+    """The new parameter would have no factors, and its curvature would be zero."""
+    model = nn.Linear(3, 2).double()
+
+    class Batches:
+        """Two batches, one of which comes with another weight."""
+
+        def __iter__(self) -> Any:
+            for place in range(2):
+                if place == at:
+                    model.weight = nn.Parameter(model.weight.detach() * 2)
+                yield data()
+
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), Batches(), num_data=14)
+    with pytest.raises(ModelError, match="'weight' were replaced"):
+        kfs.KFAC(risk)
+
+
 def test_reassigned_buffers_are_put_back() -> None:
     model = nn.Sequential(nn.Linear(3, 2), Counting()).double()
     with pytest.raises(ModelError, match=r"changed its buffers \['1.calls'\]"):
