@@ -29,6 +29,7 @@ from kfs.optim.across_ranks import agreed, made_by_all
 from kfs.optim.apply import Updates, keep_mean_step, new_age, read_state, start_averages, tried_updates
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.fsdp import local_part
+from kfs.optim.loss_check import called_by_scaler
 from kfs.optim.options import Interval, check_call, check_number, check_quadratic_model
 from kfs.optim.preconditioner import Others, Preconditioner, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
@@ -368,8 +369,8 @@ class KFAC(Described, Optimizer):
             The return value of the closure.
 
         Raises:
-            ModelError: If there are no gradients, or if factors must be recomputed but no pass through the model was
-                seen.
+            ModelError: If there are no gradients, if factors must be recomputed but no pass through the model was
+                seen, or if a `GradScaler` does not unscale gradients of `rest`.
             LossError: If the gradients do not belong to the declared loss.
             SolverError: If the run has diverged: parameters are not finite, or very many steps in a row were skipped.
         """
@@ -389,6 +390,12 @@ class KFAC(Described, Optimizer):
             if closure is not None:
                 batch = BatchLoss(closure, preconditioner.model, preconditioner.params.device, self.exchange.mean)
             result = None if batch is None else batch.result
+            if self._beside() and called_by_scaler():
+                raise ModelError(
+                    "A GradScaler divides the gradients of KFAC's own parameters only, but the optimizer rest= has "
+                    "others, with gradients.",
+                    'Pass these to KFAC, too, in a group with "method": "adamw": rest= still trains them.',
+                )
             found = preconditioner.learn(result, None if self._quadratic is None else batch, self._scale)
             # The host may find that gradients are not good. Otherwise, the device skips the step if they are not.
             if found is not None:
@@ -428,12 +435,15 @@ class KFAC(Described, Optimizer):
             noise = batch.round_off / unit
             change = partial(self._change, batch)
             rest = None if self._rest is None else partial(self._step_rest, self._rest, found.good)
-            beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
-            trial = tried_updates(self._params, self.state, steps, natural, others, rest, beside, change, noise)
+            trial = tried_updates(self._params, self.state, steps, natural, others, rest, self._beside(), change, noise)
             factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
             curvature.note_trial(trial, factor)
         curvature.note_products()
         return taken
+
+    def _beside(self) -> list[Tensor]:
+        """Return parameters with gradients that only the user's optimizer has."""
+        return [] if self._rest is None else self._rest.beside(self._params.tensors.values())
 
     def _step_rest(self, rest: Rest, taken: Tensor) -> None:
         """Let the user's optimizer take its step if this one was taken."""

@@ -268,3 +268,29 @@ def test_closing_frees_recordings(request: pytest.FixtureRequest) -> None:
     LOSS(model(X), Y).backward()
     with pytest.raises(ModelError, match="closed"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_gradient_scalers(enabled: bool) -> None:
+    """They divide gradients of the parameters that KFAC has; those of others would stay multiplied."""
+    model, other = mlp(), mlp()
+    plain = KFAC(other, LOSS, groups(other), rest=torch.optim.SGD(other.parameters(), lr=0.1))
+    backward(other, plain)
+    plain.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    rest = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = KFAC(model, LOSS, model[:4].parameters(), rest=rest)
+    before = weights(model)
+    scaler.scale(LOSS(model(X), Y)).backward()
+    if enabled:
+        with pytest.raises(ModelError, match=r'GradScaler divides.*"method": "adamw"'):
+            scaler.step(optimizer)
+        assert torch.equal(weights(model), before)
+        assert optimizer.steps == 0
+        optimizer.close()
+        optimizer = KFAC(model, LOSS, groups(model), rest=rest)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer.zero_grad()
+        scaler.scale(LOSS(model(X), Y)).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(weights(model), weights(other))
