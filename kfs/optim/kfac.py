@@ -390,13 +390,16 @@ class KFAC(Described, Optimizer):
             if closure is not None:
                 batch = BatchLoss(closure, preconditioner.model, preconditioner.params.device, self.exchange.mean)
             result = None if batch is None else batch.result
-            if self._beside() and called_by_scaler():
+            beside = self._beside()
+            if beside and called_by_scaler():
                 raise ModelError(
                     "A GradScaler divides the gradients of KFAC's own parameters only, but the optimizer rest= has "
                     "others, with gradients.",
                     'Pass these to KFAC, too, in a group with "method": "adamw": rest= still trains them.',
                 )
-            found = preconditioner.learn(result, None if self._quadratic is None else batch, self._scale)
+            of_rest = [local_part(p.grad).to_dense() for p in beside if p.grad is not None]
+            trial = None if self._quadratic is None else batch
+            found = preconditioner.learn(result, trial, self._scale, of_rest=of_rest)
             # The host may find that gradients are not good. Otherwise, the device skips the step if they are not.
             if found is not None:
                 taken = self._update(found, batch)

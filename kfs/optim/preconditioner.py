@@ -342,6 +342,7 @@ class Preconditioner(Described):
         batch: BatchLoss | None = None,
         scale: StepScale | None = None,
         are_scaled: bool | None = None,
+        of_rest: Sequence[Tensor] = (),
     ) -> StepGradients | None:
         """Add the statistics of a step to the curvature, if its gradients are good, and recompute inverses.
 
@@ -350,6 +351,7 @@ class Preconditioner(Described):
             batch: The loss on the batch, for a quadratic model. It must be finite, and all inverses are recomputed.
             scale: Multiplies learning rates.
             are_scaled: As in `LossCheck.check`.
+            of_rest: Gradients of parameters that only another optimizer has. They must be good, too.
 
         Returns:
             The gradients; `None` if the host has found that they are not good, so that the step must be skipped.
@@ -366,7 +368,7 @@ class Preconditioner(Described):
             self.last_good_step.check(self.params.tensors)
         self._check(sums, grads, result, are_scaled)
         # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
-        size = total_size(list(grads.values())).reshape(1)
+        size = total_size([*grads.values(), *of_rest]).reshape(1)
         finite, good = self._gradient_sizes.check(self.exchange.ranks, ("gradients",), size, learn=has_factors)
         fine = GoodStep.of(self.steps, result, self.param_groups[0], self.curvature.damping_scale)
         lost: dict[str, str] = {}
