@@ -30,7 +30,7 @@ from kfs.optim.apply import Updates, keep_mean_step, new_age, read_state, start_
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.fsdp import local_part
 from kfs.optim.loss_check import called_by_scaler
-from kfs.optim.options import Interval, check_call, check_number, check_quadratic_model
+from kfs.optim.options import Interval, check_call, check_groups, check_number, check_quadratic_model
 from kfs.optim.preconditioner import Others, Preconditioner, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
 from kfs.optim.report import Events, Report
@@ -251,15 +251,18 @@ class KFAC(Described, Optimizer):
         if quadratic_model:
             check_quadratic_model(model, factors_every)
             factors_every = 1
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adamw_lr": adamw_lr}
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adamw_lr": adamw_lr}
+        number = damping.fraction if isinstance(damping, Relative) else damping
+        defaults |= {"damping": number, "trust": trust, "method": "kfac"}
         super().__init__(list(model.parameters()) if params is None else params, defaults)
+        check_groups(self.param_groups)
         self._rest = None if rest is None else Rest(rest)
         if self._rest is not None:
             self._rest.check(self._asked_for(model_to_run(model)))
         self.preconditioner = Preconditioner(
             model,
             loss,
-            self.param_groups,  # It adds damping, trust and method to groups without them.
+            self.param_groups,
             damping=damping,
             trust=trust,
             kl_clip=kl_clip,
@@ -280,7 +283,7 @@ class KFAC(Described, Optimizer):
             replay=replay,
             group=group,
         )
-        self.defaults |= self.preconditioner.defaults
+        self.preconditioner.read_groups(self.param_groups)  # Schedules change these; it has copies.
         self.exchange = self.preconditioner.exchange
         self._params = self.preconditioner.params
         self._params.close = weakref.WeakMethod(self.close)

@@ -6,7 +6,7 @@ Everything is validated here, with hints for users of other optimizers.
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -176,7 +176,7 @@ def check_quadratic_model(model: nn.Module, factors_every: Interval | None) -> N
 _NOT_IN_GROUPS = ({field.name for field in fields(Options)} | {"noise", "quadratic_model"}) - {"damping", "trust"}
 
 
-def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
+def check_groups(groups: Collection[Mapping[str, Any]]) -> None:
     """Check parameter groups. Unknown entries are allowed, because schedulers and trainers add some.
 
     Raises:
@@ -192,6 +192,11 @@ def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
         if group["method"] not in _METHODS:
             raise ModelError(f"A group has the method {group['method']!r}.", "Choose 'kfac' or 'adamw'.")
     check_numbers(groups)
+    if len({group.get("momentum") for group in groups}) > 1:
+        raise ModelError(
+            "Parameter groups differ in their momentum, but weights and biases are averaged together.",
+            "Give all groups the same momentum.",
+        )
 
 
 def check_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
@@ -285,11 +290,6 @@ class Parameters:
                 "Pass parameters of the model itself, not of a copy: its forward pass is watched.",
             )
         check_groups(groups)
-        if len({group.get("momentum") for group in groups}) > 1:
-            raise ModelError(
-                "Parameter groups differ in their momentum, but weights and biases are averaged together.",
-                "Give all groups the same momentum.",
-            )
         self._claim([p for p, _ in found], take_over)
         self.tensors: dict[str, Tensor] = {names[id(p)]: p for p, _ in found}
         self.groups: dict[str, dict[str, Any]] = {names[id(p)]: group for p, group in found}

@@ -216,8 +216,8 @@ class Preconditioner(Described):
         self.settings = options.settings
         options.check()
         number, unit = options.number_and_unit()
-        self.defaults = {"damping": number, "trust": trust, "method": "kfac"}
-        self.param_groups = _grouped(model.parameters() if params is None else params, self.defaults)
+        defaults = {"damping": number, "trust": trust, "method": "kfac"}
+        self.param_groups = _grouped(model.parameters() if params is None else params, defaults)
         # CUDA graphs contain no communication.
         self.replay = replay and not is_fully_sharded(model)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
@@ -786,9 +786,17 @@ class Preconditioner(Described):
 
 
 def _grouped(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return parameter groups with all options, given parameters or groups. As in PyTorch, groups change in place."""
+    """Return parameter groups with all options, given parameters or groups, such as those of an optimizer.
+
+    Groups are copied, without numbers that only optimizers use.
+    """
     found: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-    groups: list[dict[str, Any]] = found if found and isinstance(found[0], dict) else [{"params": found}]
+    given: list[dict[str, Any]] = found if found and isinstance(found[0], dict) else [{"params": found}]
+    for group in given:
+        if isinstance(group["params"], Iterator):  # It can be read only once; its owner may need it, too.
+            group["params"] = list(group["params"])
+    unused = set(IN_GROUPS) - defaults.keys()
+    groups = [{name: value for name, value in group.items() if name not in unused} for group in given]
     for group in groups:
         some = group["params"]
         some = [some] if isinstance(some, Tensor) else list(some)

@@ -227,7 +227,7 @@ def test_parameters_without_gradients() -> None:
 
 
 def test_groups_have_their_own_damping() -> None:
-    """It may change by a schedule, and the user's dictionaries get missing entries, as with torch.optim."""
+    """It may change by a schedule."""
     model = mlp()
     groups = [{"params": model[0].parameters(), "damping": 10.0}, {"params": model[2:].parameters(), "trust": None}]
     preconditioner = Preconditioner(model, LOSS, groups, inverses_every=1, **{**EXACT, "trust": 0.1})
@@ -242,6 +242,21 @@ def test_groups_have_their_own_damping() -> None:
     backward(model)
     with pytest.raises(ModelError, match="damping is -1"):
         preconditioner.step()
+
+
+def test_groups_of_an_optimizer() -> None:
+    """They stay as they are, and may differ in what only the optimizer uses."""
+    model = mlp()
+    groups = [{"params": model[:2].parameters(), "momentum": 0.5, "lr": 0.1}, {"params": model[2:].parameters()}]
+    Preconditioner(model, LOSS, groups).close()
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=2.0)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 6
+    before = [group | {"params": list(group["params"])} for group in optimizer.param_groups]
+    preconditioner = Preconditioner(model, LOSS, optimizer.param_groups)
+    train(model, preconditioner, optimizer, 2)
+    preconditioner.param_groups[0]["damping"] = 0.1
+    assert optimizer.param_groups == before
+    assert preconditioner.params.groups["0.weight"]["damping"] == 0.1
 
 
 def test_gradients_may_be_accumulated_and_clipped() -> None:
