@@ -477,6 +477,29 @@ def test_states_with_wider_factors_are_errors() -> None:
         Preconditioner(other, LOSS, max_dim=5).load_state_dict(state)
 
 
+@pytest.mark.filterwarnings("ignore:Factors wider than max_dim")
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+@pytest.mark.parametrize(
+    ("saved", "options"),
+    [({"max_dim": 4}, {}), ({"max_dim": 4}, {"eigen": True}), ({"fisher": "forward-only"}, {})],
+)
+def test_averages_of_other_kinds_start_again(
+    saved: dict[str, Any], options: dict[str, Any], device: str, request: pytest.FixtureRequest
+) -> None:
+    """A state with diagonal factors, or identities, may be loaded where these are dense."""
+    if device == "accelerator":
+        request.getfixturevalue("tapes")
+    model, other = mlp(), mlp()
+    preconditioner = Preconditioner(model, LOSS, **saved, **options, factors_every=1)
+    train(model, preconditioner, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    resumed = Preconditioner(other, LOSS, **options, factors_every=1)
+    resumed.load_state_dict(preconditioner.state_dict())
+    train(other, resumed, torch.optim.SGD(other.parameters(), lr=0.1), 2)
+    factors = [average.factors for average in resumed.curvature.averages.values()]
+    assert {(K.A.kind, K.B.kind) for K in factors} == {("dense", "dense")}
+    assert resumed.events == Events()
+
+
 def test_the_model_has_changed() -> None:
     model = mlp()
     preconditioner = Preconditioner(model, LOSS)
