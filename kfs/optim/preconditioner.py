@@ -314,7 +314,8 @@ class Preconditioner(Described):
             p, g = self.params.tensors[name], found.natural[name]
             new = torch.where(taken, step.to(g.dtype), g) if on_device else step.to(g.dtype)
             assert p.grad is not None  # noqa: S101 (these parameters have gradients)
-            if p.grad.is_sparse:
+            # Neither a sparse tensor nor an expanded one, whose entries share memory, can be overwritten.
+            if p.grad.is_sparse or 0 in p.grad.stride():
                 p.grad = new
             else:
                 local_part(p.grad).copy_(new)

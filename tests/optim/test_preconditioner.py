@@ -381,6 +381,23 @@ def test_sparse_gradients_become_dense() -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+def test_expanded_gradients_are_replaced(device: str, request: pytest.FixtureRequest) -> None:
+    if device == "accelerator":
+        request.getfixturevalue("tapes")
+    model, other = mlp(), mlp()
+    for one in (model, other):
+        preconditioner = Preconditioner(one, LOSS)
+        backward(one)
+        one[4].bias.grad = torch.ones(1).double().expand(3)
+        if one is other:
+            one[4].bias.grad = one[4].bias.grad.clone()
+        preconditioner.step()
+        with pytest.raises(ModelError, match="natural gradient already"):
+            preconditioner.step()
+    assert all(map(torch.equal, gradients(model), gradients(other)))
+
+
 def test_gradient_scalers() -> None:
     """Scaled gradients are an error; after `unscale_`, steps are those without a scaler."""
     model, other = mlp(), mlp()
