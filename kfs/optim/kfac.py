@@ -262,7 +262,8 @@ class KFAC(Described, Optimizer):
         self.preconditioner = Preconditioner(
             model,
             loss,
-            self.param_groups,
+            # PyTorch only warns of parameters that are twice in a list.
+            [{**group, "params": list(dict.fromkeys(group["params"]))} for group in self.param_groups],
             damping=damping,
             trust=trust,
             kl_clip=kl_clip,

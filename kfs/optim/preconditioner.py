@@ -13,6 +13,7 @@ states, reports or events are requested.
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -806,4 +807,6 @@ def _grouped(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[st
             group.setdefault(name, value)
     if not any(group["params"] for group in groups):
         raise ModelError("There are no parameters.", "Pass parameters of the model, or leave params= out.")
+    if max(Counter(id(p) for group in groups for p in group["params"]).values()) > 1:
+        raise ModelError("Some parameters were passed more than once.", "Pass each parameter once, in one group.")
     return groups

@@ -295,6 +295,15 @@ def test_numbers_that_a_schedule_sets(name: str) -> None:
     assert not torch.equal(weights(model), before)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_parameters_twice_in_a_list() -> None:
+    """They count once, with a warning of PyTorch."""
+    model, other, batch = mlp(), mlp(), data()
+    train(model, KFAC(model, LOSS, [*model.parameters(), model[0].weight]), [batch] * 2, LOSS)
+    train(other, KFAC(other, LOSS), [batch] * 2, LOSS)
+    assert torch.equal(weights(model), weights(other))
+
+
 def test_what_is_no_model_or_no_loss() -> None:
     """Types of model and loss are checked, and so are parameters and groups."""
     model = mlp()

@@ -630,6 +630,8 @@ def test_copies_are_errors() -> None:
         (lambda model: Preconditioner(model, 0.1), LossError, r"Preconditioner\(model, .*damping=0\.1"),
         (lambda model: Preconditioner(model, LOSS, damping=-1.0), ModelError, "damping is -1"),
         (lambda model: Preconditioner(model, LOSS, []), ModelError, "no parameters"),
+        (lambda model: Preconditioner(model, LOSS, [*model[0].parameters()] * 2), ModelError, "more than once"),
+        (lambda m: Preconditioner(m, LOSS, 2 * [{"params": [m[0].bias]}]), ModelError, "more than once"),
         (lambda model: Preconditioner(model, LOSS, mlp().parameters()), ModelError, "not parameters of the model"),
         (lambda model: Preconditioner(model, LOSS, eigen=True, fisher="forward-only"), ModelError, "Corrected"),
         (lambda model: Preconditioner(model, LOSS, [{"params": model.parameters(), "decay": 1}]), ModelError, "decay"),
