@@ -653,7 +653,7 @@ class KFAC(Described, Optimizer):
             StorageError: If the state belongs to another optimizer, another model, or another version of kfs.
         """
         self._params.check_open()
-        state_dict = self._from_checkpoint(state_dict)
+        state_dict = self._from_checkpoint(state_dict) if isinstance(state_dict, Mapping) else {}
         if "kfac" not in state_dict:
             raise StorageError(
                 "The state is not one of kfs.optim.KFAC.", "Load what state_dict() of such an optimizer returned."

@@ -76,7 +76,7 @@ def _may_be_parameters(given: Any) -> bool:
     return isinstance(given, Iterable) and not isinstance(given, nn.Module | str)
 
 
-# Half-open ranges of values. `None` is accepted for all of them; the signature says where it has a meaning.
+# Half-open ranges of values.
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("lr", "damping", "weight_decay"), (0, torch.inf)),
     # Steps, or their overshoot, are divided by these. With zero, parameters would never change.
@@ -84,6 +84,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "decay"), (0, 1)),
     "adamw_lr": (1e-12, torch.inf),  # Weight decay is divided by it.
 }
+_MAY_BE_NONE = ("trust", "kl_clip", "noise")
 # Numbers in parameter groups.
 IN_GROUPS = ("lr", "damping", "momentum", "weight_decay", "trust", "adamw_lr")
 _METHODS = ("kfac", "adamw")
@@ -212,14 +213,14 @@ def check_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Check that the value of an option is a number in its range, or `None`.
+    """Check that the value of an option is a number in its range, or, if that has a meaning, `None`.
 
     Raises:
         ModelError: If it is not.
     """
     low, high = _RANGES[name]
     number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-    if value is not None and not (number and low <= value < high):
+    if not (number and low <= value < high) and not (value is None and name in _MAY_BE_NONE):
         raise ModelError(f"{name} is {value!r}.", f"Use a number of at least {low:g} and below {high:g}.")
 
 

@@ -368,7 +368,9 @@ class Preconditioner(Described):
         if has_factors:
             self.pending.read_all()
             self.last_good_step.check(self.params.tensors)
-        self._check(sums, grads, result, are_scaled)
+        if not grads and not of_rest:
+            raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
+        self._check(sums, result, are_scaled)
         # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
         size = total_size([*grads.values(), *of_rest]).reshape(1)
         finite, good = self._gradient_sizes.check(self.exchange.ranks, ("gradients",), size, learn=has_factors)
@@ -509,10 +511,8 @@ class Preconditioner(Described):
     def _tracked_now(self) -> dict[str, Tensor]:
         return {n: p for n, p in self.params.trainable().items() if n not in self.uncovered}
 
-    def _check(self, sums: StepSums | None, grads: Mapping[str, Tensor], value: Any, are_scaled: bool | None) -> None:
-        """Raise if there are no gradients or no watched passes, or if another loss is minimized."""
-        if not grads:
-            raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
+    def _check(self, sums: StepSums | None, value: Any, are_scaled: bool | None) -> None:
+        """Raise if there are no watched passes, or if another loss is minimized."""
         if sums is None and self._has_statistics():
             raise ModelError(
                 "No forward and backward pass through the model was seen since the last step.",
@@ -742,7 +742,7 @@ class Preconditioner(Described):
             given: The state.
             own: A state without averages, as this version of kfs writes it.
         """
-        if "curvature" not in given:
+        if not isinstance(given, Mapping) or "curvature" not in given:
             raise StorageError(
                 "The state is not one of kfs.optim.Preconditioner.",
                 "Load what state_dict() of a preconditioner returned.",

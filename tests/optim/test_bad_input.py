@@ -285,7 +285,7 @@ def test_numbers_that_a_schedule_sets(name: str) -> None:
     train(model, optimizer, [(X, y)], LOSS)
     before = weights(model)
     usual = optimizer.param_groups[0][name]
-    for bad in (torch.nan, -1.0):
+    for bad in (torch.nan, -1.0, *([] if name == "trust" else [None])):
         optimizer.param_groups[0][name] = bad
         with pytest.raises(ModelError, match=f"{name} is {bad}"):
             train(model, optimizer, [(X, y)], LOSS)
@@ -362,6 +362,11 @@ def test_inputs_and_outputs_without_batch_axis() -> None:
     with pytest.raises(ModelError, match="2 tensors that have a batch axis, none of them called"):
         strange(X.float())["one"].sum().backward()
     keeper.close()
+
+
+def test_a_missing_state() -> None:
+    with pytest.raises(StorageError, match="not one of"):
+        KFAC(mlp(), LOSS).load_state_dict(None)  # type: ignore[arg-type]
 
 
 def test_states_of_others() -> None:

@@ -566,6 +566,8 @@ def test_states_of_others_are_errors() -> None:
         other.load_state_dict(state)
     with pytest.raises(StorageError, match="not one of"):
         preconditioner.load_state_dict(torch.optim.SGD(model.parameters()).state_dict())
+    with pytest.raises(StorageError, match="not one of"):
+        preconditioner.load_state_dict(None)  # type: ignore[arg-type]
     with pytest.raises(StorageError, match="unit"):
         preconditioner.load_state_dict({name: value for name, value in state.items() if name != "unit"})
     backward(small)

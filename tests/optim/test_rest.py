@@ -297,3 +297,23 @@ def test_gradient_scalers(enabled: bool) -> None:
         scaler.scale(LOSS(model(X), Y)).backward()
     scaler.step(optimizer)
     torch.testing.assert_close(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_all_parameters_of_kfac_may_be_frozen(reduction: str, steps: int) -> None:
+    """The other optimizer goes on with its own."""
+    model, loss = mlp(), nn.CrossEntropyLoss(reduction=reduction)
+    rest = Noted(model.parameters(), lr=0.01)
+    optimizer = KFAC(model, loss, model[:4].parameters(), rest=rest)
+    for step in range(steps + 2):
+        model[:4].requires_grad_(step < steps)
+        optimizer.zero_grad()
+        loss(model(X), Y).backward()
+        before, others = weights(model[:4]), weights(model[4])
+        optimizer.step()
+        assert torch.equal(before, weights(model[:4])) == (step >= steps)
+        assert not torch.equal(others, weights(model[4]))
+    optimizer.zero_grad()
+    with pytest.raises(ModelError, match="No parameter has a gradient"):
+        optimizer.step()
