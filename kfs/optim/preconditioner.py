@@ -265,7 +265,8 @@ class Preconditioner(Described):
 
         Call it after `backward()`, and before the step of your optimizer. Divide gradients by the scale of a
         `GradScaler` before (`scaler.unscale_(optimizer)`), and clip them, if necessary, afterwards. If gradients are
-        not finite, or far too large, they stay as they are, and nothing is learned from them.
+        not finite, or far too large, they stay as they are, and nothing is learned from them. Call `zero_grad()` before
+        the next backward pass: otherwise, its gradients are added to natural gradients, and the sum is multiplied.
 
         Raises:
             ModelError: If there are no gradients, if they are natural gradients already, or if factors must be
