@@ -394,7 +394,7 @@ class KFAC(Described, Optimizer):
             if closure is not None:
                 batch = BatchLoss(closure, preconditioner.model, preconditioner.params.device, self.exchange.mean)
             result = None if batch is None else batch.result
-            beside = self._beside()
+            beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
             if beside and called_by_scaler():
                 raise ModelError(
                     "A GradScaler divides the gradients of KFAC's own parameters only, but the optimizer rest= has "
@@ -442,15 +442,12 @@ class KFAC(Described, Optimizer):
             noise = batch.round_off / unit
             change = partial(self._change, batch)
             rest = None if self._rest is None else partial(self._step_rest, self._rest, found.good)
-            trial = tried_updates(self._params, self.state, steps, natural, others, rest, self._beside(), change, noise)
+            beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
+            trial = tried_updates(self._params, self.state, steps, natural, others, rest, beside, change, noise)
             factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
             curvature.note_trial(trial, factor)
         curvature.note_products()
         return taken
-
-    def _beside(self) -> list[Tensor]:
-        """Return parameters with gradients that only the user's optimizer has."""
-        return [] if self._rest is None else self._rest.beside(self._params.tensors.values())
 
     def _step_rest(self, rest: Rest, taken: Tensor) -> None:
         """Let the user's optimizer take its step if this one was taken."""
