@@ -6,7 +6,8 @@ Everything is validated here, with hints for users of other optimizers.
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -175,6 +176,31 @@ def check_quadratic_model(model: nn.Module, factors_every: Interval | None) -> N
 
 # These options may differ between parameters; all others must not.
 _NOT_IN_GROUPS = ({field.name for field in fields(Options)} | {"noise", "quadratic_model"}) - {"damping", "trust"}
+
+
+def grouped(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return parameter groups with all options, given parameters or groups, such as those of an optimizer.
+
+    Groups are copied, without numbers that only optimizers use.
+    """
+    found: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    given: list[dict[str, Any]] = found if found and isinstance(found[0], dict) else [{"params": found}]
+    for group in given:
+        if isinstance(group["params"], Iterator):  # It can be read only once; its owner may need it, too.
+            group["params"] = list(group["params"])
+    unused = set(IN_GROUPS) - defaults.keys()
+    groups = [{name: value for name, value in group.items() if name not in unused} for group in given]
+    for group in groups:
+        some = group["params"]
+        some = [some] if isinstance(some, Tensor) else list(some)
+        group["params"] = [p[1] if isinstance(p, tuple) else p for p in some]  # Named parameters are pairs.
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+    if not any(group["params"] for group in groups):
+        raise ModelError("There are no parameters.", "Pass parameters of the model, or leave params= out.")
+    if max(Counter(id(p) for group in groups for p in group["params"]).values()) > 1:
+        raise ModelError("Some parameters were passed more than once.", "Pass each parameter once, in one group.")
+    return groups
 
 
 def check_groups(groups: Collection[Mapping[str, Any]]) -> None:

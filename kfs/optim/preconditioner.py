@@ -13,7 +13,6 @@ states, reports or events are requested.
 
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -48,6 +47,7 @@ from kfs.optim.options import (
     Parameters,
     check_call,
     check_numbers,
+    grouped,
     interval_at,
     warmup_interval,
 )
@@ -218,7 +218,7 @@ class Preconditioner(Described):
         options.check()
         number, unit = options.number_and_unit()
         defaults = {"damping": number, "trust": trust, "method": "kfac"}
-        self.param_groups = _grouped(model.parameters() if params is None else params, defaults)
+        self.param_groups = grouped(model.parameters() if params is None else params, defaults)
         # CUDA graphs contain no communication.
         self.replay = replay and not is_fully_sharded(model)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
@@ -786,28 +786,3 @@ class Preconditioner(Described):
             "A preconditioner that watches a model cannot be copied or pickled.",
             "Copy its state: Preconditioner(other_model, ...).load_state_dict(preconditioner.state_dict()).",
         )
-
-
-def _grouped(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return parameter groups with all options, given parameters or groups, such as those of an optimizer.
-
-    Groups are copied, without numbers that only optimizers use.
-    """
-    found: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-    given: list[dict[str, Any]] = found if found and isinstance(found[0], dict) else [{"params": found}]
-    for group in given:
-        if isinstance(group["params"], Iterator):  # It can be read only once; its owner may need it, too.
-            group["params"] = list(group["params"])
-    unused = set(IN_GROUPS) - defaults.keys()
-    groups = [{name: value for name, value in group.items() if name not in unused} for group in given]
-    for group in groups:
-        some = group["params"]
-        some = [some] if isinstance(some, Tensor) else list(some)
-        group["params"] = [p[1] if isinstance(p, tuple) else p for p in some]  # Named parameters are pairs.
-        for name, value in defaults.items():
-            group.setdefault(name, value)
-    if not any(group["params"] for group in groups):
-        raise ModelError("There are no parameters.", "Pass parameters of the model, or leave params= out.")
-    if max(Counter(id(p) for group in groups for p in group["params"]).values()) > 1:
-        raise ModelError("Some parameters were passed more than once.", "Pass each parameter once, in one group.")
-    return groups
