@@ -121,6 +121,12 @@ class Average:
         weight = torch.zeros((), dtype=torch.float64, device=K.like.device)
         return cls(block.layout, Kronecker(_zeros_like(K.A), _zeros_like(K.B)), weight, torch.ones_like(weight))
 
+    def fits(self, sums: BlockSums) -> bool:
+        """Whether layout and kinds of factors are those of a block, so that its factors can be added."""
+        kind_A, kind_B = ("diagonal" if sums.is_diagonal(side) else "dense" for side in ("A", "B"))
+        kinds = (kind_A, "identity" if sums.forward_only else kind_B)
+        return self.layout == sums.layout and kinds == (self.factors.A.kind, self.factors.B.kind)
+
     @cached_property
     def size(self) -> Hashable:
         """Key of blocks that can be inverted together: kinds, sizes and device of their factors."""

@@ -99,7 +99,7 @@ class Curvature:
         """Whether the sums of a step change tensor values only: blocks are known, and all of them have inverses."""
         blocks = {key: block for key, block in sums.blocks.items() if block.terms}
         block_map = BlockMap(block.layout for block in blocks.values())
-        return blocks.keys() <= self.averages.keys() and all(
+        return all(key in self.averages and self.averages[key].fits(block) for key, block in blocks.items()) and all(
             average.inverse is not None and block_map.fits(average.layout) for average in self.averages.values()
         )
 
@@ -135,7 +135,7 @@ class Curvature:
         for key, block_sums in blocks.items():
             block = Block(block_sums, 1 / sums.examples)
             average = self.averages.get(key)
-            if average is None or average.layout != block.layout:
+            if average is None or not average.fits(block_sums):  # For example, a loaded state has another `max_dim`.
                 average = self.averages[key] = Average.zeros_like(block)
                 self.inverses.forget()  # Stacks of inverses may contain the replaced average.
             elif average.eigen is not None and key in sums.squares:

@@ -29,7 +29,8 @@ from kfs.optim.across_ranks import agreed, made_by_all
 from kfs.optim.apply import Updates, keep_mean_step, new_age, read_state, start_averages, tried_updates
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.fsdp import local_part
-from kfs.optim.options import Interval, check_call, check_number, check_quadratic_model
+from kfs.optim.loss_check import called_by_scaler
+from kfs.optim.options import Interval, check_call, check_groups, check_number, check_quadratic_model
 from kfs.optim.preconditioner import Others, Preconditioner, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
 from kfs.optim.report import Events, Report
@@ -250,15 +251,19 @@ class KFAC(Described, Optimizer):
         if quadratic_model:
             check_quadratic_model(model, factors_every)
             factors_every = 1
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adamw_lr": adamw_lr}
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adamw_lr": adamw_lr}
+        number = damping.fraction if isinstance(damping, Relative) else damping
+        defaults |= {"damping": number, "trust": trust, "method": "kfac"}
         super().__init__(list(model.parameters()) if params is None else params, defaults)
+        check_groups(self.param_groups)
         self._rest = None if rest is None else Rest(rest)
         if self._rest is not None:
             self._rest.check(self._asked_for(model_to_run(model)))
         self.preconditioner = Preconditioner(
             model,
             loss,
-            self.param_groups,  # It adds damping, trust and method to groups without them.
+            # PyTorch only warns of parameters that are twice in a list.
+            [{**group, "params": list(dict.fromkeys(group["params"]))} for group in self.param_groups],
             damping=damping,
             trust=trust,
             kl_clip=kl_clip,
@@ -279,7 +284,7 @@ class KFAC(Described, Optimizer):
             replay=replay,
             group=group,
         )
-        self.defaults |= self.preconditioner.defaults
+        self.preconditioner.read_groups(self.param_groups)  # Schedules change these; it has copies.
         self.exchange = self.preconditioner.exchange
         self._params = self.preconditioner.params
         self._params.close = weakref.WeakMethod(self.close)
@@ -368,8 +373,8 @@ class KFAC(Described, Optimizer):
             The return value of the closure.
 
         Raises:
-            ModelError: If there are no gradients, or if factors must be recomputed but no pass through the model was
-                seen.
+            ModelError: If there are no gradients, if factors must be recomputed but no pass through the model was
+                seen, or if a `GradScaler` does not unscale gradients of `rest`.
             LossError: If the gradients do not belong to the declared loss.
             SolverError: If the run has diverged: parameters are not finite, or very many steps in a row were skipped.
         """
@@ -389,7 +394,16 @@ class KFAC(Described, Optimizer):
             if closure is not None:
                 batch = BatchLoss(closure, preconditioner.model, preconditioner.params.device, self.exchange.mean)
             result = None if batch is None else batch.result
-            found = preconditioner.learn(result, None if self._quadratic is None else batch, self._scale)
+            beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
+            if beside and called_by_scaler():
+                raise ModelError(
+                    "A GradScaler divides the gradients of KFAC's own parameters only, but the optimizer rest= has "
+                    "others, with gradients.",
+                    'Pass these to KFAC, too, in a group with "method": "adamw": rest= still trains them.',
+                )
+            of_rest = [local_part(p.grad).to_dense() for p in beside if p.grad is not None]
+            trial = None if self._quadratic is None else batch
+            found = preconditioner.learn(result, trial, self._scale, of_rest=of_rest)
             # The host may find that gradients are not good. Otherwise, the device skips the step if they are not.
             if found is not None:
                 taken = self._update(found, batch)
@@ -636,7 +650,7 @@ class KFAC(Described, Optimizer):
             StorageError: If the state belongs to another optimizer, another model, or another version of kfs.
         """
         self._params.check_open()
-        state_dict = self._from_checkpoint(state_dict)
+        state_dict = self._from_checkpoint(state_dict) if isinstance(state_dict, Mapping) else {}
         if "kfac" not in state_dict:
             raise StorageError(
                 "The state is not one of kfs.optim.KFAC.", "Load what state_dict() of such an optimizer returned."

@@ -302,7 +302,7 @@ class LossCheck:
             self._compare_value(sums, value)
             return
         self.steps_left = 0  # The scale is known now.
-        if self._matches(self.loss.reduction, parts, sums.count) or _called_by_scaler():
+        if self._matches(self.loss.reduction, parts, sums.count) or called_by_scaler():
             return
         self._refuse_reduction(parts, sums.count)
         expected = self.loss.scale / (sums.count / self.ranks if self.loss.reduction == "mean" else 1.0)
@@ -373,12 +373,13 @@ def _is_power_of_two(factor: float) -> bool:
     return abs(log2(factor) - round(log2(factor))) < _SAME
 
 
-def _called_by_scaler() -> bool:
-    """Whether a gradient scaler calls the step: it has multiplied the loss, and then divided the gradients."""
+def called_by_scaler() -> bool:
+    """Whether an enabled gradient scaler calls the step: it has multiplied the loss, and then divided the gradients."""
     file = sys.modules[GradScaler.__module__].__file__
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == file:
-            return True
+            scaler = frame.f_locals.get("self")
+            return isinstance(scaler, GradScaler) and scaler.is_enabled()
         frame = frame.f_back
     return False

@@ -6,7 +6,8 @@ Everything is validated here, with hints for users of other optimizers.
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -76,7 +77,7 @@ def _may_be_parameters(given: Any) -> bool:
     return isinstance(given, Iterable) and not isinstance(given, nn.Module | str)
 
 
-# Half-open ranges of values. `None` is accepted for all of them; the signature says where it has a meaning.
+# Half-open ranges of values.
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("lr", "damping", "weight_decay"), (0, torch.inf)),
     # Steps, or their overshoot, are divided by these. With zero, parameters would never change.
@@ -84,6 +85,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "decay"), (0, 1)),
     "adamw_lr": (1e-12, torch.inf),  # Weight decay is divided by it.
 }
+_MAY_BE_NONE = ("trust", "kl_clip", "noise")
 # Numbers in parameter groups.
 IN_GROUPS = ("lr", "damping", "momentum", "weight_decay", "trust", "adamw_lr")
 _METHODS = ("kfac", "adamw")
@@ -176,7 +178,32 @@ def check_quadratic_model(model: nn.Module, factors_every: Interval | None) -> N
 _NOT_IN_GROUPS = ({field.name for field in fields(Options)} | {"noise", "quadratic_model"}) - {"damping", "trust"}
 
 
-def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
+def grouped(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return parameter groups with all options, given parameters or groups, such as those of an optimizer.
+
+    Groups are copied, without numbers that only optimizers use.
+    """
+    found: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    given: list[dict[str, Any]] = found if found and isinstance(found[0], dict) else [{"params": found}]
+    for group in given:
+        if isinstance(group["params"], Iterator):  # It can be read only once; its owner may need it, too.
+            group["params"] = list(group["params"])
+    unused = set(IN_GROUPS) - defaults.keys()
+    groups = [{name: value for name, value in group.items() if name not in unused} for group in given]
+    for group in groups:
+        some = group["params"]
+        some = [some] if isinstance(some, Tensor) else list(some)
+        group["params"] = [p[1] if isinstance(p, tuple) else p for p in some]  # Named parameters are pairs.
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+    if not any(group["params"] for group in groups):
+        raise ModelError("There are no parameters.", "Pass parameters of the model, or leave params= out.")
+    if max(Counter(id(p) for group in groups for p in group["params"]).values()) > 1:
+        raise ModelError("Some parameters were passed more than once.", "Pass each parameter once, in one group.")
+    return groups
+
+
+def check_groups(groups: Collection[Mapping[str, Any]]) -> None:
     """Check parameter groups. Unknown entries are allowed, because schedulers and trainers add some.
 
     Raises:
@@ -192,6 +219,11 @@ def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
         if group["method"] not in _METHODS:
             raise ModelError(f"A group has the method {group['method']!r}.", "Choose 'kfac' or 'adamw'.")
     check_numbers(groups)
+    if len({group.get("momentum") for group in groups}) > 1:
+        raise ModelError(
+            "Parameter groups differ in their momentum, but weights and biases are averaged together.",
+            "Give all groups the same momentum.",
+        )
 
 
 def check_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
@@ -207,14 +239,14 @@ def check_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Check that the value of an option is a number in its range, or `None`.
+    """Check that the value of an option is a number in its range, or, if that has a meaning, `None`.
 
     Raises:
         ModelError: If it is not.
     """
     low, high = _RANGES[name]
     number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-    if value is not None and not (number and low <= value < high):
+    if not (number and low <= value < high) and not (value is None and name in _MAY_BE_NONE):
         raise ModelError(f"{name} is {value!r}.", f"Use a number of at least {low:g} and below {high:g}.")
 
 
@@ -285,11 +317,6 @@ class Parameters:
                 "Pass parameters of the model itself, not of a copy: its forward pass is watched.",
             )
         check_groups(groups)
-        if len({group.get("momentum") for group in groups}) > 1:
-            raise ModelError(
-                "Parameter groups differ in their momentum, but weights and biases are averaged together.",
-                "Give all groups the same momentum.",
-            )
         self._claim([p for p, _ in found], take_over)
         self.tensors: dict[str, Tensor] = {names[id(p)]: p for p, _ in found}
         self.groups: dict[str, dict[str, Any]] = {names[id(p)]: group for p, group in found}

@@ -47,6 +47,7 @@ from kfs.optim.options import (
     Parameters,
     check_call,
     check_numbers,
+    grouped,
     interval_at,
     warmup_interval,
 )
@@ -216,8 +217,8 @@ class Preconditioner(Described):
         self.settings = options.settings
         options.check()
         number, unit = options.number_and_unit()
-        self.defaults = {"damping": number, "trust": trust, "method": "kfac"}
-        self.param_groups = _grouped(model.parameters() if params is None else params, self.defaults)
+        defaults = {"damping": number, "trust": trust, "method": "kfac"}
+        self.param_groups = grouped(model.parameters() if params is None else params, defaults)
         # CUDA graphs contain no communication.
         self.replay = replay and not is_fully_sharded(model)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
@@ -264,7 +265,8 @@ class Preconditioner(Described):
 
         Call it after `backward()`, and before the step of your optimizer. Divide gradients by the scale of a
         `GradScaler` before (`scaler.unscale_(optimizer)`), and clip them, if necessary, afterwards. If gradients are
-        not finite, or far too large, they stay as they are, and nothing is learned from them.
+        not finite, or far too large, they stay as they are, and nothing is learned from them. Call `zero_grad()` before
+        the next backward pass: otherwise, its gradients are added to natural gradients, and the sum is multiplied.
 
         Raises:
             ModelError: If there are no gradients, if they are natural gradients already, or if factors must be
@@ -314,7 +316,8 @@ class Preconditioner(Described):
             p, g = self.params.tensors[name], found.natural[name]
             new = torch.where(taken, step.to(g.dtype), g) if on_device else step.to(g.dtype)
             assert p.grad is not None  # noqa: S101 (these parameters have gradients)
-            if p.grad.is_sparse:
+            # Neither a sparse tensor nor an expanded one, whose entries share memory, can be overwritten.
+            if p.grad.is_sparse or 0 in p.grad.stride():
                 p.grad = new
             else:
                 local_part(p.grad).copy_(new)
@@ -342,6 +345,7 @@ class Preconditioner(Described):
         batch: BatchLoss | None = None,
         scale: StepScale | None = None,
         are_scaled: bool | None = None,
+        of_rest: Sequence[Tensor] = (),
     ) -> StepGradients | None:
         """Add the statistics of a step to the curvature, if its gradients are good, and recompute inverses.
 
@@ -350,6 +354,7 @@ class Preconditioner(Described):
             batch: The loss on the batch, for a quadratic model. It must be finite, and all inverses are recomputed.
             scale: Multiplies learning rates.
             are_scaled: As in `LossCheck.check`.
+            of_rest: Gradients of parameters that only another optimizer has. They must be good, too.
 
         Returns:
             The gradients; `None` if the host has found that they are not good, so that the step must be skipped.
@@ -364,9 +369,11 @@ class Preconditioner(Described):
         if has_factors:
             self.pending.read_all()
             self.last_good_step.check(self.params.tensors)
-        self._check(sums, grads, result, are_scaled)
+        if not grads and not of_rest:
+            raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
+        self._check(sums, result, are_scaled)
         # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
-        size = total_size(list(grads.values())).reshape(1)
+        size = total_size([*grads.values(), *of_rest]).reshape(1)
         finite, good = self._gradient_sizes.check(self.exchange.ranks, ("gradients",), size, learn=has_factors)
         fine = GoodStep.of(self.steps, result, self.param_groups[0], self.curvature.damping_scale)
         lost: dict[str, str] = {}
@@ -505,10 +512,8 @@ class Preconditioner(Described):
     def _tracked_now(self) -> dict[str, Tensor]:
         return {n: p for n, p in self.params.trainable().items() if n not in self.uncovered}
 
-    def _check(self, sums: StepSums | None, grads: Mapping[str, Tensor], value: Any, are_scaled: bool | None) -> None:
-        """Raise if there are no gradients or no watched passes, or if another loss is minimized."""
-        if not grads:
-            raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
+    def _check(self, sums: StepSums | None, value: Any, are_scaled: bool | None) -> None:
+        """Raise if there are no watched passes, or if another loss is minimized."""
         if sums is None and self._has_statistics():
             raise ModelError(
                 "No forward and backward pass through the model was seen since the last step.",
@@ -738,7 +743,7 @@ class Preconditioner(Described):
             given: The state.
             own: A state without averages, as this version of kfs writes it.
         """
-        if "curvature" not in given:
+        if not isinstance(given, Mapping) or "curvature" not in given:
             raise StorageError(
                 "The state is not one of kfs.optim.Preconditioner.",
                 "Load what state_dict() of a preconditioner returned.",
@@ -781,18 +786,3 @@ class Preconditioner(Described):
             "A preconditioner that watches a model cannot be copied or pickled.",
             "Copy its state: Preconditioner(other_model, ...).load_state_dict(preconditioner.state_dict()).",
         )
-
-
-def _grouped(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return parameter groups with all options, given parameters or groups. As in PyTorch, groups change in place."""
-    found: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-    groups: list[dict[str, Any]] = found if found and isinstance(found[0], dict) else [{"params": found}]
-    for group in groups:
-        some = group["params"]
-        some = [some] if isinstance(some, Tensor) else list(some)
-        group["params"] = [p[1] if isinstance(p, tuple) else p for p in some]  # Named parameters are pairs.
-        for name, value in defaults.items():
-            group.setdefault(name, value)
-    if not any(group["params"] for group in groups):
-        raise ModelError("There are no parameters.", "Pass parameters of the model, or leave params= out.")
-    return groups

@@ -285,7 +285,7 @@ def test_numbers_that_a_schedule_sets(name: str) -> None:
     train(model, optimizer, [(X, y)], LOSS)
     before = weights(model)
     usual = optimizer.param_groups[0][name]
-    for bad in (torch.nan, -1.0):
+    for bad in (torch.nan, -1.0, *([] if name == "trust" else [None])):
         optimizer.param_groups[0][name] = bad
         with pytest.raises(ModelError, match=f"{name} is {bad}"):
             train(model, optimizer, [(X, y)], LOSS)
@@ -293,6 +293,15 @@ def test_numbers_that_a_schedule_sets(name: str) -> None:
     optimizer.param_groups[0][name] = usual
     train(model, optimizer, [(X, y)], LOSS)
     assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_parameters_twice_in_a_list() -> None:
+    """They count once, with a warning of PyTorch."""
+    model, other, batch = mlp(), mlp(), data()
+    train(model, KFAC(model, LOSS, [*model.parameters(), model[0].weight]), [batch] * 2, LOSS)
+    train(other, KFAC(other, LOSS), [batch] * 2, LOSS)
+    assert torch.equal(weights(model), weights(other))
 
 
 def test_what_is_no_model_or_no_loss() -> None:
@@ -353,6 +362,11 @@ def test_inputs_and_outputs_without_batch_axis() -> None:
     with pytest.raises(ModelError, match="2 tensors that have a batch axis, none of them called"):
         strange(X.float())["one"].sum().backward()
     keeper.close()
+
+
+def test_a_missing_state() -> None:
+    with pytest.raises(StorageError, match="not one of"):
+        KFAC(mlp(), LOSS).load_state_dict(None)  # type: ignore[arg-type]
 
 
 def test_states_of_others() -> None:

@@ -227,7 +227,7 @@ def test_parameters_without_gradients() -> None:
 
 
 def test_groups_have_their_own_damping() -> None:
-    """It may change by a schedule, and the user's dictionaries get missing entries, as with torch.optim."""
+    """It may change by a schedule."""
     model = mlp()
     groups = [{"params": model[0].parameters(), "damping": 10.0}, {"params": model[2:].parameters(), "trust": None}]
     preconditioner = Preconditioner(model, LOSS, groups, inverses_every=1, **{**EXACT, "trust": 0.1})
@@ -242,6 +242,21 @@ def test_groups_have_their_own_damping() -> None:
     backward(model)
     with pytest.raises(ModelError, match="damping is -1"):
         preconditioner.step()
+
+
+def test_groups_of_an_optimizer() -> None:
+    """They stay as they are, and may differ in what only the optimizer uses."""
+    model = mlp()
+    groups = [{"params": model[:2].parameters(), "momentum": 0.5, "lr": 0.1}, {"params": model[2:].parameters()}]
+    Preconditioner(model, LOSS, groups).close()
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=2.0)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 6
+    before = [group | {"params": list(group["params"])} for group in optimizer.param_groups]
+    preconditioner = Preconditioner(model, LOSS, optimizer.param_groups)
+    train(model, preconditioner, optimizer, 2)
+    preconditioner.param_groups[0]["damping"] = 0.1
+    assert optimizer.param_groups == before
+    assert preconditioner.params.groups["0.weight"]["damping"] == 0.1
 
 
 def test_gradients_may_be_accumulated_and_clipped() -> None:
@@ -366,6 +381,23 @@ def test_sparse_gradients_become_dense() -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+def test_expanded_gradients_are_replaced(device: str, request: pytest.FixtureRequest) -> None:
+    if device == "accelerator":
+        request.getfixturevalue("tapes")
+    model, other = mlp(), mlp()
+    for one in (model, other):
+        preconditioner = Preconditioner(one, LOSS)
+        backward(one)
+        one[4].bias.grad = torch.ones(1).double().expand(3)
+        if one is other:
+            one[4].bias.grad = one[4].bias.grad.clone()
+        preconditioner.step()
+        with pytest.raises(ModelError, match="natural gradient already"):
+            preconditioner.step()
+    assert all(map(torch.equal, gradients(model), gradients(other)))
+
+
 def test_gradient_scalers() -> None:
     """Scaled gradients are an error; after `unscale_`, steps are those without a scaler."""
     model, other = mlp(), mlp()
@@ -462,6 +494,29 @@ def test_states_with_wider_factors_are_errors() -> None:
         Preconditioner(other, LOSS, max_dim=5).load_state_dict(state)
 
 
+@pytest.mark.filterwarnings("ignore:Factors wider than max_dim")
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+@pytest.mark.parametrize(
+    ("saved", "options"),
+    [({"max_dim": 4}, {}), ({"max_dim": 4}, {"eigen": True}), ({"fisher": "forward-only"}, {})],
+)
+def test_averages_of_other_kinds_start_again(
+    saved: dict[str, Any], options: dict[str, Any], device: str, request: pytest.FixtureRequest
+) -> None:
+    """A state with diagonal factors, or identities, may be loaded where these are dense."""
+    if device == "accelerator":
+        request.getfixturevalue("tapes")
+    model, other = mlp(), mlp()
+    preconditioner = Preconditioner(model, LOSS, **saved, **options, factors_every=1)
+    train(model, preconditioner, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    resumed = Preconditioner(other, LOSS, **options, factors_every=1)
+    resumed.load_state_dict(preconditioner.state_dict())
+    train(other, resumed, torch.optim.SGD(other.parameters(), lr=0.1), 2)
+    factors = [average.factors for average in resumed.curvature.averages.values()]
+    assert {(K.A.kind, K.B.kind) for K in factors} == {("dense", "dense")}
+    assert resumed.events == Events()
+
+
 def test_the_model_has_changed() -> None:
     model = mlp()
     preconditioner = Preconditioner(model, LOSS)
@@ -511,6 +566,8 @@ def test_states_of_others_are_errors() -> None:
         other.load_state_dict(state)
     with pytest.raises(StorageError, match="not one of"):
         preconditioner.load_state_dict(torch.optim.SGD(model.parameters()).state_dict())
+    with pytest.raises(StorageError, match="not one of"):
+        preconditioner.load_state_dict(None)  # type: ignore[arg-type]
     with pytest.raises(StorageError, match="unit"):
         preconditioner.load_state_dict({name: value for name, value in state.items() if name != "unit"})
     backward(small)
@@ -575,6 +632,8 @@ def test_copies_are_errors() -> None:
         (lambda model: Preconditioner(model, 0.1), LossError, r"Preconditioner\(model, .*damping=0\.1"),
         (lambda model: Preconditioner(model, LOSS, damping=-1.0), ModelError, "damping is -1"),
         (lambda model: Preconditioner(model, LOSS, []), ModelError, "no parameters"),
+        (lambda model: Preconditioner(model, LOSS, [*model[0].parameters()] * 2), ModelError, "more than once"),
+        (lambda m: Preconditioner(m, LOSS, 2 * [{"params": [m[0].bias]}]), ModelError, "more than once"),
         (lambda model: Preconditioner(model, LOSS, mlp().parameters()), ModelError, "not parameters of the model"),
         (lambda model: Preconditioner(model, LOSS, eigen=True, fisher="forward-only"), ModelError, "Corrected"),
         (lambda model: Preconditioner(model, LOSS, [{"params": model.parameters(), "decay": 1}]), ModelError, "decay"),

@@ -116,13 +116,16 @@ def test_parameters_that_kfac_does_not_have() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "accelerator"])
-def test_skipped_steps_are_skipped(device: str, request: pytest.FixtureRequest) -> None:
+def test_skipped_steps_are_skipped(device: str, alone: bool, request: pytest.FixtureRequest) -> None:
+    """A gradient that is not finite may belong to a parameter that only the other optimizer has."""
     if device == "accelerator":
         request.getfixturevalue("tapes")
     model = mlp()
     rest = Noted(model.parameters(), lr=0.1)
-    optimizer = KFAC(model, LOSS, groups(model), rest=rest, factors_every=5)
+    params = model[:4].parameters() if alone else groups(model)
+    optimizer = KFAC(model, LOSS, params, rest=rest, factors_every=5)
     for step in range(8):
         backward(model, optimizer)
         before = weights(model)
@@ -267,4 +270,50 @@ def test_closing_frees_recordings(request: pytest.FixtureRequest) -> None:
     assert optimizer.state_dict().keys() == state.keys()
     LOSS(model(X), Y).backward()
     with pytest.raises(ModelError, match="closed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_gradient_scalers(enabled: bool) -> None:
+    """They divide gradients of the parameters that KFAC has; those of others would stay multiplied."""
+    model, other = mlp(), mlp()
+    plain = KFAC(other, LOSS, groups(other), rest=torch.optim.SGD(other.parameters(), lr=0.1))
+    backward(other, plain)
+    plain.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    rest = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = KFAC(model, LOSS, model[:4].parameters(), rest=rest)
+    before = weights(model)
+    scaler.scale(LOSS(model(X), Y)).backward()
+    if enabled:
+        with pytest.raises(ModelError, match=r'GradScaler divides.*"method": "adamw"'):
+            scaler.step(optimizer)
+        assert torch.equal(weights(model), before)
+        assert optimizer.steps == 0
+        optimizer.close()
+        optimizer = KFAC(model, LOSS, groups(model), rest=rest)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer.zero_grad()
+        scaler.scale(LOSS(model(X), Y)).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_all_parameters_of_kfac_may_be_frozen(reduction: str, steps: int) -> None:
+    """The other optimizer goes on with its own."""
+    model, loss = mlp(), nn.CrossEntropyLoss(reduction=reduction)
+    rest = Noted(model.parameters(), lr=0.01)
+    optimizer = KFAC(model, loss, model[:4].parameters(), rest=rest)
+    for step in range(steps + 2):
+        model[:4].requires_grad_(step < steps)
+        optimizer.zero_grad()
+        loss(model(X), Y).backward()
+        before, others = weights(model[:4]), weights(model[4])
+        optimizer.step()
+        assert torch.equal(before, weights(model[:4])) == (step >= steps)
+        assert not torch.equal(others, weights(model[4]))
+    optimizer.zero_grad()
+    with pytest.raises(ModelError, match="No parameter has a gradient"):
         optimizer.step()
