@@ -368,3 +368,11 @@ def test_a_jacobian_of_zeros_changes_nothing(solver: Any) -> None:
     optimizer = EnergyNaturalGradient(Problem(net, [Term(lambda u, x: u(x) - 1, x)]), lr=0.1, solver=solver)
     assert optimizer.step() == pytest.approx(0.5)
     assert not any(p.any() for p in net.parameters())
+
+
+def test_the_loss_of_some_of_the_points_has_the_scale_of_all() -> None:
+    """Residuals that are the same everywhere have the same loss for any points."""
+    x = torch.linspace(0, 1, 40, **torch64).unsqueeze(1)
+    terms = [Term(lambda u, x: 0 * u(x) + 1, x, 3.0), Term(lambda u, x: 0 * u(x) + 2, x[:8])]
+    problem = Problem(mlp((1, 3, 1)), terms)
+    assert EnergyNaturalGradient(problem, points_per_step=12).step() == pytest.approx(float(problem().detach()))
