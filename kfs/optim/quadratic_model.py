@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.errors import ModelError
@@ -35,7 +35,7 @@ from kfs.optim.across_ranks import Exchange
 from kfs.optim.averages import StepSums
 from kfs.problem.isolation import restored
 from kfs.problem.risk import prediction_in
-from kfs.problem.torch_fixes import ExactDerivatives, explained
+from kfs.problem.torch_fixes import ExactDerivatives, call_with, explained
 
 # The loss must change by at least this fraction of the change that the slope predicts (Armijo's condition).
 _SUFFICIENT = 1e-4
@@ -246,7 +246,7 @@ class QuadraticModel:
         def predict(*values: Tensor) -> Tensor:
             buffers = {n: b.clone() for n, b in self._model.named_buffers()}  # The model may change them in place.
             tensors = dict(zip(params, values, strict=True)) | buffers
-            output = functional_call(self._model, tensors, args, kwargs)
+            output = call_with(self._model, tensors, args, kwargs)
             return computable(prediction_in(output, self._loss.output))
 
         tangents = tuple(direction[n].to(p.dtype) for n, p in params.items())

@@ -16,16 +16,18 @@ many, conjugate gradients, with products that need no matrix.
 """
 
 from itertools import pairwise
+from math import sqrt
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacrev, jvp, vjp, vmap
 
 from kfs.display.suggestions import suggest
 from kfs.errors import ModelError, SolverError
 from kfs.pinn.optimizer import Params, ProblemOptimizer, Rows
 from kfs.pinn.problem import Problem
+from kfs.problem.torch_fixes import call_with
 
 Solver = Literal["auto", "parameters", "residuals", "iterative"]
 _SOLVERS = ("auto", "parameters", "residuals", "iterative")
@@ -129,7 +131,8 @@ class EnergyNaturalGradient(ProblemOptimizer):
         """Return the damping as a number, at least round-off, given the present trace."""
         if self.trace is None:
             self.trace = trace
-        return max(self.damping * self.trace, torch.finfo(dtype).eps * trace)
+        precision = torch.finfo(dtype)
+        return max(self.damping * self.trace, precision.eps * trace, sqrt(precision.tiny))
 
     def _by_conjugate_gradients(self, rows: list[Rows], params: Params, r: Tensor, last: Params) -> Params:
         """Solve the damped least-squares problem by conjugate gradients on its normal equation (CGLS).
@@ -180,7 +183,7 @@ def jacobian(rows: list[Rows], params: Params, count: int) -> Tensor:
         def of_point(p: Params, *point: Tensor, row: Rows = row) -> Tensor:
             named = {f"model.{name}": t for name, t in p.items()}
             points = tuple(t.unsqueeze(0) for t in point)
-            found: Tensor = functional_call(row.module, named, points)[0]
+            found: Tensor = call_with(row.module, named, points)[0]
             return found
 
         with torch.no_grad():
@@ -190,6 +193,11 @@ def jacobian(rows: list[Rows], params: Params, count: int) -> Tensor:
         for start in range(0, len(row.points[0]), _CHUNK):
             points = [t[start : start + _CHUNK] for t in row.points]
             found = batched(params, *points)
+            if any(t.requires_grad for t in found.values()):
+                raise ModelError(
+                    f"The residual of {row.name} depends on parameters that the model of the problem does not have.",
+                    "Make them parameters of the model, or call requires_grad_(False) on them.",
+                )
             part = J[place : place + len(points[0]) * width].view(len(points[0]), width, size)
             column = 0
             for name, p in params.items():

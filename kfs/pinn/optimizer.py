@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from kfs.display.describe import Described, Description, counted
 from kfs.errors import DtypeError, ModelError, StorageError
-from kfs.pinn.problem import Problem, check_finite
+from kfs.pinn.problem import Problem, check_finite, in_rows
+from kfs.problem.torch_fixes import call_with
 
 Params = dict[str, Tensor]
 
@@ -34,8 +34,7 @@ class OneTerm(nn.Module):
 
     def forward(self, *points: Tensor) -> Tensor:
         """Return residuals `[N, m]`."""
-        r = self.residual(self.model, *points)
-        return r.unsqueeze(1) if r.ndim == 1 else r
+        return in_rows(self.residual(self.model, *points), points[0])
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Rows:
 
     def residuals(self, params: Params) -> Tensor:
         """Return scaled residuals at given parameters, `[rows]`."""
-        r: Tensor = functional_call(self.module, {f"model.{n}": p for n, p in params.items()}, self.points)
+        r: Tensor = call_with(self.module, {f"model.{n}": p for n, p in params.items()}, self.points)
         return self.scale * r.flatten()
 
 
@@ -89,7 +88,9 @@ class ProblemOptimizer(Described, ABC):
         _check_number("lr", 1.0 if lr is None else lr, 0, inf, "Pass a positive number, or None for a line search.")
         _check_number("damping", damping, 0, inf, "Pass a positive number.")
         _check_number("momentum", momentum, None, 1, "Pass a number from 0 up to, but not including, 1.")
-        if points_per_step is not None and (isinstance(points_per_step, bool) or points_per_step < len(problem.terms)):
+        some = points_per_step
+        is_count = isinstance(some, int) and not isinstance(some, bool)
+        if some is not None and not (is_count and some >= len(problem.terms)):
             raise ModelError(
                 f"points_per_step is {points_per_step!r} for {counted(len(problem.terms), 'term')}.",
                 "Pass at least one point for each term, or None for all points.",
@@ -186,7 +187,8 @@ class ProblemOptimizer(Described, ABC):
         """Return the last direction times momentum."""
         if not self.momentum or not self._direction:
             return {name: torch.zeros_like(p) for name, p in params.items()}
-        return {name: self.momentum * self._direction[name] for name in params}
+        kept = self._direction
+        return {name: self.momentum * kept.get(name, torch.zeros_like(p)) for name, p in params.items()}
 
     def _checked_residuals(self, rows: Sequence[Rows], params: Params) -> Tensor:
         with torch.no_grad():

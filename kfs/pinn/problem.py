@@ -90,8 +90,7 @@ class Residuals(nn.Module):
     def of_term(self, k: int, x: Tensor) -> Tensor:
         """Return the scaled residuals of points of one term, `[N, width]`."""
         parts = x[:, : sum(self.columns[k])].split(list(self.columns[k]), dim=1)
-        r = self.terms[k].residual(self.model, *parts)
-        r = self.scales[k] * (r.unsqueeze(1) if r.ndim == 1 else r)
+        r = self.scales[k] * in_rows(self.terms[k].residual(self.model, *parts), x)
         return r if r.shape[1] == self.width else nn.functional.pad(r, (0, self.width - r.shape[1]))
 
 
@@ -272,6 +271,11 @@ class Problem(Described):
         x = torch.cat([nn.functional.pad(t, (0, most - t.shape[1])) for t in joined])
         term = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(x.device)
         self.inputs, self.targets = (x, term), x.new_zeros(total, width)
+
+
+def in_rows(r: Tensor, points: Tensor) -> Tensor:
+    """Return residuals as `[N, m]`, also those of a single point whose axis was squeezed."""
+    return r.reshape(len(points), -1)
 
 
 def check_finite(r: Tensor, name: str) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
@@ -171,6 +172,9 @@ def _operator(name: str) -> Callable[..., Any]:
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "matmul"):
     setattr(Jet, f"__{_name}__", _operator(f"__{_name}__"))
+# These are refused. Without them, Python would run `x += y` as `x = x + y`, and compare identities in `x == y`.
+for _name in ("iadd", "isub", "imul", "itruediv", "ipow", "setitem", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Jet, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class Propagation(TorchFunctionMode):
@@ -187,9 +191,11 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     name = getattr(func, "__name__", type(func).__name__)
     plain = name.strip("_")
-    in_place = kwargs.get("inplace") or (name.endswith("_") and not name.startswith("__"))
+    in_place = kwargs.get("inplace") or (name.endswith("_") and not name.startswith("__")) or plain in _IN_PLACE
     if in_place:
-        raise ModelError(f"taylor() does not support {plain} in place.", "Write x = f(x), with inplace=False.")
+        raise ModelError(
+            f"taylor() does not support {plain} in place.", "Write x = f(x), with inplace=False, or x = x + y."
+        )
     if plain in _ROUGH:
         raise ModelError(
             f"taylor() does not support {plain}: its second derivative is zero or does not exist.",
@@ -479,6 +485,7 @@ _ELEMENTWISE: dict[str, Callable[[Any, Any], Derivatives]] = {
     "rsqrt": _fixed(partial(_powers, -0.5)),
     "reciprocal": _fixed(partial(_powers, -1)),
 }
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "idiv", "ipow", "setitem")
 _ROUGH = frozenset({
     *("relu", "relu6", "leaky_relu", "prelu", "rrelu", "elu", "selu", "celu", "hardtanh", "hardswish", "hardsigmoid"),
     *("threshold", "softshrink", "hardshrink", "softsign", "abs", "clamp", "sign", "round", "floor", "ceil"),
@@ -600,15 +607,28 @@ def _diagonalized(x: Tensor, second: Tensor | str | None) -> tuple[Tensor | None
             f"second is {shape} for points of shape {list(x.shape)}.",
             f"Pass 'laplacian', None, or coefficients [{d}, {d}] or [{len(x)}, {d}, {d}].",
         )
+    if second.requires_grad:
+        raise ModelError(
+            "The coefficients of the second-order operator require gradients, which taylor() does not compute.",
+            "Pass C.detach(), or multiply learned factors with the second derivatives for fixed coefficients.",
+        )
     C = second.detach().to(x.device, x.dtype)
-    if not torch.equal(C, C.mT):
+    if _anywhere(C.mT != C):
         raise ModelError(
             "The coefficients of the second-order operator are not symmetric.", "Pass C = (C + C.mT) / 2, the same."
         )
-    if torch.equal(C, torch.diag_embed(C.diagonal(dim1=-2, dim2=-1))):
+    if not _anywhere(torch.diag_embed(C.diagonal(dim1=-2, dim2=-1)) != C):
         return C.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) if C.ndim > 2 else C.diagonal().unsqueeze(-1), None
     eigenvalues, vectors = torch.linalg.eigh(C)
     return eigenvalues.unsqueeze(-1), vectors
+
+
+def _anywhere(condition: Tensor) -> bool:
+    """Return whether a condition holds anywhere, and for any point if `vmap` maps over points."""
+    found = condition.any()
+    while is_functorch_wrapped_tensor(found):
+        found = get_unwrapped(found)
+    return bool(found.any())
 
 
 def _checked_direction(x: Tensor, direction: Any, order: int, basis: Tensor | None) -> Tensor:

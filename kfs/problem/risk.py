@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.display.describe import Described, Description, batches_and_data, vector
@@ -51,7 +50,7 @@ from kfs.problem.isolation import (
     restored,
 )
 from kfs.problem.parameters import Params, function_params, leaves_of, module_params, switched_on
-from kfs.problem.torch_fixes import CheckedEmbeddings, ExactDerivatives, explained, no_hooks_on_saved_tensors
+from kfs.problem.torch_fixes import CheckedEmbeddings, ExactDerivatives, call_with, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
 from kfs.runtime.nested import is_named_tuple, tensors_in
@@ -347,7 +346,7 @@ class EmpiricalRisk(Described):
         args, kwargs = arguments(batch.x, self.model)
         if params is self.params and self._has_own:
             return partial(self.model, *args, **kwargs)
-        return partial(functional_call, self.model, params, args, kwargs)
+        return partial(call_with, self.model, params, args, kwargs)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Evaluate the model on a batch at `self.params`, without recording a graph."""

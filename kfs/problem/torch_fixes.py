@@ -6,6 +6,7 @@ Operations that cannot be replaced raise an error, and errors about missing deri
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch._functorch.autograd_function import custom_function_call
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
@@ -34,6 +36,24 @@ _STORED_OTHERWISE = {
     "sparse": ("'Sparse", "Sparse CSR", "sparse tensor"),
     "nested": ("NestedTensor", "NestedInt", "_nested_", "nested tensor"),
 }
+
+
+def call_with(model: nn.Module, params: Mapping[str, Tensor], args: Any, kwargs: Any = None) -> Any:
+    """Call a module with other parameters, as `functional_call` does, which does not restore repeated modules.
+
+    If a module has several names, PyTorch swaps its parameters once for each, and puts the given tensors back last.
+    """
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    repeated = [module for module in model.modules() if places[id(module)] > 1]
+    before: list[tuple[Any, Any]] = [
+        (own, own.copy()) for module in repeated for own in (module._parameters, module._buffers)
+    ]
+    given = {id(t) for t in params.values()}
+    try:
+        return functional_call(model, dict(params), args, kwargs)
+    finally:
+        for own, old in before:
+            own.update({name: t for name, t in old.items() if id(own.get(name)) in given})
 
 
 @contextmanager

@@ -105,6 +105,7 @@ laplace = _Room("laplace", ("tests/laplace",)).mutant
 merging = _Room("merging", ("tests/merging",)).mutant
 compress = _Room("compress", ("tests/compress",)).mutant
 distributed = _Room("distributed", ("tests/distributed/test_placement.py", "tests/distributed/test_summing.py")).mutant
+pinn = _Room("pinn", ("tests/pinn",)).mutant
 storage = _Room("files", ("tests/test_files.py", "tests/factors/test_files.py")).mutant
 conformance = _Room("conformance", ("tests/conformance",)).mutant
 
@@ -1328,6 +1329,49 @@ _MUTANTS = [
         "start = 0",
         "numbers of ranks overlap",
         ("tests/distributed/test_owners.py",),
+    ),
+    # Differential equations.
+    pinn(
+        "pinn/taylor.py",
+        "second = second + 2 * space.inner(a.rest, b.rest)",
+        "second = second + space.inner(a.rest, b.rest)",
+        "product rule of second derivatives",
+    ),
+    pinn(
+        "pinn/taylor.py", "terms = [comb(k - 1, i - 1) *", "terms = [comb(k, i - 1) *", "coefficients of Faà di Bruno"
+    ),
+    pinn("pinn/taylor.py", "higher = [torch.where(linear", "higher = [torch.where(~linear", "threshold of softplus"),
+    pinn(
+        "pinn/taylor.py",
+        "while is_functorch_wrapped_tensor(found):",
+        "while False:",
+        "coefficients that depend on the point",
+    ),
+    pinn(
+        "pinn/problem.py",
+        "return r.reshape(len(points), -1)",
+        "return r.reshape(-1, 1)",
+        "residuals of one point taken for several points",
+    ),
+    pinn(
+        "pinn/optimizer.py",
+        "scale * (count / some) ** 0.5",
+        "scale",
+        "scale of some of the points",
+    ),
+    pinn("pinn/optimizer.py", "self._direction = direction if size else {}", "self._direction = direction", "momentum"),
+    pinn(
+        "pinn/natural_gradient.py",
+        "damping = max(10 * damping, torch.finfo(J.dtype).eps * trace)",
+        "pass",
+        "no more damping after a failed decomposition",
+    ),
+    pinn(
+        "problem/torch_fixes.py",
+        "for name, t in old.items() if id(own.get(name)) in given",
+        "for name, t in old.items() if False",
+        "parameters of repeated modules are lost",
+        ("tests/pinn", "tests/problem/test_isolation.py"),
     ),
     # Files.
     storage(

@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 import kfs
 from kfs.errors import DataError, DtypeError, ModelError, SolverError, StorageError
 from kfs.pinn import EnergyNaturalGradient, Problem, Term, TermwiseKFAC, taylor
-from kfs.pinn.natural_gradient import by_cholesky, by_qr
+from kfs.pinn.natural_gradient import by_cholesky, by_qr, jacobian
 from kfs.pinn.optimizer import Params, Rows, line_search
 from tests.pinn.networks import ByAutograd, dense_jacobian, mlp, poisson, square, torch64
 
@@ -259,6 +261,7 @@ def test_settings() -> None:
         ({"momentum": 1.0}, "momentum is 1.0"),
         ({"momentum": "0"}, "momentum is '0'"),
         ({"points_per_step": 1}, "points_per_step is 1 for 2 terms"),
+        ({"points_per_step": 2.5}, "points_per_step is 2.5 for 2 terms"),
         ({"solver": "parameter"}, "solver is 'parameter'.*Did you mean 'parameters'"),
         ({"max_iterations": 0}, "max_iterations is 0"),
     ):
@@ -269,3 +272,107 @@ def test_settings() -> None:
     with pytest.raises(DtypeError, match="problem is a Sequential"):
         EnergyNaturalGradient(problem.model)  # type: ignore[arg-type]
     assert "lr=0.1, damping=1e-09" in str(EnergyNaturalGradient(problem, lr=0.1, damping=1e-9))
+
+
+def squeezed(u: Any, x: Tensor) -> Tensor:
+    found: Tensor = u(x).tanh().squeeze()
+    return found
+
+
+@pytest.mark.parametrize("out", [1, 2])
+def test_residuals_whose_axes_are_squeezed(out: int) -> None:
+    """For a single point, `squeeze` removes the axis of points, too."""
+    x = torch.rand(5, 2, generator=torch.Generator().manual_seed(0), **torch64)
+    losses = []
+    for residual in (squeezed, lambda u, x: u(x).tanh()):
+        optimizer = EnergyNaturalGradient(
+            Problem(mlp((2, 3, out)), [Term(residual, x), Term(lambda u, x: u(x) - 1, x)])
+        )
+        losses.append([optimizer.step() for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+class Scaled(nn.Module):
+    """Residuals as a module without arguments, scaled for a number of points."""
+
+    def __init__(self, residual: Callable[[], Tensor], count: int) -> None:
+        super().__init__()
+        self.residual, self.count = residual, count
+
+    def forward(self) -> Tensor:
+        scaled: Tensor = self.residual() / self.count**0.5
+        return scaled
+
+
+def test_coefficients_that_depend_on_the_point() -> None:
+    """The Jacobian of a point by `vmap` equals that of all points."""
+    x = torch.rand(5, 2, generator=torch.Generator().manual_seed(0), **torch64)
+    for full in (0.0, 0.5):
+
+        def residual(u: Any, x: Tensor, full: float = full) -> Tensor:
+            C = torch.diag_embed(1 + x**2) + full * torch.ones(2, 2, **torch64)
+            return taylor(u, x, second=C).second.squeeze(1)  # type: ignore[union-attr]
+
+        net = mlp((2, 3, 1))
+        optimizer = EnergyNaturalGradient(Problem(net, [Term(residual, x)]))
+        params = {name: p.detach() for name, p in net.named_parameters()}
+        J = jacobian(optimizer._rows(), params, 5)
+        _, expected = dense_jacobian(net, Scaled(partial(residual, net, x), 5))
+        torch.testing.assert_close(J, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_module_that_occurs_twice() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3, **torch64)
+    net = nn.Sequential(nn.Linear(1, 3, **torch64), nn.Tanh(), layer, nn.Tanh(), layer, nn.Linear(3, 1, **torch64))
+    x = torch.linspace(0, 1, 20, **torch64).unsqueeze(1)
+    optimizer = EnergyNaturalGradient(Problem(net, [Term(lambda u, x: u(x) - x.sin(), x)]))
+    weight = layer.weight
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    J = jacobian(optimizer._rows(), params, 20)
+    assert layer.weight is weight
+    _, expected = dense_jacobian(net, Scaled(lambda: net(x).squeeze(1), 20))
+    torch.testing.assert_close(J, expected, rtol=1e-10, atol=1e-12)
+    for _ in range(2):
+        before = weight.detach().clone()
+        optimizer.step()
+        assert layer.weight is weight
+        assert not torch.equal(weight, before)
+
+
+def test_parameters_of_the_residual_are_refused() -> None:
+    x = torch.linspace(0, 1, 5, **torch64).unsqueeze(1)
+    scale = nn.Parameter(torch.ones(1, **torch64))
+    optimizer = EnergyNaturalGradient(Problem(mlp((1, 3, 1)), [Term(lambda u, x: scale * u(x) - 1, x, name="data")]))
+    with pytest.raises(ModelError, match="residual of data depends on parameters"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_released_has_no_momentum_yet() -> None:
+    net, x = mlp((1, 3, 1)), torch.linspace(0, 1, 9, **torch64).unsqueeze(1)
+    bias = net.get_parameter("0.bias").requires_grad_(False)
+    optimizer = EnergyNaturalGradient(Problem(net, [Term(lambda u, x: u(x) - x.sin(), x)]), momentum=0.5)
+    optimizer.step()
+    before = bias.clone()
+    bias.requires_grad_()
+    optimizer.step()
+    assert not torch.equal(bias, before)
+
+
+@pytest.mark.parametrize("solver", ["parameters", "residuals", "iterative"])
+def test_a_jacobian_of_zeros_changes_nothing(solver: Any) -> None:
+    net = nn.Sequential(nn.Linear(1, 2, bias=False, **torch64), nn.Linear(2, 1, bias=False, **torch64))
+    for p in net.parameters():
+        nn.init.zeros_(p)
+    x = torch.linspace(0, 1, 5, **torch64).unsqueeze(1)
+    optimizer = EnergyNaturalGradient(Problem(net, [Term(lambda u, x: u(x) - 1, x)]), lr=0.1, solver=solver)
+    assert optimizer.step() == pytest.approx(0.5)
+    assert not any(p.any() for p in net.parameters())
+
+
+def test_the_loss_of_some_of_the_points_has_the_scale_of_all() -> None:
+    """Residuals that are the same everywhere have the same loss for any points."""
+    x = torch.linspace(0, 1, 40, **torch64).unsqueeze(1)
+    terms = [Term(lambda u, x: 0 * u(x) + 1, x, 3.0), Term(lambda u, x: 0 * u(x) + 2, x[:8])]
+    problem = Problem(mlp((1, 3, 1)), terms)
+    assert EnergyNaturalGradient(problem, points_per_step=12).step() == pytest.approx(float(problem().detach()))

@@ -227,6 +227,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "dropout": (nn.Dropout(), "training mode"),
     "detach": (Call(lambda x: x.detach()), "detach"),
     "in-place method": (Call(lambda x: x.tanh_()), "in place"),
+    "in-place operator": (Call(lambda x: x.__iadd__(1)), "iadd in place"),
+    "in-place quotient": (Call(lambda x: x.__itruediv__(2)), "in place"),
+    "assignment": (Call(lambda x: x.__setitem__(0, 1)), "in place"),
+    "comparison": (Call(lambda x: x == 0), "eq"),
     "index": (Call(lambda x: x[:, 0]), "index"),
     "rows": (Call(lambda x: x[:1, :]), "index"),
     "sum": (Call(lambda x: x.sum(1)), "keepdim"),
@@ -262,6 +266,8 @@ def test_other_bad_input_is_refused() -> None:
         taylor(net, x, second="hessian")
     with pytest.raises(ModelError, match="not symmetric"):
         taylor(net, x, second=torch.ones(3, 3).triu())
+    with pytest.raises(ModelError, match="require gradients"):
+        taylor(net, x, second=torch.eye(3, requires_grad=True))
     with pytest.raises(ShapeError, match="direction"):
         taylor(net, x, direction=[1.0])
     with pytest.raises(ModelError, match="order is 0"):

@@ -14,6 +14,7 @@ from kfs.errors import ModelError
 from kfs.operators import GGN, Hessian, Jacobian
 from kfs.problem.isolation import restored
 from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.torch_fixes import call_with
 
 
 class InPlace(nn.Module):
@@ -75,3 +76,25 @@ def test_other_generators_are_restored(numpy: bool, monkeypatch: pytest.MonkeyPa
     with restored(None, torch.device("cpu")):
         random.random()
     assert random.random() == expected
+
+
+def test_a_module_that_occurs_twice_keeps_its_parameters_and_buffers() -> None:
+    """PyTorch's `functional_call` leaves the tensors that it was given in such modules."""
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    X, y = torch.randn(5, 3), torch.randn(5, 3)
+    weight, bias = layer.weight, layer.bias
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    gradient = risk.gradient()
+    assert layer.weight is weight
+    product = GGN(risk) @ gradient
+    assert (layer.weight, layer.bias) == (weight, bias)
+    assert product["0.weight"].any()
+    nn.MSELoss()(model(X), y).backward()
+    torch.testing.assert_close(weight.grad, gradient["0.weight"])
+
+    layer.register_buffer("shift", shift := torch.ones(3))
+    given = {"0.weight": torch.zeros(3, 3), "0.shift": torch.zeros(3)}
+    assert torch.equal(call_with(model, given, (X,)), bias.expand(5, 3))
+    assert layer.weight is weight
+    assert layer.shift is shift
