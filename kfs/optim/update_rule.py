@@ -282,7 +282,7 @@ def total_size(tensors: Tensors) -> Tensor:
         >>> total_size([torch.ones(2), -torch.ones(3)])
         tensor(5.)
     """
-    if tensors and tensors[0].device.type == "cpu":  # Norms of this kind are slow there.
+    if tensors and all(t.is_cpu for t in tensors):  # Norms of this kind are slow there.
         return torch.stack([t.abs().sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]).sum()
     return torch.nn.utils.get_total_norm(list(tensors), 1.0)
 
