@@ -246,7 +246,7 @@ class Block(Described):
 
 @dataclass(frozen=True)
 class LossScale:
-    """What is stored of a loss with factors: its name, its reduction and scale, and a digest of its settings."""
+    """The part of a loss that is stored with factors: name, reduction, scale, and a digest of its settings."""
 
     name: str
     reduction: str

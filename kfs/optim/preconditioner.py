@@ -88,7 +88,7 @@ class StepGradients(NamedTuple):
 
 @dataclass
 class Others:
-    """What happens with parameters that turn out not to be covered.
+    """The treatment of parameters that turn out not to be covered.
 
     Attributes:
         what: Description for a warning.

@@ -104,7 +104,7 @@ def random_state(device: torch.device) -> list[Tensor]:
 
 
 def set_random_state(states: Sequence[Tensor], device: torch.device) -> None:
-    """Restore what `random_state` has returned."""
+    """Restore random states, as returned by `random_state`."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":  # pragma: no cover (tested on a GPU)
         torch.cuda.set_rng_state(states[1], device)
