@@ -30,7 +30,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from kfs.errors import DtypeError, ModelError, ShapeError
+from kfs.errors import DtypeError, ModelError, ShapeError, UnknownAttributeError
 
 Network = Callable[[Any], Any]
 # The derivatives of order 0 to `order` of an elementwise function at `z`.
@@ -158,7 +158,9 @@ class Jet:
             return getattr(self.value.squeeze(1), name)
         method = getattr(Tensor, name, None)
         if name.startswith("__") or not callable(method):
-            raise AttributeError(name)
+            raise UnknownAttributeError(
+                f"Values with derivatives have no attribute {name!r}.", "Use attributes and methods of tensors."
+            )
         return lambda *args, **kwargs: run(method, (self, *args), kwargs)
 
     def __getitem__(self, index: Any) -> Any:

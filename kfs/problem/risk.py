@@ -164,7 +164,6 @@ class EmpiricalRisk(Described):
             self._unused_draws: Sequence[Tensor] | None = None  # see `check_draws`
             self._differentiates = False  # whether the model computes derivatives itself, which needs a graph
             self._leaves: Params = {}  # replace parameters that are not the model's own tensors
-            self._has_own = False  # in `untouched`: whether `params` are the model's own tensors
             self.check_model()
 
     @property
@@ -344,9 +343,14 @@ class EmpiricalRisk(Described):
         if not isinstance(self.model, nn.Module):
             return partial(self.model, params, batch.x)
         args, kwargs = arguments(batch.x, self.model)
-        if params is self.params and self._has_own:
+        if params is self.params and self._are_own(self.model):
             return partial(self.model, *args, **kwargs)
         return partial(call_with, self.model, params, args, kwargs)
+
+    def _are_own(self, model: nn.Module) -> bool:
+        """Whether `params` are the model's own tensors. A loader may replace them from one batch to the next."""
+        own = dict(model.named_parameters())
+        return all(p is own.get(name) for name, p in self.params.items())
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Evaluate the model on a batch at `self.params`, without recording a graph."""
@@ -524,12 +528,11 @@ class EmpiricalRisk(Described):
                 frozen parameter could not be distinguished from a tensor that was detached from it.
 
         Raises:
-            ModelError: If dropout or BatchNorm is in training mode, if the model changed a buffer, or if one of its
-                parameters was replaced.
+            ModelError: If dropout or BatchNorm is in training mode, or if the model changed a buffer.
         """
         self.check_model()
         check_no_inference_mode()
-        model, given, had_own = self.model, self.params, self._has_own
+        model, given = self.model, self.params
         is_sharded = self.whole.is_distributed(given)
         self._unused_draws = None  # the model may have changed since the last check
         try:
@@ -537,32 +540,23 @@ class EmpiricalRisk(Described):
                 if is_sharded:
                     self.params = stack.enter_context(self.whole.in_place(given))
                 stack.enter_context(restored(model, self.device))
-                own = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-                self._has_own = all(p is own.get(name) for name, p in self.params.items())
+                has_own = isinstance(model, nn.Module) and self._are_own(model)
                 frozen = [p for p in self.params.values() if not p.requires_grad]
                 # A checkpoint reruns a module during the backward pass, with the same operations, but with the module's
                 # own parameters.
-                if isinstance(model, nn.Module) and not (self._has_own and (first_order or not frozen)):
+                if isinstance(model, nn.Module) and not (has_own and (first_order or not frozen)):
                     stack.enter_context(no_hooks_on_saved_tensors())
                 if not first_order:
                     # The faster attention kernels have no second and no forward-mode derivatives.
                     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                     stack.enter_context(ExactDerivatives())
-                elif not self._has_own:
+                elif not has_own:
                     self.params = self._leaves = leaves_of(self.params, self._leaves)
                 elif frozen:
                     stack.enter_context(switched_on(frozen))
                 yield
-                own = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-                changed = [name for name, p in self.params.items() if self._has_own and p is not own.get(name)]
-                if changed:
-                    raise ModelError(
-                        f"The model has other parameter objects than before: {', '.join(map(repr, changed[:5]))} "
-                        "were replaced while the data were iterated over, or in a forward pass.",
-                        "Change values in place (p.data.copy_), or make a new EmpiricalRisk after the change.",
-                    )
         finally:
-            self.params, self._has_own = given, had_own
+            self.params = given
             if is_sharded:  # drop all references to gathered tensors
                 self._leaves = {}
 

@@ -165,21 +165,23 @@ def test_a_context_that_fails_leaves_risk_and_parameters_as_they_were(kind: str)
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_data_that_replace_a_parameter(at: int) -> None:
-    """The new parameter would have no factors, and its curvature would be zero."""
+    """The risk's own parameters are used for all batches."""
     model = nn.Linear(3, 2).double()
+    weight, batches = model.weight, [data(), data()]
 
     class Batches:
         """Two batches, one of which comes with another weight."""
 
         def __iter__(self) -> Any:
-            for place in range(2):
+            for place, batch in enumerate(batches):
                 if place == at:
-                    model.weight = nn.Parameter(model.weight.detach() * 2)
-                yield data()
+                    model.weight = nn.Parameter(weight.detach() * 2)
+                yield batch
 
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), Batches(), num_data=14)
-    with pytest.raises(ModelError, match="'weight' were replaced"):
-        kfs.KFAC(risk)
+    K = kfs.KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), Batches(), num_data=14))
+    model.weight = weight
+    expected = kfs.KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), batches))
+    torch.testing.assert_close(K.to_dense(), expected.to_dense())
 
 
 def test_reassigned_buffers_are_put_back() -> None:
