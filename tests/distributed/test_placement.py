@@ -91,12 +91,16 @@ def test_7b_on_up_to_64_ranks(eigen: bool) -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_many_ranks(name: str) -> None:
-    """With many ranks, one rank owns the largest part, and no other rank needs more memory."""
+    """No rank needs more memory than one that owns the largest part, or 5 % above the mean, as for many experts."""
     parts = named_parts(name, eigen=False)
     largest = max(part.nbytes for part in parts)
     for ranks in (1024, 4096):
         placement = place(parts, ranks)
-        assert most(placement) == pytest.approx(max(largest, sum(p.nbytes for p in parts) / ranks))
+        mean = sum(p.nbytes for p in parts) / ranks
+        if largest > 1.05 * mean:
+            assert most(placement) == largest
+        else:
+            assert most(placement) <= 1.05 * mean
         assert placement.divided
 
 
