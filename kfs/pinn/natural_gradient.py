@@ -151,7 +151,10 @@ class EnergyNaturalGradient(ProblemOptimizer):
 
         # An estimate of the trace with one random vector of signs.
         signs = torch.randint(2, r.shape, generator=self._generator).to(r) * 2 - 1
-        damping = self._absolute(_inner(*[back(signs)[0]] * 2), r.dtype)
+        image = back(signs)[0]
+        if any(t.requires_grad for t in image.values()):
+            raise _foreign_parameters("A residual")
+        damping = self._absolute(_inner(image, image), r.dtype)
         rest = r - forward(last) if self.momentum else r
         x = {name: torch.zeros_like(p) for name, p in params.items()}
         s = back(rest)[0]
@@ -194,10 +197,7 @@ def jacobian(rows: list[Rows], params: Params, count: int) -> Tensor:
             points = [t[start : start + _CHUNK] for t in row.points]
             found = batched(params, *points)
             if any(t.requires_grad for t in found.values()):
-                raise ModelError(
-                    f"The residual of {row.name} depends on parameters that the model of the problem does not have.",
-                    "Make them parameters of the model, or call requires_grad_(False) on them.",
-                )
+                raise _foreign_parameters(f"The residual of {row.name}")
             part = J[place : place + len(points[0]) * width].view(len(points[0]), width, size)
             column = 0
             for name, p in params.items():
@@ -206,6 +206,14 @@ def jacobian(rows: list[Rows], params: Params, count: int) -> Tensor:
                 column += p.numel()
             place += len(points[0]) * width
     return J
+
+
+def _foreign_parameters(what: str) -> ModelError:
+    """Return the error for derivatives that depend on parameters of others."""
+    return ModelError(
+        f"{what} depends on parameters that the model of the problem does not have.",
+        "Make them parameters of the model, or call requires_grad_(False) on them.",
+    )
 
 
 def by_qr(J: Tensor, r: Tensor, damping: float) -> Tensor:
