@@ -135,6 +135,7 @@ class ExactDerivatives(TorchFunctionMode):
       operations.
     - Batch and instance normalization have a wrong gradient for some strides: see `RightGradients`.
     - Forward mode of `scatter_reduce` with products is wrong. It raises, and the caller uses two backward passes.
+    - Recurrent layers of cuDNN have no second derivative. They run as other kernels of PyTorch.
     - Reentrant checkpoints hide parameters from `torch.autograd.grad`. They raise an error.
     """
 
@@ -311,12 +312,28 @@ def _without_forward_mode_of_products(scatter: Callable[..., Tensor]) -> Callabl
     return call
 
 
+def _without_cudnn(recurrent: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a recurrent layer so that it does not use cuDNN."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = torch._C._get_cudnn_enabled()
+        torch._C._set_cudnn_enabled(False)
+        try:
+            return recurrent(*args, **kwargs)
+        finally:
+            torch._C._set_cudnn_enabled(before)
+
+    return call
+
+
 # Replacements, by the function that they replace.
 _RIGHT_GRADIENTS: dict[Any, Callable[..., Any]] = {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
+_RECURRENT: list[Any] = [torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu]
 _SCATTERS: list[Any] = [torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_]
 _EXACT_DERIVATIVES = (
     _RIGHT_GRADIENTS
     | {F.embedding: _embedding, F.embedding_bag: embedding_bag_written_out, torch._weight_norm: _weight_norm}
+    | {recurrent: _without_cudnn(recurrent) for recurrent in _RECURRENT}
     | {scatter: _without_forward_mode_of_products(scatter) for scatter in _SCATTERS}
 )
 

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
             bitwise = is_same_machine() and not {"--tolerant", "--cuda"} & set(rest)
             if "--cuda" in rest:
                 run_on("cuda")
-            differences = compare(compute(names), stored(), stored_digests() if bitwise else None)
+            differences = compare(compute(names, keeps_going=True), stored(), stored_digests() if bitwise else None)
             for difference in differences:
                 print(difference)
             how = "bit for bit" if bitwise else "within tolerances"

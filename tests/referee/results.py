@@ -62,9 +62,22 @@ def _processor() -> str:
     return " ".join([platform.machine(), *known])
 
 
-def compute(names: Iterable[str] | None = None) -> dict[str, dict[str, Tensor]]:
-    """Compute results of configurations; of all of them by default."""
-    return {name: CONFIGURATIONS[name].compute() for name in (CONFIGURATIONS if names is None else names)}
+def compute(names: Iterable[str] | None = None, keeps_going: bool = False) -> dict[str, dict[str, Tensor]]:
+    """Compute results of configurations; of all of them by default.
+
+    Args:
+        names: The configurations.
+        keeps_going: Whether a configuration that raises an error has this error as the name of its only result.
+    """
+    found = {}
+    for name in CONFIGURATIONS if names is None else names:
+        try:
+            found[name] = CONFIGURATIONS[name].compute()
+        except Exception as error:
+            if not keeps_going:
+                raise
+            found[name] = {f"{type(error).__name__}: {error!s:.300}": torch.zeros(())}
+    return found
 
 
 def digest(results: Mapping[str, Tensor]) -> str:
