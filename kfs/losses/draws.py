@@ -26,6 +26,9 @@ _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 
 # Number of counters for which words are computed at a time.
 _BLOCK = 2**13
+# For at most this many counters, words are computed on the host and copied to an accelerator. This takes less time than
+# launching a hundred operations.
+_FEW = 2**14
 Words = TypeVar("Words", int, Tensor)
 
 
@@ -175,21 +178,22 @@ class Draws:
     def _words(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words.
 
-        This takes about a hundred integer operations. On a CPU, they run for blocks of many examples, and blocks are
+        This takes about a hundred integer operations. On the host, they run for blocks of many examples, and blocks are
         cached for small batches.
         """
         key, entries = _key_of(self.seed, self.sample), prod(shape)
         at_a_time = _BLOCK // max(entries, 1)
         first = self.first
-        few = bool(at_a_time and num_data)
-        # On a CPU, slice cached blocks of words.
-        if few and isinstance(first, int) and first + num_data <= _MASK and not sync.is_asynchronous(device):
+        on_device = sync.is_asynchronous(device)
+        fits = at_a_time and num_data and (not on_device or num_data * entries <= _FEW)
+        # On the host, slice cached blocks of words.
+        if fits and isinstance(first, int) and first + num_data <= _MASK:
             start, stop = first // at_a_time, first + num_data
             blocks = [_block_of_words(key, block, at_a_time, entries) for block in range(start, -(-stop // at_a_time))]
             words = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
             offset = first - start * at_a_time
             mine = words[:, offset : offset + num_data]
-            w0, w1 = (torch.from_numpy(word).to(device) for word in mine)
+            w0, w1 = (torch.from_numpy(word).to(device, non_blocking=on_device) for word in mine)
         else:
             example = (sync.counting(num_data, device) + first).unsqueeze(1)
             entry = sync.counting(entries, device).unsqueeze(0)

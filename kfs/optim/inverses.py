@@ -25,8 +25,10 @@ from kfs.runtime.sync import allow_sync
 log = logging.getLogger("kfs.optim")
 # The optimizer's parameter groups, by parameter name.
 Groups = Mapping[str, Mapping[str, Any]]
-# At most this many blocks are inverted together. More would not be faster, but one step could take long.
+# At most this many blocks are inverted together, and at most this many numbers of their factors, if there are several.
+# More would not be faster, but one step could take long. Intermediate results take about nine times as much memory.
 _TOGETHER = 16
+_NUMBERS = 2**25
 # At most this many groups of blocks have a recording of their inverses.
 _MOST_RECORDED = 256
 # Tensor cores need rows that start at multiples of 8 numbers. Multiples of 32 fit their tiles better.
@@ -295,7 +297,12 @@ def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
         alone = not sync.is_asynchronous(a.factors.like.device) or a.failed
         key = id(a) if alone else (a.size, a.eigen is None, a.inverse is None)
         by_key.setdefault(key, []).append(a)
-    return [same[i : i + _TOGETHER] for same in by_key.values() for i in range(0, len(same), _TOGETHER)]
+    found = []
+    for same in by_key.values():
+        numbers = sum(f.values.numel() for f in (same[0].factors.A, same[0].factors.B))
+        most = max(1, min(_TOGETHER, _NUMBERS // max(numbers, 1)))
+        found += [same[i : i + most] for i in range(0, len(same), most)]
+    return found
 
 
 def _stacked(owners: Mapping[Layout, Average]) -> Iterator[Stacked]:

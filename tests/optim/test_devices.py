@@ -78,7 +78,7 @@ def test_mixed_precision(fisher: Any) -> None:
             scaler.update()
         losses.append(float(value.detach()))
         assert optimizer.events.refused_statistics == 0
-    assert losses[1] < 0.6
+    assert losses[1] < 0.7
     assert losses[1] == pytest.approx(losses[0], rel=0.3)  # float16 has three digits, in each of 30 steps
 
 

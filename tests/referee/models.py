@@ -123,6 +123,11 @@ def run_on(device: str) -> None:
     _device[0] = torch.device(device)
 
 
+def used_device() -> torch.device:
+    """Return the device of all models and data."""
+    return _device[0]
+
+
 def uniform(*shape: int, seed: int) -> Tensor:
     """Return float64 numbers between -1 and 1."""
     drawn = torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
