@@ -30,7 +30,7 @@ RUN_AS_THEY_ARE = (
     *("experts, masks", "experts, topk", "graphs", "backwards", "in halves", "negatives", "one by one", "sorted"),
     *("views of an example together", "recurrent: no bias", "recurrent: two directions"),
     *("derived: constant", "derived: matrix times", "derived: norm of", "derived: scaled", "class-token"),
-    *("conformance: folded", "conformance: ragged", "conformance: rows of mixed"),
+    *("conformance: folded", "conformance: ragged", "conformance: rows of mixed", "prelu-one-slope"),
 )
 
 
