@@ -28,7 +28,7 @@ Groups = Mapping[str, Mapping[str, Any]]
 # At most this many blocks are inverted together, and at most this many numbers of their factors, if there are several.
 # More would not be faster, but one step could take long. Intermediate results take about nine times as much memory.
 _TOGETHER = 16
-_NUMBERS = 2**24
+_NUMBERS = 2**25
 # At most this many groups of blocks have a recording of their inverses.
 _MOST_RECORDED = 256
 # Tensor cores need rows that start at multiples of 8 numbers. Multiples of 32 fit their tiles better.
