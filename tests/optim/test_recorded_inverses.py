@@ -80,3 +80,15 @@ def test_some_blocks_of_a_size(tapes: list[Tapes]) -> None:
     assert sum(len(one.made) for one in tapes) == made
     assert sum(tape.freed for one in tapes for tape in one.made) >= 1
     assert not optimizer.preconditioner.curvature.inverses.failures()
+
+
+def test_large_blocks_are_inverted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a size are inverted together up to a number of entries; a larger block is inverted alone."""
+    X, y = data()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)), nn.Linear(4, 3)).double()
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), fisher="type-2")
+    train(model, optimizer, [(X, y)], nn.CrossEntropyLoss())
+    averages = optimizer.preconditioner.curvature.averages.values()
+    for most, lengths in ((2**25, [1, 5]), (2 * (25 + 16), [1, 1, 2, 2]), (1, [1] * 6)):
+        monkeypatch.setattr(inverses, "_NUMBERS", most)
+        assert sorted(map(len, inverses.inverted_together(averages))) == lengths
