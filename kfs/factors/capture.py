@@ -219,12 +219,14 @@ class CapturedPass(Discovery):
         self._context.enter_context(Interception(self))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         """End the forward pass. Marks are removed, because the model may keep tensors."""
         self._context.close()
         self.tracker.forget_batch()
         self.marks.forget()
         self.phase = Phase.IDLE
+        if error is not None:
+            self.forget()
 
     @property
     def rows(self) -> RowSource:
@@ -339,17 +341,21 @@ class CapturedPass(Discovery):
             keep_graph: Whether to retain the graph.
             like: The predictions, if `f` is a `GradientEdge`.
         """
-        self.measure_rows(f, like)
-        for statistic in self.statistics:
-            statistic.finish_forward()
-        chunks = iter(vectors)
-        columns = next(chunks, None)
-        while columns is not None:
-            following = next(chunks, None)
-            self.backward(f, columns, keep_graph or following is not None)
+        try:
+            self.measure_rows(f, like)
             for statistic in self.statistics:
-                statistic.finish_backward()
-            columns = following
+                statistic.finish_forward()
+            chunks = iter(vectors)
+            columns = next(chunks, None)
+            while columns is not None:
+                following = next(chunks, None)
+                self.backward(f, columns, keep_graph or following is not None)
+                for statistic in self.statistics:
+                    statistic.finish_backward()
+                columns = following
+        except BaseException:
+            self.forget()
+            raise
         self._finish_batch()
 
     def listen(self, f: GradientEdge, like: Tensor) -> None:
@@ -414,11 +420,15 @@ class CapturedPass(Discovery):
 
     def _finish_batch(self) -> None:
         """Discard the state of this batch, after the last backward pass."""
-        self.derived.clear()  # they refer to the pass
         for statistic in self.statistics:
             statistic.finish_batch()
         if self._padding is not None:
             self._padding.finish()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop references from which the graph of the predictions leads back: they would keep its memory forever."""
+        self.derived.clear()
         if self._rows is not None:
             self._rows.forget()
 

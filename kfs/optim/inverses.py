@@ -29,8 +29,10 @@ Groups = Mapping[str, Mapping[str, Any]]
 # More would not be faster, but one step could take long. Intermediate results take about nine times as much memory.
 _TOGETHER = 16
 _NUMBERS = 2**25
-# At most this many groups of blocks have a recording of their inverses.
+# At most this many groups of blocks have a recording of their inverses. Larger inverses than the second number are not
+# recorded: launching their operations takes less time than computing them, and recordings keep memory for them.
 _MOST_RECORDED = 256
+_LARGEST_RECORDED = 1024
 # Tensor cores need rows that start at multiples of 8 numbers. Multiples of 32 fit their tiles better.
 _ALIGNED = 32
 # On a CPU, products of matrices that are larger than this are faster with aligned rows.
@@ -134,7 +136,9 @@ class Inverses:
         if self._replayer is None:
             self._replayer = Replayer("Inverses", log, good.device, self.replay, share=SHARE, most=_MOST_RECORDED)
         place = tuple(t.data_ptr() for t in (*stored, inverse.like, input_size, good))
-        self._replayer.run(RunKey(first), update, (), Guard(place=place), _per_group(averages, damping))
+        is_small = max(averages[0].factors.A.size, averages[0].factors.B.size) <= _LARGEST_RECORDED
+        key = RunKey(first) if is_small else None
+        self._replayer.run(key, update, (), Guard(place=place), _per_group(averages, damping))
         for a, part in _parts(averages):
             a.damping = added[part]
         return good

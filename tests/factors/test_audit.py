@@ -4,6 +4,7 @@
 state behind.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from kfs.factors.audit import audits
 from kfs.factors.audit.audit import FEW
 from kfs.operators import GGN
 from kfs.problem.risk import EmpiricalRisk
+from kfs.runtime import sync
 from tests.factors.arrangements import normal
 from tests.factors.models import Function
 from tests.operators.contract import close
@@ -323,3 +325,62 @@ def test_models_that_are_not_repeatable() -> None:
     optimizer.step()
     assert optimizer.audit is None
     assert not optimizer.uncovered
+
+
+class Varying(torch.autograd.Function):
+    """The identity, whose gradients vary from run to run, as sums of a GPU in half precision do after many layers."""
+
+    generator = torch.Generator()
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        """Copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, g: Tensor) -> Tensor:
+        """Multiply by random numbers close to one."""
+        return g * (1 + 0.05 * torch.randn(g.shape, generator=Varying.generator)).to(g)
+
+
+class Net(nn.Module):
+    """A network in bfloat16 with varying gradients; a share of the mean over the batch may be added."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.first, self.last, self.share = nn.Linear(6, 8), nn.Linear(8, 3), share
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[batch, 6]` to `[batch, 3]`."""
+        h = torch.tanh(self.first(x))
+        y: Tensor = self.last(Varying.apply(h + self.share * h.mean(0, keepdim=True)))  # type: ignore[no-untyped-call]
+        return y
+
+
+def test_gradients_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients in half precision that differ from run to run are not taken for a mixture; a mixture is still found."""
+    torch.manual_seed(0)
+    data = (torch.randn(8, 6).bfloat16(), torch.randint(3, (8,)))
+    with pytest.raises(ModelError, match="Examples mix"):  # results of a CPU do not vary
+        KFAC(EmpiricalRisk(Net(0.0), nn.CrossEntropyLoss(), data))
+    monkeypatch.setattr(sync, "is_asynchronous", lambda _: True)
+    for seed in range(5):
+        Varying.generator.manual_seed(seed)
+        KFAC(EmpiricalRisk(Net(0.0), nn.CrossEntropyLoss(), data))
+        with pytest.raises(ModelError, match="Examples mix"):
+            KFAC(EmpiricalRisk(Net(4.0), nn.CrossEntropyLoss(), data))
+
+
+def test_a_refused_batch_leaves_no_memory() -> None:
+    """The graph of a refused batch is freed, though the operations of its backward pass refer to it."""
+    data = (torch.randn(8, 6).bfloat16(), torch.randint(3, (8,)))
+    net = Net(4.0)
+
+    def refuse() -> int:
+        with pytest.raises(ModelError, match="Examples mix"):
+            KFAC(EmpiricalRisk(net, nn.CrossEntropyLoss(), data))
+        gc.collect()
+        return sum(type(one) is Tensor for one in gc.get_objects())
+
+    assert refuse() == refuse()

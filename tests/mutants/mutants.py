@@ -511,6 +511,20 @@ _MUTANTS = [
     ),
     capture(
         "factors/rows/measure.py",
+        "min(_TIMES_VARIATION * varies, _MOST_VARIATION)",
+        "_MOST_VARIATION * varies",
+        "gradients that vary taken for a mixture",
+        ("tests/factors/test_audit.py",),
+    ),
+    capture(
+        "factors/audit/audit.py",
+        "                one.forget()\n\n    def _result",
+        "                pass\n\n    def _result",
+        "graphs of refused batches kept",
+        ("tests/factors/test_audit.py",),
+    ),
+    capture(
+        "factors/rows/measure.py",
         "torch.equal(voters // inner % num_data, row_map[voters])",
         "torch.equal(voters // inner, row_map[voters])",
         "missing modulus",

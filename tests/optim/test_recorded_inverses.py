@@ -36,6 +36,17 @@ def test_inverses_are_recorded() -> None:
         torch.testing.assert_close(average.damping, expected.damping, rtol=1e-9, atol=0)
 
 
+def test_large_inverses_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give the same results."""
+    options: dict[str, Any] = {"fisher": "type-2", "factors_every": 2, "inverses_every": 1}
+    weights, _ = trained("mlp", **options)
+    monkeypatch.setattr(inverses, "_LARGEST_RECORDED", 5)
+    others, optimizer = trained("mlp", **options)
+    sizes = [max(a.factors.A.size, a.factors.B.size) for a in optimizer.preconditioner.curvature.averages.values()]
+    assert recorded_groups(optimizer) == [size <= 5 for size in sizes]
+    torch.testing.assert_close(weights, others, rtol=1e-9, atol=1e-10)
+
+
 def test_another_damping_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above rejects a recording with a slightly different damping."""
     options: dict[str, Any] = {"fisher": "type-2", "factors_every": 2, "inverses_every": 1, "steps": 12}

@@ -303,9 +303,17 @@ class _Audit:
         self.params = self.trace.tracker.params
         self.halves = self.halves and self.num_data > 1
         self.rules_hold = False
+        self.passes: list[CapturedPass] = []
 
     def result(self) -> tuple[Audited, Tensor]:
         """Run the audit."""
+        try:
+            return self._result()
+        finally:
+            for one in self.passes:
+                one.forget()
+
+    def _result(self) -> tuple[Audited, Tensor]:
         # Run under capture, and compare predictions and gradients with those of the model alone.
         names = list(self.params)
         with _without_hooks(self.params.values()):
@@ -332,7 +340,7 @@ class _Audit:
         )
         # Find out which rows count, by further passes.
         mixes = any(pending.measured is not None and pending.measured.mixes for pending in opened)
-        one.rows.forget()
+        one.forget()
         known = self._with_row_rules(known, asked, one.routes, mixes)
         source = self.counts.source if self.counts is not None and known.has_mask else None
         report = Audit(
@@ -437,7 +445,9 @@ class _Audit:
     def _new_pass(self, sums: GradientSums) -> CapturedPass:
         """Return a pass that measures all row maps. Blocks are placed anew in every pass."""
         self.trace.restart_blocks()
-        return CapturedPass(self.trace, [sums], self.num_data, self.batch_axis, self.known, auditing=True)
+        one = CapturedPass(self.trace, [sums], self.num_data, self.batch_axis, self.known, auditing=True)
+        self.passes.append(one)
+        return one
 
     def _changed_answers(self, one: CapturedPass) -> dict[Question, bool]:
         """Return corrections of wrong answers."""

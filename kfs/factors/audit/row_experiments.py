@@ -279,16 +279,18 @@ class RowExperiments:
             return lambda g: found.arrived.append(g[0])
 
         one = CapturedPass(self.trace, [], self.num_data, self.batch_axis, self.known, observer=observe, noise=noise)
-        f = self.run(one.mark(x), self.num_data, one)
-        one.measure_rows(f)
-        v = next(probes(f, self.num_data))
-        masks = list(self._masks(f, mask))
-        for of_vector in masks:
-            for multiple in (1, MULTIPLE):
-                one.backward(f, of_vector.of_predictions(multiple * v).unsqueeze(0), keep_graph=True)
-            for use in seen.values():
-                use.note()
-        one.rows.forget()
+        try:
+            f = self.run(one.mark(x), self.num_data, one)
+            one.measure_rows(f)
+            v = next(probes(f, self.num_data))
+            masks = list(self._masks(f, mask))
+            for of_vector in masks:
+                for multiple in (1, MULTIPLE):
+                    one.backward(f, of_vector.of_predictions(multiple * v).unsqueeze(0), keep_graph=True)
+                for use in seen.values():
+                    use.note()
+        finally:
+            one.forget()
         _read(seen.values())
         # A mask may leave nothing to attend to. Then predictions are not finite, and gradients are meaningless.
         usable = mask is self.mask or not f.isnan().any()
