@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from transformers import Trainer, TrainingArguments
 
 import kfs
+from examples import finetune
 from kfs import EmpiricalRisk
 from kfs.errors import ModelError
 from kfs.losses import TokenCrossEntropy
@@ -342,6 +343,11 @@ def test_hugging_face_trainer_in_half_precision_with_checkpoints(tmp_path: Path)
     # Afterwards, the model is used as before.
     risk = EmpiricalRisk(half.eval(), TokenCrossEntropy(shift=True), [default_collate(SENTENCES)])
     assert len(kfs.KFAC(risk, fisher="mc").blocks) == len(optimizer.preconditioner.curvature.averages)
+
+
+def test_the_example_learns() -> None:
+    before, after = finetune.main(steps=20)
+    assert after < 0.7 * before
 
 
 @pytest.mark.parametrize("own_loss", [False, True])
