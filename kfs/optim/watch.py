@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -92,7 +92,7 @@ def passes_behind(t: Tensor) -> list[Any]:
     return found
 
 
-def call_with_gradient(notify: Callable[[Tensor | None], None], f: Tensor | None, outputs: Sequence[Tensor]) -> None:
+def call_with_gradient(notify: Callable[[Tensor | None], None], f: Tensor | None, output: Any) -> None:
     """Call a function in backward passes, with the gradient of predictions, or of any output if there are none.
 
     Trainers return copies of outputs in another precision or on another device. The gradient of a loss that the model
@@ -101,15 +101,17 @@ def call_with_gradient(notify: Callable[[Tensor | None], None], f: Tensor | None
     Args:
         notify: The function.
         f: The predictions.
-        outputs: All outputs of the model that have a gradient.
+        output: The model's output.
     """
     if f is None:
-        for t in outputs:
-            t.register_hook(notify)
+        for t in output_tensors(output).values():
+            if t.grad_fn is not None:
+                t.register_hook(notify)
         return
     node, place = f.grad_fn, f.output_nr
-    while any(t is not f for t in outputs) and node is not None and node.name() == "ToCopyBackward0":
-        node, place = node.next_functions[0]
+    if any(t is not f and t.requires_grad for t in output_tensors(output).values()):
+        while node is not None and node.name() == "ToCopyBackward0":
+            node, place = node.next_functions[0]
     if node is None or node is f.grad_fn:
         f.register_hook(notify)
     else:
@@ -209,7 +211,7 @@ class Pass:
             self._statistics.append(PerDatumSums(self.settings, layouts, squares))
         self._replayed: FactorResult | None = None
         self._captured: CapturedPass | None = None
-        self._padding: DeferredChecks | None = None  # records padding that no rule about rows explains
+        self.padding: DeferredChecks | None = None  # records padding that no rule about rows explains
         if trace is not None:
             # Which targets are counted is known once the gradient of the loss arrives.
             masks = BatchMasks(
@@ -218,10 +220,10 @@ class Pass:
                 device=trace.device,
             )
             batch_axis = self.settings.batch_axis
-            self._padding = None if self.settings.fisher == "forward-only" else DeferredChecks(trace.device)
+            self.padding = None if self.settings.fisher == "forward-only" else DeferredChecks(trace.device)
             trace.restart_blocks()
             self._captured = CapturedPass(
-                trace, self._statistics, self.num_data, batch_axis, known, masks=masks, padding=self._padding
+                trace, self._statistics, self.num_data, batch_axis, known, masks=masks, padding=self.padding
             )
             # Without a backward pass, queries would keep the graph that holds them.
             weakref.finalize(self, self._captured.rows.forget).atexit = False
@@ -247,12 +249,11 @@ class Pass:
 
     def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:
         """Return the model's output with hooks that call `receive` with this pass when a gradient arrives."""
-        f = self._predictions_in(output)
-        outputs = list(output_tensors(output).values())
-        if all(t.grad_fn is None for t in (outputs if f is None else [f])):
+        f = None if self.apart is not None else self._note_predictions(output)
+        if f is None and not output_tensors(output):
             return output
-        if f is not None:
-            self._note_predictions(f)
+        if f is not None and f.grad_fn is None:
+            return output
         reference = weakref.ref(self)
 
         def notify(g: Tensor | None) -> None:
@@ -260,7 +261,7 @@ class Pass:
             if g is not None and one is not None and method is not None:
                 method(one, g)
 
-        call_with_gradient(notify, f, [t for t in outputs if t.grad_fn is not None])
+        call_with_gradient(notify, f, output)
 
         def kept(t: Tensor) -> Tensor:
             if t.grad_fn is None:
@@ -274,21 +275,21 @@ class Pass:
 
         return with_parts(output, kept)
 
-    def _predictions_in(self, output: Any) -> Tensor | None:
-        """Return the predictions in the model's output; `None` if there are none, which may be a problem."""
-        if self.apart is not None:
-            return None
+    def _note_predictions(self, output: Any) -> Tensor | None:
+        """Return the predictions in the model's output, after noting where their gradient arrives.
+
+        If there are none, or if they are wrong, it is a problem.
+        """
         try:
-            return prediction_in(output, self.loss.output)
+            f = prediction_in(output, self.loss.output)
         except KfsError as problem:
             self.problem = problem
             if self.targets.y is not None:
                 fused = "If its loss is fused: it must return predictions when it gets no labels, and needs audit=True."
                 self.problem = ModelError(problem.cause, f"{problem.way_out} {fused}")
             return None
-
-    def _note_predictions(self, f: Tensor) -> None:
-        """Keep predictions, and where gradients arrive."""
+        if f.grad_fn is None:
+            return f
         if f.shape[:1] != (self.num_data,) and self.problem is None:
             self.problem = DataError(
                 f"The model was called with {counted(self.num_data, 'example')}, but its prediction "
@@ -299,6 +300,7 @@ class Pass:
             self._captured.finish_forward(f)
         self._edge = get_gradient_edge(f)
         self._f = f.detach()
+        return f
 
     def _predict_apart(self, model: nn.Module, autocast: Autocast, g: Tensor) -> Tensor:
         """Compute predictions without labels, and return the gradient of the loss there; NaN if `g` is not finite."""
@@ -314,8 +316,10 @@ class Pass:
             evaluating(),
             self._captured or nullcontext(),
         ):
-            f = prediction_in(model(*args, **kwargs), self.loss.output)
-        self._note_predictions(f)
+            output = model(*args, **kwargs)
+        self._note_predictions(output)
+        if self.problem is not None:
+            raise self.problem
         f = computable(self._f)
         self.loss.check_now(f, y)
         gradient = self.loss.gradient(f, y) * self.loss.reduction_factor(max(number(self.loss.count(y)), 1.0))
@@ -379,11 +383,6 @@ class Pass:
                 self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
             # The user's backward pass needs the graph afterwards.
             one.send_back(self._edge, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
-
-    @property
-    def shows_padding(self) -> bool:
-        """Whether there was padding that the audited data did not have. Call it after `collect`."""
-        return self._padding is not None and self._padding.first_failure() is not None
 
     def collect(self) -> StepSums:
         """Return the sums of the pass, after its backward pass."""
@@ -529,8 +528,10 @@ class Watch:
 
     def _distrust_audit_of(self, one: Pass) -> None:
         """If a pass had padding that the audited data lacked, measure in every later batch which rows count."""
-        model = self._model()
-        if model is not None and one.audited is not None and one.shows_padding:
+        model, padding = self._model(), one.padding
+        if model is None or one.audited is None or padding is None:
+            return
+        if padding.first_failure() is not None:
             distrust(model, one.audited)
 
     def forget(self) -> None:
@@ -572,7 +573,8 @@ class Watch:
             # Without factors, examples are counted only if the loss is a sum over them.
             return None
         arguments = (args, kwargs)
-        apart = "labels" in kwargs and self._apart
+        has_labels = isinstance(kwargs.get("labels"), Tensor)
+        apart = has_labels and self._apart
         if number_of_data(arguments, self.settings.batch_axis or 0, self._place) == 0:
             trace = None  # An empty batch has no curvature.
             bases = {}
@@ -587,7 +589,7 @@ class Watch:
             try:
                 with _outside_of_passes():
                     known = self._known(module, trace, without_labels(arguments) if apart else arguments, wanted)
-                apart = "labels" in kwargs and self._apart
+                apart = has_labels and self._apart
             except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
                 trace, problem = None, self._raise_or_defer(error)
                 bases = {}

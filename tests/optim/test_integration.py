@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kfs
 from kfs import EmpiricalRisk
-from kfs.errors import KfsError, KfsWarning, ModelError
+from kfs.errors import DataError, KfsError, KfsWarning, LossError, ModelError
 from kfs.losses import Custom, TokenCrossEntropy
 from kfs.optim import KFAC
 from tests.language_models import gpt2_without_dropout
@@ -289,6 +289,24 @@ def test_fused_losses_with_dropout() -> None:
                 optimizer.step()
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+def test_fused_losses_whose_targets_or_predictions_are_wrong() -> None:
+    x, y = data()
+    places = slice(None)
+    model = Wrapped(mlp(), lambda m, x, labels=None: fused(m, x, labels) if labels is not None else m(x)[places])
+    optimizer = KFAC(model, CE())
+    out = model(x, labels=y)
+    for _ in range(2):  # neither belongs to the whole loss
+        optimizer.targets(y)
+    with pytest.raises(LossError, match="targets, which are unknown"):
+        out["loss"].backward()
+    out, places = model(x, labels=y), slice(5)
+    with pytest.raises(DataError, match="called with 12 examples"):
+        out["loss"].backward()
+    places = slice(None)
+    torch.testing.assert_close(model(x, labels=None), model(x))
+    optimizer.close()
 
 
 @pytest.mark.parametrize("audit", [False, True])
