@@ -7,10 +7,10 @@ CONSTRAINTS ?= constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help tour test test-book test-tools test-ranks test-long test-all coverage lint format docs notebooks bench dist clean
+.PHONY: help tour test test-book test-tools test-ranks test-trainers test-long test-all coverage lint format docs notebooks bench dist clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write one page about it; QUICK=1 takes seconds
 	@$(BIN)/kfs tour $(if $(QUICK),--quick)
@@ -23,16 +23,19 @@ test: $(VENV)/.dev  ## run all tests that notice an error in the library
 test-book: $(VENV)/.dev  ## build the book, and run the code of all pages
 	@$(PYTEST) --tier book tests
 
-test-tools: $(VENV)/.dev  ## test benchmarks, plots, reports, the tour, the wheel, trainers, and results that are stored
+test-tools: $(VENV)/.dev  ## test benchmarks, plots, reports, the tour, the wheel, Trainer and Lightning, and results that are stored
 	@$(PYTEST) --tier tools tests
 
 test-ranks: $(VENV)/.dev  ## test many processes and sharded models
 	@$(PYTEST) --tier ranks tests
 
+test-trainers: $(VENV)/.dev $(VENV)/.trainers  ## test TRL, adapters of PEFT, and quantized models
+	@$(PYTEST) --tier trainers tests
+
 test-long: $(VENV)/.dev  ## test all other combinations of parameters, and property-based tests with many examples
 	@$(PYTEST) --tier library --products rest --hypothesis-profile long
 
-test-all: test test-book test-tools test-ranks test-long  ## run all tests
+test-all: test test-book test-tools test-ranks test-trainers test-long  ## run all tests
 
 coverage: $(VENV)/.dev  ## run all tests, and say which lines and branches of kfs they do not run
 	@$(PYTEST) --cov=kfs --cov-report=term-missing:skip-covered
@@ -85,10 +88,12 @@ $(BIN)/python:
 	@echo "Making $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.dev $(VENV)/.docs $(VENV)/.tour: $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+$(VENV)/.dev $(VENV)/.docs $(VENV)/.tour $(VENV)/.trainers: $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing kfs[$*] into $(VENV) (once; PyTorch is large) ..."
 	@$(INSTALL) --editable '.[$*]'
 	@touch $@
+
+$(VENV)/.trainers: | $(VENV)/.dev
 
 # An environment of its own: peers must not change what is tested. One that cannot be installed is reported, not fatal.
 .venv-bench/.peers: pyproject.toml constraints.txt benchmarks/peers.txt

@@ -20,6 +20,7 @@ TIERS = {
     "tests/referee/": "tools",
     "tests/tour/": "tools",
     "tests/test_project.py": "tools",
+    "tests/trainers/": "trainers",
     "tests/distributed/": "ranks",
     "tests/distributed/test_factors.py": "library",
 }

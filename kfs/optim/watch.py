@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -42,7 +42,7 @@ from kfs.factors.trace import Interception, Trace
 from kfs.losses import Loss
 from kfs.optim.across_ranks import Exchange
 from kfs.optim.averages import Bases, StepSums
-from kfs.optim.factor_graphs import Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
+from kfs.optim.factor_graphs import Autocast, Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
 from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, local_part, whole_in_backward
 from kfs.optim.loss_check import Targets, shows_targets
 from kfs.optim.report import Costs
@@ -92,6 +92,32 @@ def passes_behind(t: Tensor) -> list[Any]:
     return found
 
 
+def call_with_gradient(notify: Callable[[Tensor | None], None], f: Tensor | None, output: Any) -> None:
+    """Call a function in backward passes, with the gradient of predictions, or of any output if there are none.
+
+    Trainers return copies of outputs in another precision or on another device. The gradient of a loss that the model
+    has computed before reaches the originals.
+
+    Args:
+        notify: The function.
+        f: The predictions.
+        output: The model's output.
+    """
+    if f is None:
+        for t in output_tensors(output).values():
+            if t.grad_fn is not None:
+                t.register_hook(notify)
+        return
+    node, place = f.grad_fn, f.output_nr
+    if any(t is not f and t.requires_grad for t in output_tensors(output).values()):
+        while node is not None and node.name() == "ToCopyBackward0":
+            node, place = node.next_functions[0]
+    if node is None or node is f.grad_fn:
+        f.register_hook(notify)
+    else:
+        node.register_prehook(lambda gradients: notify(gradients[place]))
+
+
 def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a model's output with a function applied to its tensors."""
     if isinstance(output, Tensor):
@@ -124,6 +150,16 @@ def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
     return lengths[place] if place < len(lengths) else None
 
 
+# Arguments with which a model may return its loss without predictions; the second one is TRL's.
+_FOR_LOSS = ("labels", "fused_lm_head")
+
+
+def without_labels(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the arguments of a model without those that ask for a loss."""
+    args, kwargs = arguments
+    return args, {key: value for key, value in kwargs.items() if key not in _FOR_LOSS}
+
+
 @dataclass(eq=False)
 class Pass:
     """A forward pass of the model, and the backward pass that follows it."""
@@ -145,6 +181,8 @@ class Pass:
     place_of_data: Callable[[int], tuple[int, int]] | None = None
     wants_factors: bool = False  # whether factors are computed, at least by other processes
     has_gradient: bool = False  # whether a gradient of the predictions has arrived
+    # The model, and its autocast, to compute predictions apart if the user's pass returns only a loss.
+    apart: tuple[nn.Module, Autocast] | None = None
     # If passes like this one are to be recorded: their key, how to run them, and the data of this one.
     to_record: tuple[PassKey, FactorPass, Data | None] | None = None
 
@@ -160,7 +198,7 @@ class Pass:
                 "The model was called without any tensor that has a batch axis.",
                 "Call it with a batch of inputs: model(x) with x of shape [N, ...].",
             )
-        self._arguments = arguments
+        self._arguments = arguments if self.apart is None else without_labels(arguments)
         labels = arguments[1].get("labels")
         self.targets = Targets(labels if isinstance(labels, Tensor) else None, compare=self.compare)
         self._result = StepSums(self.num_data, in_model=self.targets.y is not None)
@@ -173,7 +211,7 @@ class Pass:
             self._statistics.append(PerDatumSums(self.settings, layouts, squares))
         self._replayed: FactorResult | None = None
         self._captured: CapturedPass | None = None
-        self._padding: DeferredChecks | None = None  # records padding that no rule about rows explains
+        self.padding: DeferredChecks | None = None  # records padding that no rule about rows explains
         if trace is not None:
             # Which targets are counted is known once the gradient of the loss arrives.
             masks = BatchMasks(
@@ -182,17 +220,17 @@ class Pass:
                 device=trace.device,
             )
             batch_axis = self.settings.batch_axis
-            self._padding = None if self.settings.fisher == "forward-only" else DeferredChecks(trace.device)
+            self.padding = None if self.settings.fisher == "forward-only" else DeferredChecks(trace.device)
             trace.restart_blocks()
             self._captured = CapturedPass(
-                trace, self._statistics, self.num_data, batch_axis, known, masks=masks, padding=self._padding
+                trace, self._statistics, self.num_data, batch_axis, known, masks=masks, padding=self.padding
             )
             # Without a backward pass, queries would keep the graph that holds them.
             weakref.finalize(self, self._captured.rows.forget).atexit = False
 
     def start(self) -> Any:
         """Start capturing. Return marked arguments for the model, or `None` to leave them unchanged."""
-        if self._captured is None:
+        if self._captured is None or self.apart is not None:
             return None
         marked = self._captured.mark(self._arguments)
         self._context.enter_context(self._captured)
@@ -210,33 +248,20 @@ class Pass:
         return self._captured.rows.need_probes
 
     def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:
-        """Return the model's output with a hook that calls `receive` with this pass when a gradient arrives."""
-        f: Tensor | None
-        try:
-            f = prediction_in(output, self.loss.output)
-        except KfsError as problem:
-            f = next((t for t in output_tensors(output).values() if t.requires_grad), None)
-            self.problem = problem
-        if f is None or f.grad_fn is None:
+        """Return the model's output with hooks that call `receive` with this pass when a gradient arrives."""
+        f = None if self.apart is not None else self._note_predictions(output)
+        if f is None and not output_tensors(output):
             return output
-        if f.shape[:1] != (self.num_data,) and self.problem is None:
-            self.problem = DataError(
-                f"The model was called with {counted(self.num_data, 'example')}, but its prediction "
-                f"has shape {list(f.shape)}.",
-                "Put the batch axis first in predictions; pass its position in inputs as batch_axis=.",
-            )
-        if self._captured is not None:
-            self._captured.finish_forward(f)
-        self._edge = get_gradient_edge(f)
-        self._f = f.detach()
+        if f is not None and f.grad_fn is None:
+            return output
         reference = weakref.ref(self)
 
-        def notify(g: Tensor) -> None:
+        def notify(g: Tensor | None) -> None:
             one, method = reference(), receive()
-            if one is not None and method is not None:
+            if g is not None and one is not None and method is not None:
                 method(one, g)
 
-        f.register_hook(notify)
+        call_with_gradient(notify, f, output)
 
         def kept(t: Tensor) -> Tensor:
             if t.grad_fn is None:
@@ -250,14 +275,65 @@ class Pass:
 
         return with_parts(output, kept)
 
+    def _note_predictions(self, output: Any) -> Tensor | None:
+        """Return the predictions in the model's output, after noting where their gradient arrives.
+
+        If there are none, or if they are wrong, it is a problem.
+        """
+        try:
+            f = prediction_in(output, self.loss.output)
+        except KfsError as problem:
+            self.problem = problem
+            if self.targets.y is not None:
+                fused = "If its loss is fused: it must return predictions when it gets no labels, and needs audit=True."
+                self.problem = ModelError(problem.cause, f"{problem.way_out} {fused}")
+            return None
+        if f.grad_fn is None:
+            return f
+        if f.shape[:1] != (self.num_data,) and self.problem is None:
+            self.problem = DataError(
+                f"The model was called with {counted(self.num_data, 'example')}, but its prediction "
+                f"has shape {list(f.shape)}.",
+                "Put the batch axis first in predictions; pass its position in inputs as batch_axis=.",
+            )
+        if self._captured is not None:
+            self._captured.finish_forward(f)
+        self._edge = get_gradient_edge(f)
+        self._f = f.detach()
+        return f
+
+    def _predict_apart(self, model: nn.Module, autocast: Autocast, g: Tensor) -> Tensor:
+        """Compute predictions without labels, and return the gradient of the loss there; NaN if `g` is not finite."""
+        y = self.targets.y
+        if y is None:
+            raise self.loss.unknown_targets()
+        args, kwargs = self._arguments if self._captured is None else self._captured.mark(self._arguments)
+        enabled, dtype = autocast
+        with (
+            restored(model, g.device, refuse=False),
+            torch.enable_grad(),
+            torch.autocast(g.device.type, dtype, enabled),
+            evaluating(),
+            self._captured or nullcontext(),
+        ):
+            output = model(*args, **kwargs)
+        self._note_predictions(output)
+        if self.problem is not None:
+            raise self.problem
+        f = computable(self._f)
+        self.loss.check_now(f, y)
+        gradient = self.loss.gradient(f, y) * self.loss.reduction_factor(max(number(self.loss.count(y)), 1.0))
+        return torch.where(g.isfinite().all(), gradient, torch.nan)
+
     def receive_gradient(self, g: Tensor, first_datum: int) -> None:
         """Process the gradient of a loss at the predictions, and send vectors back if the curvature needs them."""
         if self.problem is not None:
             raise self.problem
         self.has_gradient = True
         if not self.num_data:  # an empty batch
-            del self._f, self._edge, self._arguments
             return
+        if self.apart is not None:
+            g = self._predict_apart(*self.apart, g)
         f, g, result = computable(self._f), g.detach(), self._result
         # A prediction of minus infinity is a masked class.
         result.finite = bool(g.isfinite().all() & ~(f.isnan() | (f == torch.inf)).any())
@@ -278,7 +354,7 @@ class Pass:
             if y is not None and result.examples and self.graph is not None:
                 self._replayed = self.graph.replay(self._arguments, y, first_datum)
             if self._captured is not None:
-                self._capture_gradients(self._captured, f, y, first_datum)
+                self._capture_gradients(self._captured, f, g, y, first_datum)
         del self._f, self._edge, self._arguments  # Free them early: the graph and the inputs are large.
 
     def _deviance(self, f: Tensor, y: Tensor) -> Tensor:
@@ -287,13 +363,15 @@ class Pass:
             return self.loss.deviance(f, y).sum()
         return f.new_full((), torch.nan)
 
-    def _capture_gradients(self, one: CapturedPass, f: Tensor, y: Tensor | None, first_datum: int) -> None:
+    def _capture_gradients(self, one: CapturedPass, f: Tensor, g: Tensor, y: Tensor | None, first_datum: int) -> None:
         """Send vectors back through the graph, or capture gradients in the user's backward pass."""
         if y is None or not self._result.examples:
             return
         if one.masks.pending:
             one.masks.set_targets(self.loss.counted(y))
-        if self.settings.fisher in _WITHOUT_VECTORS:
+        if self.settings.fisher in _WITHOUT_VECTORS and self.apart is not None:
+            one.send_back(self._edge, [g.unsqueeze(0).to(self._f.dtype)], like=self._f)
+        elif self.settings.fisher in _WITHOUT_VECTORS:
             one.listen(self._edge, self._f)
         else:
             at_once = self.settings.columns_at_once or 1
@@ -305,11 +383,6 @@ class Pass:
                 self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
             # The user's backward pass needs the graph afterwards.
             one.send_back(self._edge, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
-
-    @property
-    def shows_padding(self) -> bool:
-        """Whether there was padding that the audited data did not have. Call it after `collect`."""
-        return self._padding is not None and self._padding.first_failure() is not None
 
     def collect(self) -> StepSums:
         """Return the sums of the pass, after its backward pass."""
@@ -375,6 +448,7 @@ class Watch:
     was_called: bool = False  # whether a training pass has begun since the last call of `collect`
     _sizes: list[float] = field(default_factory=list)  # of gradients, at the end of the last backward pass
     _place: int = 0  # index of the argument tensor with one row per example
+    _apart: bool = False  # whether the model returns a loss without predictions if it gets labels
     _trace: Trace | None = None
     _call: _Call | None = None
     _latest: "weakref.ref[Pass] | None" = None
@@ -454,8 +528,10 @@ class Watch:
 
     def _distrust_audit_of(self, one: Pass) -> None:
         """If a pass had padding that the audited data lacked, measure in every later batch which rows count."""
-        model = self._model()
-        if model is not None and one.audited is not None and one.shows_padding:
+        model, padding = self._model(), one.padding
+        if model is None or one.audited is None or padding is None:
+            return
+        if padding.first_failure() is not None:
             distrust(model, one.audited)
 
     def forget(self) -> None:
@@ -497,20 +573,23 @@ class Watch:
             # Without factors, examples are counted only if the loss is a sum over them.
             return None
         arguments = (args, kwargs)
+        has_labels = isinstance(kwargs.get("labels"), Tensor)
+        apart = has_labels and self._apart
         if number_of_data(arguments, self.settings.batch_axis or 0, self._place) == 0:
             trace = None  # An empty batch has no curvature.
             bases = {}
         # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
         kind = "cuda" if trace is None else trace.device_type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        key = None if trace is None or bases else self._graphs.key(module, trace, arguments, autocast)
+        key = None if trace is None or bases or apart else self._graphs.key(module, trace, arguments, autocast)
         graph = None if key is None else self._graphs.find(key)
         # Otherwise, the first pass with such arguments is audited before the user's own call.
         known = None
         if graph is None and problem is None:
             try:
                 with _outside_of_passes():
-                    known = self._known(module, trace, arguments, wanted)
+                    known = self._known(module, trace, without_labels(arguments) if apart else arguments, wanted)
+                apart = has_labels and self._apart
             except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
                 trace, problem = None, self._raise_or_defer(error)
                 bases = {}
@@ -530,10 +609,11 @@ class Watch:
             wants_factors=wanted is not None,
             masks=self.masks,
             place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
+            apart=(module, autocast) if apart else None,
         )
         one.problem = problem or one.problem
         # Record passes like this one if they repeat.
-        if trace is not None and graph is None and key is not None and self._graphs.wants(key):
+        if trace is not None and graph is None and key is not None and not apart and self._graphs.wants(key):
             factors = FactorPass(module, self.loss, self.settings, trace, known, autocast, self.masks)
             one.to_record = key, factors, None
         self._call.watched = one
@@ -594,12 +674,21 @@ class Watch:
                 run = partial(_predictions, model, self.loss.output)
                 known = audits.of(run, arguments, error.num_data)
         except _NoPredictionsError:
-            return None
+            return self._audited_apart(model, audits, arguments)
         except NotRepeatableError as error:
             warnings.warn(f"The model cannot be audited. {error}", KfsWarning, stacklevel=2)
             self.settings = replace(self.settings, audit=False)
             return None
         self.audit = audits.report
+        return known
+
+    def _audited_apart(self, model: nn.Module, audits: Audits, arguments: Any) -> AuditResult | None:
+        """Audit a model that returns no predictions without labels, in case that it has a fused loss."""
+        known = None
+        if "labels" in arguments[1] and not self._sharded:
+            with suppress(AttributeError, TypeError):  # the model needs labels
+                known = self._audited(model, audits, without_labels(arguments))
+        self._apart = known is not None
         return known
 
     def _trace_for(self, params: dict[str, Tensor], frame: FrameType | None) -> tuple[Trace | None, Exception | None]:

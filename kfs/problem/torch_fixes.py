@@ -358,6 +358,22 @@ def refuse_reentrant_checkpoint() -> None:
         )
 
 
+def refuse_checkpoint(what: str) -> None:
+    """Raise an error inside of a checkpoint, for operations that are rewritten in the first run, but not in the second.
+
+    Saved tensors would then be confused, and gradients could be wrong.
+
+    Args:
+        what: Name of the operation.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", "") == CheckpointError.__module__:
+        raise ModelError(
+            f"{what} runs inside of an activation checkpoint (torch.utils.checkpoint).",
+            "Call it outside of the checkpoint, or leave its parameters out with params=.",
+        )
+
+
 class CheckedEmbeddings(TorchFunctionMode):
     """A mode that raises for indices that an embedding does not have, and names the example.
 

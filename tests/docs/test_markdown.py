@@ -43,6 +43,7 @@ def test_pages_with_code_are_found() -> None:
         "howto_compare",
         "howto_looking",
         "howto_compress",
+        "howto_finetune",
         "howto_merge",
         "howto_hugging_face",
         "howto_language_model",
@@ -55,7 +56,7 @@ def test_pages_with_code_are_found() -> None:
         "test_your_kfac",
     }
     assert {"index", "options_kfac", "symbols", "supported"} | guides <= set(PAGES)
-    assert {"curvlinops", "backpack", "laplace", "kronfluence"} <= {name for _, name in PEERS}
+    assert {"curvlinops", "backpack", "laplace", "kronfluence", "trl"} <= {name for _, name in PEERS}
 
 
 def test_no_block_is_forgotten() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk
+from kfs.errors import ModelError
 from kfs.factors import exact_blocks
 from kfs.factors.accumulate import FactorSums, Moment, PerDatumSums
 from kfs.factors.capture import forward
@@ -275,3 +277,26 @@ def test_autocast(style: str) -> None:
     KFAC(risk)
     model(X)
     assert found[-2] == found[-1]
+
+
+GROUPS = torch.tensor([6, 12, 18], dtype=torch.int32)
+CHECKPOINTED: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
+    lambda x, W, _: (x.expand(EXPERTS, *x.shape) @ W.mT).tanh(),
+    lambda x, W, _: torch.einsum("eni,eoi->eno", x.expand(EXPERTS, *x.shape), W).tanh(),
+    lambda x, W, b: torch.baddbmm(b.unsqueeze(1), x.expand(EXPERTS, *x.shape), W.mT).tanh(),
+    lambda x, W, _: torch._grouped_mm(x.repeat(EXPERTS, 1), W.mT, offs=GROUPS).tanh(),
+]
+
+
+@pytest.mark.parametrize("style", CHECKPOINTED)
+def test_checkpoints_are_refused(style: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """The second run of a checkpoint is not captured, so it would save other tensors than products one by one."""
+    params = {"W": normal(EXPERTS, OUTPUTS, INPUTS), "b": normal(EXPERTS, OUTPUTS)}
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(style, x, model.W, model.b, use_reentrant=False)
+        return result.reshape(EXPERTS, -1, OUTPUTS).sum(0)
+
+    risk = EmpiricalRisk(Function(forward, **params), nn.MSELoss(), (normal(6, INPUTS), normal(6, OUTPUTS)))
+    with pytest.raises(ModelError, match=r"experts.* inside of an activation checkpoint"):
+        KFAC(risk)

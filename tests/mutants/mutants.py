@@ -575,6 +575,13 @@ _MUTANTS = [
         "axes of length one that are expanded",
         ("tests/factors/test_composites.py", "tests/factors/test_constants.py"),
     ),
+    capture(
+        "factors/trace/derived.py",
+        "pack(before.get((z.data_ptr(), z.shape, z.stride()), z))",
+        "pack(z)",
+        "expanded parameters in checkpoints, which save others when they run again",
+        ("tests/optim/test_integration.py",),
+    ),
     # Sums: both factors.
     sums(
         "factors/accumulate/factor_sums.py",
@@ -1043,6 +1050,27 @@ _MUTANTS = [
         "first_datum = self.first_datum",
         "the same draws in every pass of a step",
         ("tests/optim/test_passes.py", "tests/optim/test_curvature.py", "tests/optim/test_watched_factors.py"),
+    ),
+    optim(
+        "optim/watch.py",
+        'node.name() == "ToCopyBackward0"',
+        'node.name() == "CloneBackward0"',
+        "gradient of a copy of predictions, not of the original that the model's loss depends on",
+        ("tests/optim/test_integration.py",),
+    ),
+    optim(
+        "optim/watch.py",
+        "restored(model, g.device, refuse=False),",
+        "nullcontext(),",
+        "random numbers of the training drawn by predictions that are computed apart",
+        ("tests/optim/test_integration.py",),
+    ),
+    optim(
+        "optim/watch.py",
+        "[g.unsqueeze(0).to(self._f.dtype)]",
+        "[g.sign().unsqueeze(0).to(self._f.dtype)]",
+        "empirical Fisher of a fused loss with another gradient",
+        ("tests/optim/test_integration.py",),
     ),
     optim(
         "optim/watch.py",

@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from pytorch_lightning import LightningModule
 from pytorch_lightning import Trainer as Lightning
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 from transformers import Trainer, TrainingArguments
 
+import kfs
+from examples import finetune
+from kfs import EmpiricalRisk
 from kfs.errors import ModelError
 from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC
-from tests.language_models import gpt2_without_dropout
+from tests.language_models import gpt2_without_dropout, llama
 from tests.optim.training import data, mlp, train, weights
 
 CE = nn.CrossEntropyLoss
@@ -248,16 +253,24 @@ SENTENCES = [
 ]
 
 
-def hugging_face(folder: Path, resume: str | None = None, max_steps: int = 6, **options: Any) -> tuple[Any, KFAC, Any]:
+def hugging_face(
+    folder: Path,
+    resume: str | None = None,
+    max_steps: int = 6,
+    make: Callable[[], Any] = gpt2,
+    fisher: Any = "type-2",
+    sentences: Any = SENTENCES,
+    **options: Any,
+) -> tuple[Any, KFAC, Any]:
     """Train a small language model by `transformers.Trainer`."""
-    model = gpt2()
-    optimizer = KFAC(model, TokenCrossEntropy(shift=True), lr=0.05, **EXACT)
+    model = make()
+    optimizer = KFAC(model, TokenCrossEntropy(shift=True), lr=0.05, fisher=fisher)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 12)
     settings: dict[str, Any] = {"per_device_train_batch_size": 8, "logging_steps": 1, "save_strategy": "no"} | options
     arguments = TrainingArguments(
         str(folder), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=max_steps, max_grad_norm=0.0, **settings
     )
-    trainer = Trainer(model, arguments, train_dataset=SENTENCES, optimizers=(optimizer, scheduler))  # type: ignore[arg-type]
+    trainer = Trainer(model, arguments, train_dataset=sentences, optimizers=(optimizer, scheduler))  # type: ignore[arg-type]
     trainer.train(resume_from_checkpoint=resume)
     return model, optimizer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -278,6 +291,114 @@ def test_hugging_face_trainer_resumes(tmp_path: Path) -> None:
     resumed, optimizer, _ = hugging_face(tmp_path / "two", resume=str(tmp_path / "one" / "checkpoint-3"))
     assert optimizer.steps == 6
     torch.testing.assert_close(weights(resumed), weights(model), rtol=0, atol=0)
+
+
+def some_tokens(count: int) -> list[dict[str, Tensor]]:
+    """Return sentences of which fewer and fewer tokens count."""
+    return [
+        s | {"labels": s["labels"].where(torch.arange(5) < 5 - n % 4, -100)} for n, s in enumerate(SENTENCES[:count])
+    ]
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
+def test_parts_of_a_batch_with_different_numbers_of_tokens(fisher: Any, tmp_path: Path) -> None:
+    """Trainer divides the loss of each part by the tokens of all parts; the step is that of one large batch."""
+    parts, optimizer, _ = hugging_face(
+        tmp_path,
+        max_steps=2,
+        fisher=fisher,
+        sentences=some_tokens(8),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        train_sampling_strategy="sequential",
+    )
+    whole, loss = gpt2(), TokenCrossEntropy(shift=True)
+    plain = KFAC(whole, loss, lr=0.05, fisher=fisher)
+    batch = default_collate(some_tokens(8))
+    scheduler = lr_scheduler.CosineAnnealingLR(plain, 12)
+    for _ in range(2):
+        plain.zero_grad()
+        loss(whole(batch["input_ids"]).logits, batch["labels"]).backward()
+        plain.step()
+        scheduler.step()
+    assert optimizer.events.skipped_steps == 0
+    torch.testing.assert_close(weights(parts), weights(whole), rtol=1e-3, atol=1e-4)  # see above
+
+
+@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
+def test_hugging_face_trainer_in_half_precision_with_checkpoints(tmp_path: Path) -> None:
+    """Casts of outputs and checkpoints change nothing but round-off: Llama's scales are trained, too."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return llama()
+
+    start = weights(make())
+    plain, _, _ = hugging_face(tmp_path, make=make, max_steps=3)
+    saving, optimizer, _ = hugging_face(tmp_path, make=make, max_steps=3, gradient_checkpointing=True)
+    torch.testing.assert_close(weights(saving), weights(plain), rtol=0, atol=0)
+    half, optimizer, _ = hugging_face(tmp_path, make=make, max_steps=3, gradient_checkpointing=True, bf16=True)
+    assert not optimizer.uncovered
+    assert 0 < (weights(half) - weights(plain)).norm() < 0.1 * (weights(plain) - start).norm()
+    # Afterwards, the model is used as before.
+    risk = EmpiricalRisk(half.eval(), TokenCrossEntropy(shift=True), [default_collate(SENTENCES)])
+    assert len(kfs.KFAC(risk, fisher="mc").blocks) == len(optimizer.preconditioner.curvature.averages)
+
+
+def test_the_example_learns() -> None:
+    before, after = finetune.main(steps=20)
+    assert after < 0.7 * before
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_accelerate(own_loss: bool) -> None:
+    """With mixed precision and accumulated gradients, weights are those of a plain loop with autocast, bit by bit."""
+    loss, batches = TokenCrossEntropy(shift=True), [default_collate(SENTENCES[n : n + 4]) for n in (0, 4, 8, 12)]
+    moved = []
+    for prepared in (False, True):
+        model = gpt2()
+        optimizer = KFAC(model, loss, lr=0.05, **EXACT)
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True, gradient_accumulation_steps=2)
+        run, steps = (model, optimizer) if not prepared else accelerator.prepare(model, optimizer)
+        for number, batch in enumerate(batches):
+            with accelerator.accumulate(run) if prepared else torch.autocast("cpu", torch.bfloat16):
+                out = run(**batch)
+            value = loss(out.logits.float(), batch["labels"]) if own_loss else out.loss
+            if prepared:
+                accelerator.backward(value)
+            else:
+                (value / 2).backward()
+            if prepared or number % 2:
+                steps.step()
+                steps.zero_grad()
+        assert optimizer.steps == 2
+        moved.append(weights(model))
+    torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=0)
+
+
+def test_packed_sequences() -> None:
+    """Sequences in one row, told apart by their positions, have the factors of padded sequences."""
+    torch.manual_seed(0)
+    model, loss = llama().double().eval(), TokenCrossEntropy(shift=True)
+    rows = [torch.randint(11, (n,)) for n in (5, 3, 4)]
+    labels = [torch.cat([row.new_full((1,), -100), row[1:]]) for row in rows]
+    # With a cache, the model would not tell sequences apart.
+    packed = {
+        "input_ids": torch.cat(rows)[None],
+        "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
+        "labels": torch.cat(labels)[None],
+        "use_cache": False,
+    }
+    padded = {
+        "input_ids": pad_sequence(rows, True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], True),
+        "labels": pad_sequence(labels, True, -100),
+    }
+    one, other = (kfs.KFAC(EmpiricalRisk(model, loss, [batch]), "type-2") for batch in (packed, padded))
+    for name, block in one.blocks.items():
+        mine, theirs = block.structure(), other.blocks[name].structure()
+        # Normalizations and rotations of positions are in float32.
+        torch.testing.assert_close(mine.to_dense(), theirs.to_dense(), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("items", [16, 32])

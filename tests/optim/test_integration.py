@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kfs
 from kfs import EmpiricalRisk
-from kfs.errors import KfsError, KfsWarning, ModelError
+from kfs.errors import DataError, KfsError, KfsWarning, LossError, ModelError
 from kfs.losses import Custom, TokenCrossEntropy
 from kfs.optim import KFAC
 from tests.language_models import gpt2_without_dropout
@@ -192,6 +192,133 @@ def test_activation_checkpoints(options: dict[str, Any]) -> None:
     assert not torch.overrides._get_current_function_mode_stack()
     gc.collect()
     torch.testing.assert_close(after(model, **options), expected, rtol=1e-10, atol=1e-12)
+
+
+class Scaled(nn.Module):
+    """Data that are multiplied with, divided by, and added to parameters, perhaps in a checkpoint."""
+
+    def __init__(self, saves: bool) -> None:
+        super().__init__()
+        self.layer, self.saves = mlp()[4], saves
+        first = torch.linspace(0.5, 1, 5, dtype=torch.float64)
+        self.scale, self.divisor, self.shift = (nn.Parameter(first + n) for n in range(3))
+
+    def inner(self, x: Tensor) -> Tensor:
+        result: Tensor = (self.scale * x.repeat(1, 2)[:, :5].tanh() / self.divisor + self.shift).tanh()
+        return result
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(checkpoint(self.inner, x, use_reentrant=False) if self.saves else self.inner(x))
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+def test_checkpoints_of_scales(fisher: Any) -> None:
+    """A checkpoint compares the tensors that it saves with those of a run without expanded parameters."""
+    torch.testing.assert_close(after(Scaled(True), fisher=fisher), after(Scaled(False), fisher=fisher), rtol=0, atol=0)
+    plain, saving = (kfs.KFAC(EmpiricalRisk(Scaled(saves), CE(), data()), fisher) for saves in (False, True))
+    torch.testing.assert_close(saving.to_dense(), plain.to_dense(), rtol=0, atol=0)
+
+
+def with_copies(model: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return a loss, and a copy of predictions that was made afterwards, as trainers do in mixed precision."""
+    f = model(x)
+    return {"logits": f.float(), "loss": CE()(f, labels)}
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_predictions_that_are_copied_after_the_loss(fisher: Any, share: float) -> None:
+    """The gradient of predictions is the one of the loss that the model computes, and of those of its copies."""
+
+    def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        out = model(x, labels=y)
+        ((1 - share) * out["loss"] + share * CE()(out["logits"], y)).backward()
+
+    expected = after(mlp(), fisher=fisher)
+    torch.testing.assert_close(
+        after(Wrapped(mlp(), with_copies), backward, fisher=fisher), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def fused(model: Any, x: Tensor, labels: Tensor | None = None) -> Any:
+    """Return a loss without predictions if there are labels."""
+    f = model(x)
+    if labels is None:
+        return f
+    return {"loss": CE()(f, labels), "terms": F.cross_entropy(f, labels, reduction="none"), "labels": labels}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fisher": "mc"},
+        {"fisher": "empirical"},
+        {"fisher": "forward-only"},
+        {"eigen": True},
+        {"loss": CE(reduction="sum"), "factors_every": 2},
+    ],
+)
+def test_fused_losses(options: dict[str, Any]) -> None:
+    """The curvature of a loss without predictions is that at predictions that are computed apart."""
+
+    def backward(model: Any, x: Tensor, y: Tensor) -> None:
+        terms = (
+            model(x, labels=y)["terms"]
+            if isinstance(model, Wrapped)
+            else F.cross_entropy(model(x), y, reduction="none")
+        )
+        (terms.sum() if "loss" in options else terms.mean()).backward()
+
+    torch.testing.assert_close(
+        after(Wrapped(mlp(), fused), backward, **options), after(mlp(), backward, **options), rtol=1e-12, atol=0
+    )
+
+
+def test_fused_losses_with_dropout() -> None:
+    """Computing predictions apart draws no random numbers of the training."""
+    x, y = data()
+    states = []
+    for watched in (False, True):
+        model = Wrapped(nn.Sequential(mlp(), nn.Dropout(0.5)), fused)
+        optimizer = KFAC(model, CE(), fisher="mc") if watched else None
+        torch.manual_seed(1)
+        for _ in range(2):
+            model(x, labels=y)["loss"].backward()
+            if optimizer is not None:
+                optimizer.step()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_fused_losses_whose_targets_or_predictions_are_wrong() -> None:
+    x, y = data()
+    places = slice(None)
+    model = Wrapped(mlp(), lambda m, x, labels=None: fused(m, x, labels) if labels is not None else m(x)[places])
+    optimizer = KFAC(model, CE())
+    out = model(x, labels=y)
+    for _ in range(2):  # neither belongs to the whole loss
+        optimizer.targets(y)
+    with pytest.raises(LossError, match="targets, which are unknown"):
+        out["loss"].backward()
+    out, places = model(x, labels=y), slice(5)
+    with pytest.raises(DataError, match="called with 12 examples"):
+        out["loss"].backward()
+    places = slice(None)
+    torch.testing.assert_close(model(x, labels=None), model(x))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_losses_without_predictions(audit: bool) -> None:
+    """Without an audit, or if the model needs labels, a fused loss is an error."""
+    x, y = data()
+    model = Wrapped(mlp(), fused if not audit else lambda m, x, labels: CE()(m(x), labels))
+    optimizer = KFAC(model, CE(), audit=audit)
+    out = model(x, labels=y)
+    with pytest.raises(ModelError, match="If its loss is fused"):
+        (out if audit else out["loss"]).backward()
+    optimizer.close()
 
 
 OUTPUTS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {

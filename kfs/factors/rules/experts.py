@@ -15,6 +15,9 @@ from torch import Tensor
 from kfs.factors.rules.elementwise import broadcast
 from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite, argument_at
+from kfs.problem.torch_fixes import refuse_checkpoint
+
+_STACK = "A product with a stack of matrices (experts)"
 
 
 def product(call: Call, a: Argument, b: Argument) -> Planned:
@@ -65,6 +68,7 @@ def einsum(weight: Argument, x: Argument, letters: tuple[str, str, str]) -> Plan
         with seen.intercepting():
             if repeated:
                 return torch.einsum(f"{matrix},{v}->{result}", W[0], data)
+            refuse_checkpoint(_STACK)
             pairs = zip(W.unbind(0), data.unbind(axis), strict=True)
             outputs = [torch.einsum(f"{matrix},{vectors}->{output}", *pair) for pair in pairs]
             return torch.stack(outputs, result.index(expert))
@@ -91,6 +95,7 @@ def baddbmm(
         bias, a, b = (argument_at(t.place, args, kwargs) for t in (input, batch1, batch2))
         with seen.intercepting():
             if joins:
+                refuse_checkpoint(_STACK)
                 triples = zip(bias.squeeze(1).unbind(0), a.unbind(0), b.unbind(0), strict=True)
                 return torch.stack([torch.addmm(*triple) for triple in triples])
             z = torch.bmm(a, b)
@@ -125,6 +130,7 @@ def grouped_mm(
         with torch.autocast(x.device.type, enabled=False), seen.intercepting():
             if ends is None:
                 return _over_experts(x, W, torch.matmul)
+            refuse_checkpoint(_STACK)
             sizes = [stop - start for start, stop in pairwise([0, *ends])]
             *groups, rest = x.split([*sizes, len(x) - ends[-1]])
             outputs = [group @ matrix for group, matrix in zip(groups, W.unbind(0), strict=True)]
@@ -140,6 +146,7 @@ def _over_experts(x: Tensor, W: Tensor, multiply: Callable[[Tensor, Tensor], Ten
     x = x.expand(*torch.broadcast_shapes(x.shape[:-2], W.shape[:-2]), *x.shape[-2:])
     if W.shape[0] == 1 or W.stride(0) == 0:  # one matrix for all experts
         return _over_experts(x, W[0], multiply)
+    refuse_checkpoint(_STACK)
     pairs = zip(x.unbind(-W.ndim), W.unbind(0), strict=True)
     return torch.stack([_over_experts(one, matrix, multiply) for one, matrix in pairs], -W.ndim)
 

@@ -33,12 +33,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils import checkpoint
 
 from kfs.errors import ModelError
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite
+from kfs.problem.torch_fixes import refuse_checkpoint
 from kfs.runtime.precision import at_least_float32
 
 # Gradients with respect to all p, all q, all projected states, the first state, and the first cell state. Gradients
@@ -469,7 +469,7 @@ class _Network:
 
     def run(self, seen: Discovery, input: Tensor, hx: Any, params: list[Tensor], *_: Any, **__: Any) -> Any:
         """Run all layers and directions. The operation's other arguments are fields already."""
-        _refuse_checkpoint()
+        refuse_checkpoint("A recurrent network")
         initial = _first_states(seen, hx)
         directions = 2 if self.bidirectional else 1
         per = 4 if self.has_biases else 2
@@ -534,19 +534,6 @@ class _Network:
             # One layer, no dropout, not in training, one direction, time before batch.
             states, *_ = self.operation(x, hx, list(weights), self.has_biases, 1, 0.0, False, False, False)
         return torch.cat([first[0].to(states.dtype), states[:-1]])
-
-
-def _refuse_checkpoint() -> None:
-    """Raise if called inside of a checkpoint: its second run is not captured, so its operations would differ.
-
-    Saved tensors would then be confused, and gradients could be wrong.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__:
-        raise ModelError(
-            "A recurrent network runs inside of an activation checkpoint (torch.utils.checkpoint).",
-            "Call it outside of the checkpoint, or leave its parameters out with params=.",
-        )
 
 
 RULES = {

@@ -1,12 +1,14 @@
 """Parameters that are combined with the batch indirectly: broadcast parameters, derived parameters, copies."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.row_map import Receiver, RowMap, RowQuery, StridedRows
@@ -157,6 +159,23 @@ def tap_broadcast(seen: "Discovery", step: Broadcast, t: Tensor, call: Call) -> 
         (plan,) = seen.trace.settled(step.plan, [step.plan], call, z)
         receive = seen.use(plan, None)
     return seen.tap(z, receive)
+
+
+def saved_as_before(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
+    """Return a context in which hooks on saved tensors get parameters in place of their expanded copies.
+
+    An activation checkpoint runs the model again without taps, and compares the shapes of the tensors that both runs
+    save. Derivatives broadcast a parameter by themselves.
+
+    Args:
+        pairs: Expanded tensors with taps, and the tensors that they replace.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+    before = {(z.data_ptr(), z.shape, z.stride()): t.detach() for z, t in pairs}
+    return saved_tensors_hooks(lambda z: pack(before.get((z.data_ptr(), z.shape, z.stride()), z)), unpack)
 
 
 def tap_spread(

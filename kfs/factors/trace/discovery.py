@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.row_map import AuditResult, Receiver, RowSource
-from kfs.factors.trace.derived import tap_broadcast
+from kfs.factors.trace.derived import saved_as_before, tap_broadcast
 from kfs.factors.trace.plan import Broadcast, Call, Copy, Plan, Rewrite, argument_at, describe, with_argument
 from kfs.factors.trace.trace import Rule, Trace, no_rule
 from kfs.factors.trace.tracking import FIRST_ONLY, SHAPES_ONLY, Derived, Marks, Tracked, tensors_of
@@ -147,10 +147,13 @@ class Discovery(ABC):
         if isinstance(planned, Copy):
             return self._track_copy(planned, func(*args, **kwargs), key)
         if isinstance(planned[0], Broadcast):
+            pairs = []
             for step in planned:
-                tapped = tap_broadcast(self, step, argument_at(step.argument.place, args, kwargs), call)
-                args, kwargs = with_argument(step.argument.place, tapped, args, kwargs)
-            return func(*args, **kwargs)
+                t = argument_at(step.argument.place, args, kwargs)
+                pairs.append((tap_broadcast(self, step, t, call), t))
+                args, kwargs = with_argument(step.argument.place, pairs[-1][0], args, kwargs)
+            with saved_as_before(pairs):
+                return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if planned[0].follows:
             return self._follow(planned, call, key, args, kwargs, out)
