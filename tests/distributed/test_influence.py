@@ -20,35 +20,40 @@ def queries_of(name: str) -> kfs.EmpiricalRisk:
     return kfs.EmpiricalRisk(model, loss, (X[2:7], y[2:7]))
 
 
-def scores_of(train: kfs.EmpiricalRisk) -> list[Any]:
+def scores_of(train: kfs.EmpiricalRisk, **settings: Any) -> list[Any]:
     queries = queries_of("mlp")
-    influence = kfs.Influence(kfs.EKFAC(train))
-    top = influence.top(queries, train, k=4)
+    influence = kfs.Influence(kfs.EKFAC(train, **settings))
+    top = influence.top(queries, train, k=4, normalize="self")
     parts = influence.scores(queries, train, by="layer", normalize="cosine", memory=0)
+    factored = kfs.Influence(kfs.KFAC(train, **settings), 0.1, "factored")
     return [
         influence.scores(queries, train),
         influence.self_scores(train),
+        factored.scores(queries, train),
+        factored.self_scores(train),
         *parts.values(),
         *(ranked.values for ranked in (top.helpful, top.harmful)),
         *(ranked.indices for ranked in (top.helpful, top.harmful)),
     ]
 
 
-def compare_scores() -> str:
-    found = scores_of(risk_of_own("mlp"))
+def compare_scores(settings: dict[str, Any]) -> str:
+    found = scores_of(risk_of_own("mlp"), **settings)
     if is_first():
         torch.testing.assert_close(found, scores_of(risk_of_all("mlp")), **CLOSE)
     return bits(found)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_scores(ranks: Pool, size: int) -> None:
-    assert len(set(ranks(size, compare_scores))) == 1
+@pytest.mark.parametrize("settings", [{}, {"placement": "owner"}, {"placement": "owner", "factor_device": "cpu"}])
+def test_scores(ranks: Pool, size: int, settings: dict[str, Any]) -> None:
+    """Some ranks have no data, and others own no block."""
+    assert len(set(ranks(size, compare_scores, settings))) == 1
 
 
 def compare_tokens() -> str:
     train, queries = risk_of_own("tokens"), queries_of("tokens")
-    scores = kfs.Influence(kfs.KFAC(train)).scores(queries, train, by="token")
+    scores = kfs.Influence(kfs.KFAC(train, placement="owner")).scores(queries, train, by="token")
     if is_first():
         one = risk_of_all("tokens")
         torch.testing.assert_close(scores, kfs.Influence(kfs.KFAC(one)).scores(queries, one, by="token"), **CLOSE)
@@ -91,7 +96,6 @@ def refused(what: str) -> str:
         "other damping": lambda: kfs.Influence(influence.K, 0.1 + second).self_scores(train),
         "other options": lambda: influence.top(queries, train, 2, of="margin" if second else "loss"),
         "a typo": lambda: influence.scores(queries, train, normalize="cosin" if second else None),  # type: ignore[arg-type]
-        "index": lambda: influence.index(train),
         "cost": lambda: influence.cost(queries, train),
         "query_error": lambda: influence.query_error(queries, train, 1),
     }

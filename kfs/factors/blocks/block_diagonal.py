@@ -47,7 +47,7 @@ from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.kronecker_sum import plus, product
 from kfs.factors.blocks.stack import Stack, check_coverage, restricted, stacked, stacks_of
 from kfs.factors.blocks.structure import Structure
-from kfs.factors.layout import by_parameter
+from kfs.factors.layout import Layout, by_parameter
 from kfs.files import with_tensors
 from kfs.operators.linear_operator import LinearOperator, bracketed
 from kfs.operators.solve import Vec
@@ -149,8 +149,13 @@ class BlockDiagonal(LinearOperator):
             return [_returned(function(copy), copy, stack) for copy, stack in pairs]
 
     @property
+    def is_here(self) -> bool:
+        """Whether all blocks are in this process, and on the operator's device."""
+        return self.distribution.is_complete and not self._are_elsewhere
+
+    @property
     def _are_elsewhere(self) -> bool:
-        """Whether the blocks are on another device than the operator: in host memory."""
+        """Whether blocks of this process are on another device than the operator: in host memory."""
         return any(stack.structure.like.device != self.device for stack in self.own_stacks)
 
     def _write(self, where: str, tensors: Iterable[Tensor], function: Callable[[Stack], None]) -> None:
@@ -258,6 +263,11 @@ class BlockDiagonal(LinearOperator):
         place_of = by_parameter(self.domain.shapes)
         blocks = sorted((b for stack in self.stacks for b in stack.blocks()), key=lambda block: place_of(block[0]))
         return ByName({layout.name: structure for layout, structure in blocks})
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """How parameters become the matrices that blocks act on, for the blocks of all processes."""
+        return [block.layout for block in self._listed()]
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
