@@ -282,7 +282,7 @@ def kfac(
         The sums of all blocks, and the counts of the pass. Blocks are scaled by `R` on access, so that more data can be
         added.
     """
-    memory = memory_of_pass(risk, settings)
+    memory = settings.factor_memory if settings.factor_device is None else memory_of_pass(risk, settings)
     if memory is not None:
         return _in_several_passes(risk, settings, memory, journal, owners)
     sums = FactorSums(settings, owners=owners)

@@ -5,7 +5,7 @@ A `Request` has the arguments and checks them, a `Stream` computes scores batch 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -69,7 +69,8 @@ class Request:
         check_choice("normalize", self.normalize, get_args(Normalize))
         check_bytes("memory", self.memory)
         check_count("query_rank", self.query_rank)
-        K.distribution.check(self.train.ranks)
+        if not K.distribution.is_complete:
+            K.distribution.check(self.train.ranks)
         _check_data(K, self.train, self.of_train, "train")
         _check_data(K, self.queries, self.of, "queries")
         check_same_values(K, self.queries, self.train)
@@ -135,7 +136,7 @@ class Queries:
 
     start: int
     stop: int
-    gradients: Mapping[str, BlockGradients]
+    gradients: dict[str, BlockGradients]
     own: Tensor | None
 
     def __len__(self) -> int:
@@ -209,11 +210,13 @@ class Stream:
                 while start < batch.stop:
                     stop = min(batch.stop, start + most - sum(map(len, pending)))
                     pending.append(self._prepared(batch, start, stop))
-                    if sum(map(len, pending)) == most or stop == total:
+                    number = sum(map(len, pending))
+                    if number == most or stop == total:
                         chunk = _joined(pending)
                         pending = []
                         yield chunk
-                        line.advance(len(chunk))
+                        del chunk  # before the gradients of the next queries
+                        line.advance(number)
                     start = stop
 
     def train(self) -> Iterator[GradientBatch]:
@@ -248,7 +251,7 @@ class Stream:
 
     def prepare(self) -> None:
         """Compute the self-scores of training data before all others, if they need blocks that are not kept."""
-        if self.request.normalize is not None and not self.inverse.are_kept:
+        if not self.inverse.are_kept:
             self._own = dict(self.own_of_each_batch())
 
     def own_of_each_batch(self) -> Iterator[tuple[int, Tensor]]:
@@ -302,15 +305,16 @@ class Inverse:
 
     def __init__(self, operator: BlockDiagonal, risk: EmpiricalRisk) -> None:
         self.operator = operator
-        self._ranks = operator.ranks
+        self._ranks = operator.distribution.ranks
         self._device, self._dtype = risk.device, risk.sum_dtype
-        self.are_kept = operator.is_here
+        self.are_kept = operator.distribution.is_complete and not operator.is_elsewhere
         self.kept = {n: s.to(risk.device, self._dtype) for n, s in operator.structures.items()} if self.are_kept else {}
 
     def of(self, blocks: Collection[str]) -> Iterator[tuple[str, Structure]]:
         """Yield the inverses of some blocks by name. If blocks have owners, all ranks must iterate together."""
         if self.are_kept:
-            yield from ((name, self.kept[name]) for name in blocks)
+            for name in blocks:
+                yield name, self.kept[name]
             return
         for name, structure in self.operator.each():
             if name in blocks:
@@ -326,8 +330,9 @@ class Inverse:
 
 
 def _joined(parts: list[Queries]) -> Queries:
-    """Concatenate queries of several batches."""
-    gradients = {name: joined_gradients([part.gradients[name] for part in parts]) for name in parts[0].gradients}
+    """Concatenate queries of several batches. Their gradients are freed block by block."""
+    names = list(parts[0].gradients)
+    gradients = {name: joined_gradients([part.gradients.pop(name) for part in parts]) for name in names}
     own = [part.own for part in parts if part.own is not None]
     return Queries(parts[0].start, parts[-1].stop, gradients, torch.cat(own) if own else None)
 
@@ -488,7 +493,8 @@ def all_scores(stream: Stream) -> Tensor | dict[str, Tensor]:
     request = stream.request
     check_alone(request.queries, "Scores of queries")
     stream.check_ranks()
-    stream.prepare()
+    if request.normalize is not None:
+        stream.prepare()
     rows: dict[str, list[Tensor]] = {}
     for chunk in stream.chunks():
         columns = _columns(stream, chunk)
@@ -496,6 +502,7 @@ def all_scores(stream: Stream) -> Tensor | dict[str, Tensor]:
             columns = _of_all_ranks(request.train, columns)
         for key, parts in columns.items():
             rows.setdefault(key, []).append(_joined_scores(parts, 1))
+        del chunk  # as in `chunks`
     result = {key: _joined_scores(parts, 0) for key, parts in rows.items()}
     return result if request.by in {"block", "layer"} else result[""]
 
@@ -548,7 +555,8 @@ def best(stream: Stream) -> Top:
     found: list[tuple[Ranked, Ranked]] = []
     check_alone(request.queries, "Scores of queries")
     stream.check_ranks()
-    stream.prepare()
+    if request.normalize is not None:
+        stream.prepare()
     for chunk in stream.chunks():
         helpful, harmful = Best(k), Best(k)
         for batch in stream.train():
@@ -559,6 +567,7 @@ def best(stream: Stream) -> Top:
         for kept in (helpful, harmful):
             kept.merge(request.train.ranks, request.train.device)
         found.append((helpful.ranked(sign), harmful.ranked(-sign)))
+        del chunk  # as in `chunks`
     both = [Ranked(*map(torch.cat, zip(*parts, strict=True))) for parts in zip(*found, strict=True)]
     return Top(*both)
 

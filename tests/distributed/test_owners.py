@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import kfs
 from kfs import files
-from kfs.distributed import Ranks
+from kfs.distributed import Ranks, plan
 from kfs.distributed.collectives import joined, write_joined
 from kfs.errors import DistributedError, ModelError
 from kfs.factors.blocks import BlockDiagonal
@@ -51,7 +51,9 @@ METHODS: dict[str, Callable[[BlockDiagonal, Tensor], Any]] = {
     "formula": lambda K, _: K.shift(0.2).formula,
     "frobenius_norm": lambda K, _: K.frobenius_norm(),
     "gathered": lambda K, _: K.gathered(),
+    "is_elsewhere": lambda K, _: K.is_elsewhere,
     "inverse": lambda K, _: (K.inverse(0.1), K.inverse(kfs.Relative(0.1))),
+    "layouts": lambda K, _: K.layouts,
     "logdet": lambda K, _: K.inverse(0.1).logdet(),
     "mean_eigenvalue": lambda K, _: K.mean_eigenvalue(),
     "multiply": lambda K, v: K.multiply(K.domain.unflatten(v.unsqueeze(0))),
@@ -213,6 +215,26 @@ def test_each_rank_holds_its_share(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) ->
     # Owners are chosen by the sizes of EKFAC. The inverse here is a factored one, which has no eigenvalues.
     assert max(nbytes for nbytes, _ in shares) <= (1.05 if kind is kfs.EKFAC else 1.1) / 3 * whole
     assert sum(nbytes for nbytes, _ in shares) == pytest.approx(whole, rel=0.01)  # no block is anywhere twice
+
+
+def held_by_influence() -> tuple[int, int, int, bool]:
+    """Return the bytes of this rank, what the plan says, and the bytes of one set of its eigenvalues."""
+    risk = deep_risk(dist.group.WORLD)
+    influence = kfs.Influence(kfs.EKFAC(risk, fisher="empirical", placement="owner"))
+    influence.scores(deep_risk(None), risk)  # keeps no blocks of other ranks
+    shapes = {name: block.layout.matrix_shape[1:] for name, block in influence.K.blocks.items()}  # type: ignore[attr-defined]
+    planned = plan(shapes, dist.get_world_size(), eigen=True)
+    owners = {block: rank for (block, _), rank in planned.owners.items()}
+    values = sum(stack.structure.like.nbytes for stack in influence.inverse.own_stacks)
+    own = planned.nbytes[dist.get_rank()]
+    return bytes_of(influence), own, values, owners == influence.K.distribution.owners
+
+
+def test_influence_holds_what_the_plan_says(ranks: Pool) -> None:
+    """Besides factors, eigenvectors and eigenvalues: scaled eigenvalues, and those of the inverse."""
+    for found, planned, values, same in ranks(3, held_by_influence):
+        assert same
+        assert found == pytest.approx(planned + 2 * values, rel=0.01)
 
 
 def compare_passes(kind: type[KFAC | kfs.EKFAC], name: str, placement: Any, memory: int) -> tuple[str, int]:

@@ -180,7 +180,8 @@ class FactorSums(Statistic):
         read_counts(self.blocks.values())
         for block in self.blocks.values():
             block.complete(dtype)
-            block.to(device)
+            if device is not None:
+                block.to(device)
 
     def state(self) -> dict[str, Any]:
         """Return all sums for a file, between two batches. If blocks have owners, these are the blocks of this rank."""

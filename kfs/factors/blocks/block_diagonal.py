@@ -144,17 +144,13 @@ class BlockDiagonal(LinearOperator):
     def _own(self, where: str, function: Callable[[Stack], T]) -> list[T]:
         """Return the results of a function for each stack of this process. An error ends the call in all processes."""
         with self.distribution.agree(where):
-            copies = copied(self.own_stacks, self.device, Stack.mapped) if self._are_elsewhere else self.own_stacks
-            pairs = zip(copies, self.own_stacks, strict=True)
-            return [_returned(function(copy), copy, stack) for copy, stack in pairs]
+            if not self.is_elsewhere:
+                return [function(stack) for stack in self.own_stacks]
+            copies = zip(copied(self.own_stacks, self.device, Stack.mapped), self.own_stacks, strict=True)
+            return [_returned(function(copy), copy, stack) for copy, stack in copies]
 
     @property
-    def is_here(self) -> bool:
-        """Whether all blocks are in this process, and on the operator's device."""
-        return self.distribution.is_complete and not self._are_elsewhere
-
-    @property
-    def _are_elsewhere(self) -> bool:
+    def is_elsewhere(self) -> bool:
         """Whether blocks of this process are on another device than the operator: in host memory."""
         return any(stack.structure.like.device != self.device for stack in self.own_stacks)
 
@@ -231,7 +227,7 @@ class BlockDiagonal(LinearOperator):
             items = [(order[stack.layouts[0].name], stack.state()) for stack in stacks]
             found = (Stack.from_state(state) for _, state in self.distribution.each(items))
             copies = (stack.mapped(lambda t: t.to(self.device)) for stack in found)
-        elif self._are_elsewhere:
+        elif self.is_elsewhere:
             copies = copied(stacks, self.device, Stack.mapped)
         for stack in copies:
             yield stack.layouts[0].name, stack.structure
@@ -659,8 +655,6 @@ def _returned(result: T, copy: Stack, stack: Stack) -> T:
 
     Tensors that new blocks share with the copy, such as eigenvectors, become those of the stack.
     """
-    if copy is stack:
-        return result
     if isinstance(result, tuple):
         return cast("T", tuple(_returned(part, copy, stack) for part in result))
     if not isinstance(result, Structure):

@@ -49,7 +49,7 @@ class Stackable:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the same blocks on a device, or in another precision."""
-        return self.mapped(lambda t: t.to(device=device, dtype=dtype))
+        return _combined(lambda tensors: tensors[0].to(device=device, dtype=dtype), [self])
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return the same blocks with a function applied to all tensors."""
