@@ -320,7 +320,8 @@ def _in_several_passes(
     # later.
     found = FactorSums(settings, chosen=())
     with ranks.agreed("first batch"), closing(Passes(risk, found, settings, Progress()).over(risk.batches())) as run:
-        next(run, None)
+        if next(run, None) is not None and risk.whole.layers is not None:
+            risk.whole.layers.finish()
     left = found.left_out
     known: set[Key] = set()
     number = 0
