@@ -5,15 +5,23 @@ random weights in bf16, and 512 training sequences and 32 queries of 512 random 
 1B, for which Kronfluence runs in the same process, if it is installed. `python -m benchmarks.large_language_model tiny
 --device cpu` runs everything without a GPU. Curvature is that of all linear layers of the transformer blocks.
 
+A command of at most ten minutes on an H200 runs one of these:
+
+    python -m benchmarks.large_language_model 3B --only forward KFAC eigh EKFAC
+    python -m benchmarks.large_language_model 3B --only forward EKFAC inverse scores --factor-train 64 --memory 96
+    python -m benchmarks.large_language_model 1B
+    python -m benchmarks.large_language_model 1B --layers 8    # if decompositions of Kronfluence take too long
+
 Bytes of EKFAC in float32, in GiB: factors and eigenvectors have 30.1 each for `3B`, and 14.2 each for `1B`; eigenvalues
 have 10.5 and 3.6. A query's gradient has as many as the eigenvalues, so queries need several passes over the training
-data, as many as `--memory` says, or `--query-rank`.
+data, as many as `--memory` says, or `--query-rank`. For `3B`, EKFAC is in host memory (`--factor-device none` keeps it
+on the GPU): 92 GiB with scaled eigenvalues and those of the inverse. KFAC is always on the GPU.
 
 - forward+backward: one batch, with gradients of all parameters. Its time is the unit of ratios.
 - KFAC, first batches: `--few` batches, with the audit.
 - KFAC, marginal batch: the time for `--many` batches minus the time for `--few`, over their difference.
 - eigh: one float32 eigendecomposition of the widest factor.
-- EKFAC: both passes over all training sequences, and all decompositions.
+- EKFAC: both passes over all training sequences (or `--factor-train` of them), and all decompositions.
 - inverse: the damped inverse.
 - scores, one eighth: all queries with the first eighth of the training sequences.
 - scores: all queries with all training sequences.
@@ -225,7 +233,7 @@ class Benchmark:
 
     def kfac(self, count: int) -> KFAC:
         """Compute KFAC of some batches, without the decomposition."""
-        return KFAC(self.risk(self.train, count), "mc", **self.settings)
+        return KFAC(self.risk(self.train, count), "mc")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -251,7 +259,13 @@ class Benchmark:
 
     def ekfac(self) -> None:
         """Compute EKFAC of all training data."""
-        self.E = EKFAC(self.risk(self.train), "mc", **self.settings)
+        self.E = EKFAC(self.risk(self.for_factors), "mc", **self.settings)
+
+    @property
+    def for_factors(self) -> Data:
+        """The training data that EKFAC is computed from."""
+        X, y = (part[: self.size.factor_train] for part in self.train)
+        return X, y
 
     def inverse(self) -> None:
         """Compute the inverse."""
@@ -275,7 +289,9 @@ class Benchmark:
             Part("KFAC, first batches", self.first_batches, size.few),
             Part("KFAC, marginal batch", self.marginal, 1, goal=partial(at_most, ratio=1.5)),
             Part(f"eigh of {size.inner:,}", self.eigh),
-            Part("EKFAC", self.ekfac, all_batches, goal=partial(at_most, seconds=300, peak=100)),
+            Part(
+                "EKFAC", self.ekfac, len(self.batches(self.for_factors)), goal=partial(at_most, seconds=300, peak=100)
+            ),
             Part("inverse", self.inverse, needs="EKFAC"),
             Part("scores, one eighth", partial(self.pairwise, some), len(self.batches(some)), "inverse"),
             Part("scores", partial(self.pairwise, self.train), all_batches, "inverse"),
@@ -340,6 +356,8 @@ class Benchmark:
             yield PartRow("all", library, None, why=explained(error))
             return found
         for part in parts:
+            if self.size.only and not part.name.startswith(tuple(self.size.only)) and library == "kfs":
+                continue
             row = self._row(part, library, found)
             if row.seconds is not None:
                 found[part.name] = row.seconds
@@ -397,6 +415,7 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
         "batch": (int, 4, "sequences in a batch"),
         "few": (int, 8, "batches of the shorter computation for marginal costs"),
         "many": (int, 24, "batches of the longer one"),
+        "factor-train": (int, None, "training sequences for EKFAC (default: all)"),
         "memory": (float, 32, "GiB for gradients of queries"),
         "query-rank": (int, None, "singular vectors of queries to keep (default: all)"),
         "factor-memory": (int, None, "bytes of sums for each pass (default: no limit)"),
@@ -404,7 +423,8 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     }
     for name, (kind, default, meaning) in numbers.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=meaning)
-    parser.add_argument("--factor-device", help="device of factors (default: the model's)")
+    parser.add_argument("--factor-device", help="device of EKFAC, or none (default: cpu for 3B, else the model's)")
+    parser.add_argument("--only", nargs="+", help="beginnings of the names of the programs of kfs to run")
     parser.add_argument("--kronfluence", action=argparse.BooleanOptionalAction, help="default: for all shapes but 3B")
     parser.add_argument("--results", type=Path, default=None, help="folder for the JSON file")
     given = parser.parse_args(words)
@@ -414,6 +434,9 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
             setattr(given, name, value)
     if given.kronfluence is None:
         given.kronfluence = given.shape != "3B"
+    if given.factor_device is None and given.shape == "3B":
+        given.factor_device = "cpu"
+    given.factor_device = None if given.factor_device == "none" else given.factor_device
     return given
 
 

@@ -169,7 +169,7 @@ def _sum_squares(
 def _fetched(K: KFAC, own: Mapping[str, Eigenbasis]) -> dict[str, Eigenbasis]:
     """Return the eigenvectors of the blocks of all ranks on the model's device, with eigenvalues to add to."""
     if K.distribution.is_complete:
-        elsewhere = any(basis.values.device != K.device for basis in own.values())
+        elsewhere = K.settings.factor_device is not None
         bases = copied(own.values(), K.device, Eigenbasis.mapped) if elsewhere else own.values()
         return dict(zip(own, bases, strict=True))
     found = {}

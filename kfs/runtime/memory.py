@@ -63,11 +63,17 @@ def copied(items: Iterable[T], device: torch.device, copy: Callable[[T, Move], T
     yield from _copied_ahead(items, device, copy)  # pragma: no cover (tested on a GPU)
 
 
+@cache
+def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:  # pragma: no cover
+    """Return the stream of copies to a GPU, always the same one, because memory is reserved by stream."""
+    return torch.cuda.Stream(device)
+
+
 def _copied_ahead(  # pragma: no cover
     items: Iterable[T], device: torch.device, copy: Callable[[T, Move], T]
 ) -> Iterator[T]:
     """Yield copies of items on a GPU, one ahead. Copies from pinned memory run beside computations."""
-    stream = torch.cuda.Stream(device)
+    stream = _stream_of_copies(device)
     ahead: tuple[T, torch.cuda.Event, list[Tensor]] | None = None
     for item in chain(items, [None]):
         ready, ahead = ahead, None

@@ -60,4 +60,13 @@ def test_bytes(shape: str, gib: float) -> None:
 def test_settings() -> None:
     given = large_language_model.options(["3B", "--layers=2"])
     assert (given.layers, given.width, given.kronfluence) == (2, 3072, False)
+    assert given.factor_device == "cpu"
+    assert large_language_model.options(["3B", "--factor-device=none"]).factor_device is None
     assert large_language_model.options(["1B"]).kronfluence
+
+
+def test_some_programs(tmp_path: Path) -> None:
+    large_language_model.main([*SMALL, "--factor-train=4", "--only", "EKFAC", "inverse", "scores, one"], tmp_path)
+    found = rows(tmp_path)
+    assert list(found) == ["EKFAC", "inverse", "scores, one eighth"]
+    assert all(row["seconds"] is not None for row in found.values())

@@ -151,8 +151,8 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether blocks of this process are on another device than the operator: in host memory."""
-        return any(stack.structure.like.device != self.device for stack in self.own_stacks)
+        """Whether blocks of this process are on another kind of device than the operator: in host memory."""
+        return any(stack.structure.like.device.type != self.device.type for stack in self.own_stacks)
 
     def _write(self, where: str, tensors: Iterable[Tensor], function: Callable[[Stack], None]) -> None:
         """Let all blocks write their parts into tensors, where parts of blocks on other ranks are zero before."""
