@@ -551,6 +551,8 @@ def _why_not_replayed(risk: EmpiricalRisk) -> str:
         return "the model has hooks"
     model = risk.model.parameters() if isinstance(risk.model, nn.Module) else ()
     devices = {t.device for t in (*risk.params.values(), *model)}
+    if risk.whole.layers is not None:
+        return "parameters are gathered layer by layer"
     return "the model is on several devices" if len(devices) > 1 else ""
 
 

@@ -105,10 +105,8 @@ class Layers:
         """Gather the layers that processes need, and keep the one that this process needs; return what all need."""
         all_wanted = self._ranks.gather("parameters of a layer", wanted)
         for place in sorted({place for place in all_wanted if place is not None}):
-            with (
-                torch.no_grad(),
-                temporarily_clear_interpreter_stack(),
-            ):  # several vectors may be sent back together by `vmap`
+            # Several vectors may be sent back together, by `vmap`.
+            with torch.no_grad(), temporarily_clear_interpreter_stack():
                 found = [self._gather(p.detach().to(whole.dtype)) for p, whole in self._layers[place]]
             if place == wanted:
                 self._last = place, found
