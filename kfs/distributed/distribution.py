@@ -8,9 +8,10 @@ ranks call the same methods. Each rank computes the results of its own blocks, a
 over ranks is the result, with the same bits on all of them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import reduce
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from kfs.distributed.ranks import Ranks
 from kfs.errors import DistributedError
 
 T = TypeVar("T")
+K = TypeVar("K", int, str)
 _SAME_VECTORS = "Broadcast vectors, or draw them from the same seed in all processes."
 
 
@@ -130,6 +132,18 @@ class Distribution:
         """Return a state, whose lists are about the blocks of this process, with the items and tensors of all ranks."""
         found: dict[str, Any] = fetched(joined(self.ranks, state, _lists(state)))
         return found
+
+    def each(self, items: list[tuple[K, Any]]) -> Iterator[tuple[K, Any]]:
+        """Yield the items of all ranks, given those of this process, sorted by their keys.
+
+        The tensors of one item at a time are sent, so that all ranks must iterate together.
+
+        Args:
+            items: Keys, which differ between all items, with states.
+        """
+        found = joined(self.ranks, {"items": items}, ["items"])["items"]
+        for key, state in sorted(found, key=itemgetter(0)):
+            yield key, fetched(state)
 
     def write(self, path: str | Path, about: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Write a state, as in `fetch`, into one file. Rank 0 writes it, and holds one tensor of others at a time."""

@@ -346,7 +346,7 @@ class Journal:
         self._loss = risk.loss
         self._batch_axis = settings.batch_axis
         self._owned = settings.placement == "owner"
-        self._device = settings.factor_device or str(risk.device)
+        self._device = str(risk.device)
         module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()
         name = getattr(risk.model, "__qualname__", type(risk.model).__name__)
         with risk.untouched():  # with unsharded parameters

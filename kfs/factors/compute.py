@@ -55,6 +55,7 @@ from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.torch_fixes import RightGradients, explained, has_instance_norms
 from kfs.runtime import sync
 from kfs.runtime.cuda_graphs import NO_GUARD, Guard, Replayer, has_hooks
+from kfs.runtime.memory import SHARE, free_memory
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, numbers
 
@@ -281,14 +282,27 @@ def kfac(
         The sums of all blocks, and the counts of the pass. Blocks are scaled by `R` on access, so that more data can be
         added.
     """
-    if settings.factor_memory is None:
-        sums = FactorSums(settings, owners=owners)
-        progress = sweep(risk, sums, settings, "KFAC", None if journal is None else journal("factors"))
-    else:
-        sums, progress = _in_several_passes(risk, settings, settings.factor_memory, journal, owners)
-    sums.complete(settings.factor_dtype)
+    memory = settings.factor_memory if settings.factor_device is None else memory_of_pass(risk, settings)
+    if memory is not None:
+        return _in_several_passes(risk, settings, memory, journal, owners)
+    sums = FactorSums(settings, owners=owners)
+    progress = sweep(risk, sums, settings, "KFAC", None if journal is None else journal("factors"))
+    sums.complete(settings.factor_dtype, settings.factor_device)
     # Step 5: return the factors.
     return sums, progress
+
+
+def memory_of_pass(risk: EmpiricalRisk, settings: Settings) -> int | None:
+    """Return the bytes that sums of one pass over the data may have; `None` for one pass with all of them.
+
+    During a pass, sums are on the model's device. If factors are then moved elsewhere, because they do not fit, half of
+    the free memory there is for sums, unless the user has set a limit.
+    """
+    if settings.factor_memory is not None or settings.factor_device is None:
+        return settings.factor_memory
+    free = None if torch.device(settings.factor_device).type == risk.device.type else free_memory(risk.device)
+    found = [nbytes for nbytes in risk.ranks.gather("free memory", free) if nbytes is not None]
+    return min(found) // SHARE if found else None
 
 
 def _in_several_passes(
@@ -306,7 +320,8 @@ def _in_several_passes(
     # later.
     found = FactorSums(settings, chosen=())
     with ranks.agreed("first batch"), closing(Passes(risk, found, settings, Progress()).over(risk.batches())) as run:
-        next(run, None)
+        if next(run, None) is not None and risk.whole.layers is not None:
+            risk.whole.layers.finish()
     left = found.left_out
     known: set[Key] = set()
     number = 0
@@ -323,6 +338,7 @@ def _in_several_passes(
             stage = "factors" if number == 1 else f"factors.{number}"
             sums = FactorSums(settings, chosen=subset, owners=total.owners)
             progress = sweep(risk, sums, settings, "KFAC", None if journal is None else journal(stage, blocks=subset))
+            sums.complete(settings.factor_dtype, settings.factor_device)
             total.take(sums)
             left |= sums.left_out
         left = {key: block for key, block in left.items() if key not in known}
@@ -481,7 +497,7 @@ class Passes:
                         run(batch)
                     else:
                         if place < _EAGER:  # the first pass may register hooks
-                            why = _why_not_replayed(risk, settings)
+                            why = _why_not_replayed(risk)
                             guard = Guard(risk.model, why=why) if guard is NO_GUARD or why != guard.why else guard
                         replayer.run_batch(batch, run, guard, host=sums)
                     # Step 4: the loss's reduction.
@@ -529,14 +545,15 @@ class Passes:
         return audits.follow_up(self._risk, batch, f, one.operations)
 
 
-def _why_not_replayed(risk: EmpiricalRisk, settings: Settings) -> str:
+def _why_not_replayed(risk: EmpiricalRisk) -> str:
     """Return the reason why passes on a GPU cannot be replayed, or an empty string."""
     if has_hooks(risk.model):
         return "the model has hooks"
     model = risk.model.parameters() if isinstance(risk.model, nn.Module) else ()
     devices = {t.device for t in (*risk.params.values(), *model)}
-    is_elsewhere = settings.factor_device is not None and torch.device(settings.factor_device).type != risk.device.type
-    return "model and sums are on several devices" if len(devices) > 1 or is_elsewhere else ""
+    if risk.whole.layers is not None:
+        return "parameters are gathered layer by layer"
+    return "the model is on several devices" if len(devices) > 1 else ""
 
 
 def _wrong(assumption: DeferredChecks | None) -> bool:

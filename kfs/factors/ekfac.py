@@ -52,12 +52,13 @@ from kfs.factors.blocks.eigenbasis import Eigenbasis
 from kfs.factors.blocks.stack import Stack, check_coverage, stacks_of
 from kfs.factors.blocks.structure import Structure
 from kfs.factors.checkpoint import Checkpoint, Journal, Progress, digest, naming
-from kfs.factors.compute import WITHOUT_VMAP, JournalOf, exact_diagonals, one_by_one, sweep
+from kfs.factors.compute import WITHOUT_VMAP, JournalOf, exact_diagonals, memory_of_pass, one_by_one, sweep
 from kfs.factors.kfac import KFAC
 from kfs.factors.settings import Fisher, Settings, Sharing
 from kfs.files import UnfitError
 from kfs.operators.space import Space
 from kfs.problem.risk import EmpiricalRisk, check_risk
+from kfs.runtime.memory import copied
 from kfs.runtime.sync import allow_sync, numbers
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def compute_parts(
     """Decompose factors, and compute eigenvalues; return everything that an `EKFAC` consists of."""
     K.distribution.check(risk.ranks)
     with allow_sync(), K.distribution.agree("eigenvectors"):  # so that decompositions are checked before they are used
-        bases = [Stack(stack.layouts, stack.apply(lambda one: one.eigenbasis())) for stack in K.own_stacks]
+        bases = K._map_structures(lambda one: _without_values(one.eigenbasis())).own_stacks
     if risk.ranks.are_several and K.distribution.is_complete:
         found = [_checked(stack.structure) for stack in bases]
         tensors = [Q.values for basis in found for Q in (basis.Q_A, basis.Q_B)]
@@ -140,14 +141,17 @@ def _sum_squares(
     # Choose subsets of blocks whose eigenvectors fit into memory. All ranks need the same ones.
     names = [name for name, block in K.blocks.items() if block.sharing != "exact"]
     sizes = dict(K.distribution.union("bases", [(name, basis.nbytes) for name, basis in blocks.items()]))
-    memory = float("inf") if settings.factor_memory is None else settings.factor_memory
+    memory = memory_of_pass(risk, settings)
+    available = float("inf") if memory is None else memory
     progress = Progress()
-    for number, subset in enumerate(subsets_of({name: sizes[name] for name in names}, memory), 1):
+    bases: dict[str, Eigenbasis] = {}
+    for number, subset in enumerate(subsets_of({name: sizes[name] for name in names}, available), 1):
         chosen = sorted(subset, key=names.index)
         stage = "eigenvalues" if number == 1 else f"eigenvalues.{number}"
-        which = None if settings.factor_memory is None else chosen
-        # A pass over the data for each subset, with eigenvectors from all owners.
-        bases = _fetched(K, {name: blocks[name] for name in chosen if name in blocks})
+        which = None if memory is None else chosen
+        # A pass over the data for each subset, with eigenvectors from all owners, or from host memory.
+        bases.clear()
+        bases |= _fetched(K, {name: blocks[name] for name in chosen if name in blocks})
         layouts = {block.layout.key: block.layout for block in K.blocks.values()}
         keys = {K.blocks[name].layout.key: name for name in chosen}
         others = {K.blocks[name].layout.key for name in names if name not in subset}
@@ -163,15 +167,15 @@ def _sum_squares(
 
 
 def _fetched(K: KFAC, own: Mapping[str, Eigenbasis]) -> dict[str, Eigenbasis]:
-    """Return the eigenvectors of the blocks of all ranks, with eigenvalues to add to."""
+    """Return the eigenvectors of the blocks of all ranks on the model's device, with eigenvalues to add to."""
     if K.distribution.is_complete:
-        return dict(own)
-    state = {"bases": [[name, basis.state()] for name, basis in own.items()]}
+        elsewhere = K.settings.factor_device is not None
+        bases = copied(own.values(), K.device, Eigenbasis.mapped) if elsewhere else own.values()
+        return dict(zip(own, bases, strict=True))
     found = {}
-    for name, of_basis in K.distribution.fetch(state)["bases"]:
+    for name, of_basis in K.distribution.each([(name, basis.state()) for name, basis in own.items()]):
         basis = Eigenbasis.from_state(of_basis, *K.blocks[name].layout.matrix_shape)
-        device = K.settings.factor_device or K.device
-        found[name] = replace(basis.to(device), values=torch.zeros_like(basis.values, device=device))
+        found[name] = replace(basis.to(K.device), values=torch.zeros_like(basis.values, device=K.device))
     return found
 
 
@@ -389,6 +393,12 @@ def _with_noise(structure: Structure) -> Eigenbasis:
     basis = _checked(structure)
     precision = sum(basis.values.shape[1:]) * torch.finfo(basis.values.dtype).eps
     return replace(basis, noise=precision**2 * basis.values.flatten(1).amax(1).to(basis.noise))
+
+
+def _without_values(structure: Structure) -> Eigenbasis:
+    """Return eigenvectors with zeros for eigenvalues, which need no memory."""
+    basis = _checked(structure)
+    return replace(basis, values=basis.values.new_zeros(()).expand_as(basis.values))
 
 
 def _zeros(stack: Stack) -> Stack:

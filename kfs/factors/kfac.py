@@ -23,8 +23,10 @@ from kfs.factors.block import Block, Factors, LossScale
 from kfs.factors.blocks.block_diagonal import BlockDiagonal
 from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.stack import Stack, stacked, zero_blocks
+from kfs.factors.blocks.structure import Structure
 from kfs.factors.checkpoint import Checkpoint
 from kfs.factors.compute import compute_factors, warn_of_wide
+from kfs.factors.layout import Layout
 from kfs.factors.settings import Advanced, Fisher, Settings, Sharing, Uncovered, check_names
 from kfs.operators.space import Space
 from kfs.problem.risk import EmpiricalRisk, check_risk
@@ -64,7 +66,9 @@ class KFAC(BlockDiagonal):
             audit; without audit, it is assumed to be the same.
         first_datum: Index of the first example, for draws, if these data are part of a larger set.
         columns_at_once: Number of columns that are sent back together. More columns take more memory.
-        factor_device: Device of the factors, if not the model's. `"cpu"` saves GPU memory and takes longer.
+        factor_device: Device of the factors, if not the model's: `"cpu"` for factors that do not fit on a GPU. During
+            a pass over the data, sums are on the GPU: at most half of its free memory, or `factor_memory`. Afterwards,
+            blocks are copied to the GPU one after the other, for decompositions and products.
         factor_dtype: Dtype of the factors. By default, the model's, or float32 for half precision. Sums are always
             accumulated in float32 or better.
         products: Precision in which outer products for dense factors are computed, for models in float32 or half
@@ -184,9 +188,14 @@ class KFAC(BlockDiagonal):
         return self._stacks
 
     def _stacked(self) -> list[Stack]:
-        parts = [(block.layout, block.structure()) for block in self.blocks.values() if block.sums.is_local]
+        parts: list[tuple[Layout, Structure]] = [
+            (block.layout, block.structure()) for block in self.blocks.values() if block.sums.is_local
+        ]
         zeros = zero_blocks([block.layout for block in self.blocks.values()], self.domain)  # of unused rows
-        stacks = stacked([*parts, *(block for block in zeros if self.distribution.has(block[0].name))])
+        parts += [block for block in zeros if self.distribution.has(block[0].name)]
+        if self.settings.factor_device is not None:  # blocks are copied to the operator's device one after the other
+            return [Stack((layout,), structure) for layout, structure in parts]
+        stacks = stacked(parts)
         # Make sums views of the stacked blocks, so that they are stored once.
         for layout, structure in (block for stack in stacks for block in stack.blocks()):
             roles = self.blocks[layout.name].sums.roles if layout.name in self.blocks else {}

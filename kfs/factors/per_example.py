@@ -517,7 +517,7 @@ class _Stream:
         self.num_columns = 0  # of the last batch
         self.operator = operator  # defines the blocks, if given
         self.uncovered = uncovered
-        layouts = [] if operator is None else [layout for stack in operator.stacks for layout in stack.layouts]
+        layouts = [] if operator is None else operator.layouts
         self.sums = KeptGradients({layout.key: layout for layout in layouts})
         self.progress = Progress()
         self.order = {name: place for place, name in enumerate(risk.params)}

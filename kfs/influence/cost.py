@@ -62,14 +62,15 @@ def query_error(stream: Stream, query_rank: int) -> QueryError:
         full = torch.zeros(len(batch), len(train), dtype=first.dtype, device=first.device)
         difference = torch.zeros_like(full)
         left_out = full.new_zeros(len(batch))
-        for name, block in batch.blocks.items():
-            exact = choose(stream.structures[name], block, request.queries.num_data, request.train.num_data)
-            scores = exact.of_queries(block).inner(exact.of_train(train.blocks[name]))
+        for name, structure in stream.inverse.of(batch.blocks):
+            block = batch.blocks[name]
+            exact = choose(structure, block, request.queries.num_data, request.train.num_data)
+            scores = exact.of_queries(block, structure).inner(exact.of_train(train.blocks[name], structure))
             full += scores
-            way = stream.way(name, block)
+            way = stream.way(name, block, structure)
             if way.way != "low rank":
                 continue
-            product = block.multiplied(way.structure)
+            product = block.multiplied(structure)
             found = truncated(product, way.query_rank)
             difference += found.kept.inner(train.blocks[name]) - scores
             left_out += found.left_out.square()
@@ -196,11 +197,11 @@ def cost_of(stream: Stream, storage: Storage) -> Cost:
     passes = -(-queries // most)
     works: dict[str, Work] = {}
     blocks = []
-    for name, block in of_queries.blocks.items():
-        way = stream.ways[name]
+    for name, structure in stream.inverse.of(of_queries.blocks):
+        block, way = of_queries.blocks[name], stream.ways[name]
         found = work(way.way, Sizes.of(block, queries, train, way.query_rank))
         works[name] = Work(found.queries, passes * found.train, found.products)
-        form = choose_form(stream.structures[name], of_train.blocks[name], storage)
+        form = choose_form(structure, of_train.blocks[name], storage)
         nbytes = train * numbers_stored(form, of_train.blocks[name], storage.rank) * storage.dtype.itemsize
         flops = _OPERATIONS * works[name].total
         blocks.append(BlockCost(name, block.layout.matrix_shape, block.shared, way.way, flops, form, nbytes))

@@ -8,9 +8,10 @@ for every shard: the gradients of some consecutive batches. All files are in the
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -20,11 +21,13 @@ from torch import Tensor
 from kfs import files
 from kfs.display.describe import Described, Description, Table, counted, number, readable_size, times
 from kfs.display.suggestions import ByName
+from kfs.distributed import Ranks
 from kfs.errors import ModelError, StorageError
 from kfs.factors.blocks import BlockDiagonal, Damping, Method, Structure
 from kfs.factors.checkpoint import details, digest, function_digest
 from kfs.factors.per_example import BlockGradients, GradientBatch, per_datum
 from kfs.influence.scoring import (
+    Inverse,
     Normalize,
     Request,
     Stream,
@@ -33,9 +36,8 @@ from kfs.influence.scoring import (
     best,
     check_bytes,
     check_choice,
-    structures_of,
 )
-from kfs.influence.stored import Form, Storage, Stored, basis_of, choose_form, leading_coordinates, restored
+from kfs.influence.stored import Form, Storage, Stored, choose_form, leading_coordinates, restored
 from kfs.influence.ways import Chosen, choose, self_products
 from kfs.losses.quantities import Quantity
 from kfs.problem.data import Batch, fingerprint
@@ -84,6 +86,10 @@ class InMemory:
     def open(self, belongs_to: dict[str, Any]) -> None:
         """Return `None`: nothing is stored before the index is built."""
 
+    def written(self) -> int:
+        """Return the number of shards of this rank."""
+        return len(self._shards)
+
     def save(self, state: dict[str, Any]) -> None:
         """Do nothing: the caller keeps the state."""
 
@@ -91,7 +97,11 @@ class InMemory:
         """Keep a shard."""
         self._shards.append(state)
 
-    def read(self, place: int) -> dict[str, Any]:
+    def mine(self, counts: Sequence[int], ranks: Ranks) -> list[tuple[int, int]]:
+        """Return the shards that this rank reads: those that it has computed."""
+        return [(place, ranks.rank) for place in range(counts[ranks.rank])]
+
+    def read(self, place: int, rank: int = 0) -> dict[str, Any]:
         """Return a shard."""
         return self._shards[place]
 
@@ -103,15 +113,19 @@ class InMemory:
 class Folder:
     """Keeps the state and the shards of an index in files.
 
+    Each rank writes the shards of its own data. The examples of all shards, by rank and then by place, are in order.
+
     Args:
         path: The folder. It is created if it does not exist.
+        rank: The rank that writes.
 
     Raises:
         StorageError: If the folder cannot be created.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, rank: int = 0) -> None:
         self.path = Path(path)
+        self.rank = rank
         self._belongs_to: dict[str, Any] = {}
         # Files with a digest that was checked, with their size and modification time.
         self._checked: dict[Path, tuple[int, int]] = {}
@@ -123,48 +137,62 @@ class Folder:
                 "An index is a folder. Choose a new folder, or a folder with an index.",
             ) from error
 
-    def open(self, belongs_to: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-        """Return the state and the number of shards; raise `StorageError` if they are of something else, or damaged."""
+    def open(self, belongs_to: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the state, with this rank's number of shards; raise `StorageError` if it is of something else."""
         self._belongs_to = json.loads(json.dumps(belongs_to))  # the types that a file has
         if not self._main.exists():
             return None
+        state: dict[str, Any]
         header, state = files.read(self._main)
         with files.require_valid(self._main):
             differ = differences(json.loads(header["belongs_to"]), self._belongs_to)
-            number = int(state["shards"]) if state["complete"] else None
+            counts = [int(number) for number in state["shards"]]
         if differ:
             raise StorageError(
                 f"The index in {self.path} was made for something else: {', '.join(differ)} differ.",
                 "Use the same model, curvature, settings and data, delete the folder, or choose another one. If the "
                 "curvature is computed again, its last digits may differ: save it with K.save(...).",
             )
-        return state, self._count(number)
+        if state["complete"]:
+            for rank, most in enumerate(counts):
+                self._count(rank, most)
+        return state
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write the state of the index, and its identity."""
-        files.write(self._main, {"kind": "index", "belongs_to": self._belongs_to}, state)
+        """Write the state of the index, and its identity, on rank 0."""
+        if self.rank == 0:
+            files.write(self._main, {"kind": "index", "belongs_to": self._belongs_to}, state)
 
-    def _count(self, most: int | None) -> int:
+    def written(self) -> int:
+        """Return the number of consecutive shards of this rank."""
+        return self._count(self.rank)
+
+    def mine(self, counts: Sequence[int], ranks: Ranks) -> list[tuple[int, int]]:
+        """Return the shards that this rank reads: an equal share of all, in the order of examples."""
+        every = [(place, rank) for rank, number in enumerate(counts) for place in range(number)]
+        return every[ranks.rank * len(every) // ranks.size : (ranks.rank + 1) * len(every) // ranks.size]
+
+    def _count(self, rank: int, most: int | None = None) -> int:
         """Return the number of consecutive shards; raise `StorageError` if a complete index has fewer than `most`."""
         number = 0
-        while number != most and self._file(number).exists():
+        while number != most and self._file(number, rank).exists():
             number += 1
         if most is not None and number < most:
             raise StorageError(
-                f"{self._file(number)} is missing, and the index has {most} such files.",
+                f"{self._file(number, rank)} is missing, and the index has {most} such files.",
                 "Use another copy of the folder, or delete it and create the index again.",
             )
         return number
 
     def write(self, place: int, state: dict[str, Any]) -> None:
         """Write a shard."""
-        file = self._file(place)
+        file = self._file(place, self.rank)
         files.write(file, {"kind": "shard of an index", "start": state["start"], "stop": state["stop"]}, state)
         self._checked[file] = _version(file)
 
-    def read(self, place: int) -> Any:
+    def read(self, place: int, rank: int = 0) -> Any:
         """Map a shard into memory; raise `StorageError` if it is missing or damaged. A digest is checked once."""
-        file = self._file(place)
+        file = self._file(place, rank)
         known = file.exists() and self._checked.get(file) == _version(file)
         _, state = files.read(file, check_digest=not known)
         self._checked[file] = _version(file)
@@ -178,8 +206,8 @@ class Folder:
     def _main(self) -> Path:
         return self.path / "index.safetensors"
 
-    def _file(self, place: int) -> Path:
-        return self.path / f"shard-{place:06}.safetensors"
+    def _file(self, place: int, rank: int) -> Path:
+        return self.path / f"{f'rank-{rank:03}-' if rank else ''}shard-{place:06}.safetensors"
 
 
 def _version(file: Path) -> tuple[int, int]:
@@ -224,7 +252,7 @@ class IndexSettings:
             "model": repr(train.model) if isinstance(train.model, torch.nn.Module) else name,
             "loss": details(train.loss),
             "parameters": {name: list(p.shape) for name, p in train.params.items()},
-            "curvature": digest(t for stack in self.K.stacks for t in tensors_in(stack.state()["blocks"])),
+            "curvature": self._curvature(),
             "of_train": _named(self.of_train),
             "number of examples": train.num_data,
             "precision": f"{train.dtype} on {train.device.type}",
@@ -236,6 +264,12 @@ class IndexSettings:
             "dtype": str(storage.dtype),
             **weights(train),
         }
+
+    def _curvature(self) -> dict[str, str]:
+        """Return a digest of each block of the curvature, by name."""
+        own = [block for stack in self.K.own_stacks for block in stack.blocks()]
+        digests = [(layout.name, digest(tensors_in(structure.state()))) for layout, structure in own]
+        return dict(self.K.distribution.union("digests", digests))
 
 
 @dataclass
@@ -253,9 +287,9 @@ class Builder:
     stored: dict[str, Stored] = field(default_factory=dict)
 
     @cached_property
-    def structures(self) -> dict[str, Structure]:
-        """The inverse of each block, by name."""
-        return structures_of(self.settings.inverse, self.settings.train)
+    def inverse(self) -> Inverse:
+        """The inverse, block by block."""
+        return Inverse(self.settings.inverse, self.settings.train)
 
     def run(self, belongs_to: dict[str, Any]) -> dict[str, Any]:
         """Compute the gradients of all batches that no shard has, and return the state of the complete index.
@@ -263,37 +297,49 @@ class Builder:
         Raises:
             StorageError: If the storage has an index with another identity, or a damaged one.
         """
+        train = self.settings.train
+        ranks = train.ranks
         found = self.shards.open(belongs_to)
-        known = _CompletedBatches([])
+        known = _CompletedBatches([], ranks)
         if found is not None:
-            state, number = found
+            number = len(found["shards"])
             with files.require_valid("The index"):
-                self.stored = self._with_forms(state["forms"], state["coordinates"])
-            # Read every shard once, to detect damage now rather than in a later query.
-            known = _CompletedBatches([self.shards.read(place) for place in range(number)])
-            if state["complete"]:
-                known.check_all(self.settings.train)
-                return state
+                self.stored = self._with_forms(found["forms"], found["coordinates"])
+            # Read shards once, to detect damage now rather than in a later query.
+            if found["complete"]:
+                shards = [self.shards.read(*shard) for shard in self.shards.mine(found["shards"], ranks)]
+                _CompletedBatches(shards, ranks, complete=True).check_all(train)
+                return found
+            if number != ranks.size:
+                raise StorageError(
+                    f"The index was begun by {counted(number, 'process')}, and is not complete.",
+                    f"Continue in {number}, delete the folder, or choose another one.",
+                )
+            shards = [self.shards.read(place, ranks.rank) for place in range(self.shards.written())]
+            known = _CompletedBatches(shards, ranks)
         self._fill(known)
-        wrong, norm = (sum(numbers) for numbers in zip(*known.errors, strict=True))
+        both = ranks.gather("shards", (known.shards, known.errors))
+        errors = [error for _, some in both for error in some]
+        wrong, norm = (sum(numbers) for numbers in zip(*errors, strict=True))
         error = (wrong / norm) ** 0.5 if norm else 0.0
-        state = self._state() | {"complete": True, "shards": known.shards, "error": error}
+        state = self._state() | {"complete": True, "shards": [count for count, _ in both], "error": error}
         self.shards.save(state)
         return state
 
     def _fill(self, known: "_CompletedBatches") -> None:
         """Compute the gradients of all batches that no shard has, and write a shard whenever it is large enough."""
         settings = self.settings
+        batches = per_datum(settings.train, settings.of_train, blocks=settings.K, skip=known.has)
+        if not self.stored:
+            first = next(batches, None)
+            batches = batches if first is None else chain([first], batches)
+            self.stored = self._with_forms(self._forms(first))
+            # Write the forms before the first shard, so that an interrupted index can be continued.
+            self.shards.save(self._state() | {"complete": False, "shards": [0] * settings.train.ranks.size})
         pending: list[dict[str, Any]] = []
-        for batch in per_datum(settings.train, settings.of_train, blocks=settings.K, skip=known.has):
-            if not self.stored:
-                # Write the forms before the first shard, so that an interrupted index can be continued.
-                forms = {
-                    name: choose_form(self.structures[name], block, settings.storage)
-                    for name, block in batch.blocks.items()
-                }
-                self.stored = self._with_forms(forms)
-                self.shards.save(self._state() | {"complete": False})
+        for batch in self.inverse.in_step(batches):
+            if batch is None:
+                continue
             pending.append(self._of_batch(batch, known.last_seen, known.place))
             if sum(one["bytes"] for one in pending) >= settings.shard_bytes:
                 self._write(pending, known)
@@ -301,6 +347,13 @@ class Builder:
         if pending:
             self._write(pending, known)
         known.check_all_seen()
+
+    def _forms(self, first: GradientBatch | None) -> dict[str, Form]:
+        """Return the forms of all blocks, given the first batch of this rank: those of the first rank with data."""
+        blocks = {} if first is None else first.blocks
+        storage = self.settings.storage
+        forms = {name: choose_form(structure, blocks[name], storage) for name, structure in self.inverse.of(blocks)}
+        return next(found for found in self.settings.train.ranks.gather("forms", forms) if found)
 
     def _write(self, pending: list[dict[str, Any]], known: "_CompletedBatches") -> None:
         errors = [one.pop("error") for one in pending]
@@ -312,12 +365,16 @@ class Builder:
 
     def _of_batch(self, batch: GradientBatch, seen: list[str], place: int) -> dict[str, Any]:
         """Return the entry of a shard for one batch."""
-        blocks = {
-            name: self.stored[name].state(block, self.settings.storage.dtype) for name, block in batch.blocks.items()
-        }
-        own = [self_products(block, self.structures[name]) for name, block in batch.blocks.items()]
         # Measure the error in the batches 0, 1, 2, 4, 8, ...
-        compared = place & (place - 1) == 0
+        sample = batch.some(slice(0, _SAMPLE)) if place & (place - 1) == 0 else None
+        blocks = {}
+        own = []
+        scores: list[tuple[Tensor, Tensor]] = []
+        for name, structure in self.inverse.of(batch.blocks):
+            blocks[name] = self.stored[name].state(batch.blocks[name], self.settings.storage.dtype, structure)
+            own.append(self_products(batch.blocks[name], structure))
+            if sample is not None:
+                scores.append(self._compare(sample.blocks[name], structure))
         return {
             "start": batch.start,
             "stop": batch.stop,
@@ -325,46 +382,33 @@ class Builder:
             "blocks": blocks,
             "own": torch.stack(own).sum(0),
             "bytes": sum(t.nbytes for t in tensors_in(blocks)),
-            "error": self._compare(batch) if compared else [0.0, 0.0],
+            "error": _squared_errors(scores),
         }
 
-    def _compare(self, batch: GradientBatch) -> list[float]:
-        """Return the squared norms of score errors and of exact scores, between the first examples of a batch."""
-        some = batch.some(slice(0, _SAMPLE))
-        num_data = len(some)
-        full: Tensor | float = 0.0
-        found: Tensor | float = 0.0
-        for name, block in some.blocks.items():
-            way = choose(self.structures[name], block, num_data, num_data)
-            full = full + way.of_queries(block).inner(way.of_train(block))
-            # Store the gradients and restore them, as an index does.
-            stored = self.stored[name]
-            state = stored.state(block, self.settings.storage.dtype)
-            again = restored(state, block.layout, num_data, block.dtype, block.device)
-            kept = stored.way(block, num_data, num_data, None)
-            found = found + kept.of_queries(block).inner(kept.of_train(again))
-        assert isinstance(full, Tensor)  # noqa: S101 (there are blocks)
-        # Self-scores are stored without compression. Leave them out if there are other scores.
-        if num_data > 1:
-            others = ~torch.eye(num_data, dtype=torch.bool, device=full.device)
-            full, found = full[others], found[others]  # type: ignore[index]
-        return [float((found - full).square().sum()), float(full.square().sum())]
+    def _compare(self, block: BlockGradients, structure: Structure) -> tuple[Tensor, Tensor]:
+        """Return exact scores between some examples for one block, and those of stored gradients."""
+        num_data = block.num_data
+        way = choose(structure, block, num_data, num_data)
+        full = way.of_queries(block, structure).inner(way.of_train(block, structure))
+        # Store the gradients and restore them, as an index does.
+        stored = self.stored[block.layout.name]
+        state = stored.state(block, self.settings.storage.dtype, structure)
+        again = restored(state, block.layout, num_data, block.dtype, block.device)
+        kept = stored.way(block, structure, num_data, num_data, None)
+        return full, kept.of_queries(block, structure).inner(kept.of_train(again, structure))
 
     def _with_forms(
         self, forms: Mapping[str, Form], coordinates: Mapping[str, Tensor] | None = None
     ) -> dict[str, Stored]:
         """Return how blocks are stored, given their forms. Coordinates are chosen if they are not given."""
         rank = self.settings.storage.rank or 0
-        stored = {}
-        for name, form in forms.items():
-            structure = self.structures[name]
-            kept = None
-            if form == "projected":
-                structure = basis_of(structure)
-                kept = leading_coordinates(structure, rank) if coordinates is None else coordinates[name]
-                kept = kept.to(self.settings.train.device)
-            stored[name] = Stored(form, structure, rank, kept)
-        return stored
+        coordinates = dict(coordinates or {})
+        projected = {name for name, form in forms.items() if form == "projected"} - coordinates.keys()
+        for name, structure in self.inverse.of(projected) if "projected" in forms.values() else ():
+            coordinates[name] = leading_coordinates(structure, rank)
+        device = self.settings.train.device
+        kept = {name: found.to(device) for name, found in coordinates.items()}
+        return {name: Stored(form, rank, kept.get(name)) for name, form in forms.items()}
 
     def _state(self) -> dict[str, Any]:
         """Return the forms and coordinates of all blocks, for a file."""
@@ -373,11 +417,30 @@ class Builder:
         return {"forms": forms, "coordinates": kept}
 
 
+def _squared_errors(scores: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """Return the squared norms of score errors and of exact scores between examples, given both for each block."""
+    if not scores:
+        return [0.0, 0.0]
+    full: Tensor | float = 0.0
+    found: Tensor | float = 0.0
+    for exact, stored in scores:
+        full = full + exact
+        found = found + stored
+    assert isinstance(full, Tensor)  # noqa: S101 (there are blocks)
+    # Self-scores are stored without compression. Leave them out if there are other scores.
+    if len(full) > 1:
+        others = ~torch.eye(len(full), dtype=torch.bool, device=full.device)
+        full, found = full[others], found[others]  # type: ignore[index]
+    return [float((found - full).square().sum()), float(full.square().sum())]
+
+
 class _CompletedBatches:
     """The batches in the shards of an index.
 
     Args:
-        shards: The shards, as read from the storage.
+        shards: The shards of this rank, as read from the storage.
+        ranks: The ranks that share the data.
+        complete: Whether the index is complete. Then the shards of all ranks count, which may have been other ones.
 
     Attributes:
         shards: Number of shards.
@@ -386,22 +449,30 @@ class _CompletedBatches:
         last_seen: Identity of this batch.
     """
 
-    def __init__(self, shards: list[Any]) -> None:
+    def __init__(self, shards: list[Any], ranks: Ranks, complete: bool = False) -> None:
         with files.require_valid("The index"):
             self.shards = len(shards)
             self.errors = [[float(number) for number in shard["error"]] for shard in shards]
-            self._identities = [list(batch["identity"]) for shard in shards for batch in shard["batches"]]
+            batches = [(int(one["start"]), list(one["identity"])) for shard in shards for one in shard["batches"]]
+        if complete:
+            batches = [batch for some in ranks.gather("batches of the index", batches) for batch in some]
+        self._starts = [start for start, _ in batches]
+        self._identities = [identity for _, identity in batches]
+        self._ranks = ranks
+        self._offset = 0  # index of the first batch of this rank
         self.place = -1
         self.last_seen: list[str] = []
 
     def has(self, place: int, batch: Batch) -> bool:
         """Return whether a shard has the batch with this index; raise `StorageError` if it has another one."""
+        if place == 0 and batch.first in self._starts:
+            self._offset = self._starts.index(batch.first)
         self.place = place
         # The digest of all numbers costs little compared to the forward and backward pass of the batch.
         found = fingerprint(batch.x, batch.y, complete=True)
         self.last_seen = [*found.tensors, found.digest]
-        known = place < len(self._identities)
-        if known and self._identities[place] != self.last_seen:
+        known = self._offset + place < len(self._identities)
+        if known and self._identities[self._offset + place] != self.last_seen:
             raise _other_data(f"batch {place} is another one")
         return known
 
@@ -410,10 +481,11 @@ class _CompletedBatches:
         for place, batch in enumerate(train.batches("comparing data with the index")):
             if not self.has(place, batch):
                 raise _other_data("there are more batches now")
-        self.check_all_seen()
+        if sum(self._ranks.gather("batches", self.place + 1)) < len(self._identities):
+            raise _other_data("there are fewer batches now")
 
     def check_all_seen(self) -> None:
-        """Raise `StorageError` if the data have fewer batches than the shards."""
+        """Raise `StorageError` if the data of this rank have fewer batches than its shards."""
         if self.place + 1 < len(self._identities):
             raise _other_data("there are fewer batches now")
 
@@ -448,16 +520,19 @@ class Index(Described):
         self._settings = settings
         self.train = train
         self.path = None if file is None else Path(file)
-        self._shards: InMemory | Folder = InMemory() if file is None else Folder(file)
+        self._shards: InMemory | Folder = InMemory() if file is None else Folder(file, train.ranks.rank)
         # It has digests of the weights, to detect later whether the model has changed.
         self._belongs_to = settings.identity()
         builder = Builder(settings, self._shards)
         state = builder.run(self._belongs_to)
         self._stored = builder.stored
-        self._count = int(state["shards"])
+        counts = [int(number) for number in state["shards"]]
+        self._count = sum(counts)
+        self._mine = self._shards.mine(counts, train.ranks)
         self.error = float(state["error"])
         self.forms = ByName({name: stored.form for name, stored in self._stored.items()})
-        self.nbytes = self._shards.size()
+        sizes = train.ranks.gather("bytes", self._shards.size())  # of a folder, after rank 0 has written its last file
+        self.nbytes = sum(sizes) if file is None else self._shards.size()
 
     def describe(self) -> Description:
         """Describe size, error and forms of the index."""
@@ -470,7 +545,7 @@ class Index(Described):
         fact = (
             f"{readable_size(self.nbytes)} {where}, {counted(self._count, 'shard')}, relative error of scores {error}"
         )
-        layouts = _layouts(K)
+        layouts = {layout.name: layout for layout in K.layouts}
         rows = [(name, times(layouts[name].matrix_shape), form) for name, form in self.forms.items()]
         table = Table("blocks", ("block", "groups x d_B x d_A", "stored as"), rows)
         title = f"Index of {self.train.num_data:,} gradients{of}: {counted(len(rows), 'block')}, {dtype}"
@@ -520,7 +595,8 @@ class Index(Described):
         """
         _check_by(by)
         request = Request(queries, self.train, of, self._settings.of_train, by, normalize, memory, query_rank)
-        return all_scores(self._stream(request))
+        with self.train.ranks.agreed("scores"):
+            return all_scores(self._stream(request))
 
     def top(
         self,
@@ -537,20 +613,24 @@ class Index(Described):
         request = Request(
             queries, self.train, of, of_train, normalize=normalize, memory=memory, query_rank=query_rank, k=k
         )
-        return best(self._stream(request))
+        with self.train.ranks.agreed("top"):
+            return best(self._stream(request))
 
     def self_scores(self) -> Tensor:
         """Return the score of every training example with itself, `[train]`, computed without compression."""
-        self._check_weights()
-        shards = [self._shards.read(place) for place in range(self._count)]
-        with files.require_valid(self.path or "The index"):
-            return torch.cat([batch["own"] for shard in shards for batch in shard["batches"]]).to(self.train.device)
+        with self.train.ranks.agreed("self-scores"):
+            self._check_weights()
+            shards = [self._shards.read(*shard) for shard in self._mine]
+            with files.require_valid(self.path or "The index"):
+                own = [batch["own"] for shard in shards for batch in shard["batches"]]
+            found = self.train.ranks.gather_tensors("self-scores", {"own": torch.cat(own)} if own else {})
+            return torch.cat([one["own"] for one in found if one]).to(self.train.device)
 
     def _stream(self, request: Request) -> "_IndexStream":
         """Check the request, and return a stream over queries and stored gradients."""
         self._check_weights()
         request.check(self._settings.K)
-        return _IndexStream(self._settings, request, self._shards, self._count, self._stored)
+        return _IndexStream(self._settings, request, self._shards, self._mine, self._stored)
 
     def _check_weights(self) -> None:
         """Raise `StorageError` if the weights of the model have changed since the index was created."""
@@ -570,22 +650,21 @@ class _IndexStream(Stream):
         settings: IndexSettings,
         request: Request,
         shards: InMemory | Folder,
-        count: int,
+        mine: list[tuple[int, int]],
         stored: dict[str, Stored],
     ) -> None:
         super().__init__(settings.K, settings.inverse, request)
         self._shards = shards
-        self._count = count
+        self._mine = mine
         self._stored = stored
-        self._layouts = _layouts(settings.K)
-        self._own: dict[int, Tensor] = {}
+        self._layouts = {layout.name: layout for layout in settings.K.layouts}
 
     def train(self) -> Iterator[GradientBatch]:
         """Yield the stored gradients of training data."""
         train = self.request.train
         shapes = {name: p.shape for name, p in train.params.items()}
-        for place in range(self._count):
-            shard = self._shards.read(place)
+        for place in self._mine:
+            shard = self._shards.read(*place)
             found = []
             with files.require_valid("The index"):
                 for batch in shard["batches"]:
@@ -598,14 +677,13 @@ class _IndexStream(Stream):
                     self._own[start] = batch["own"].to(train.device)
             yield from found
 
-    def own_of_train(self, batch: GradientBatch) -> Tensor:
-        """Return the stored self-scores, which were computed before compression."""
-        return self._own[batch.start]
+    def prepare(self) -> None:
+        """Do nothing: self-scores are stored; they were computed before compression."""
 
-    def way(self, name: str, block: BlockGradients) -> Chosen:
+    def way(self, name: str, block: BlockGradients, structure: Structure) -> Chosen:
         """Choose how queries are multiplied with the stored form of a block."""
         queries, train = self.request.queries.num_data, self.request.train.num_data
-        return self._stored[name].way(block, queries, train, self.request.query_rank)
+        return self._stored[name].way(block, structure, queries, train, self.request.query_rank)
 
 
 def _check_by(by: object) -> None:
@@ -617,8 +695,3 @@ def _check_by(by: object) -> None:
             "to Influence.scores(queries, train, by='token').",
         )
     check_choice("by", by, ("block", "layer"))
-
-
-def _layouts(K: BlockDiagonal) -> dict[str, Any]:
-    """Return the layouts of all blocks, by name."""
-    return {layout.name: layout for stack in K.stacks for layout in stack.layouts}

@@ -97,9 +97,8 @@ class Influence(Described):
     def describe(self) -> Description:
         """Describe model, blocks and inverse."""
         inverse = self.inverse.describe().title.partition(" of ")[0]
-        names = [layout.name for stack in self.inverse.stacks for layout in stack.layouts]
         of = f" of {self.K.of}" if self.K.of else ""
-        title = f"Influence{of}: {counted(len(names), 'block')}, {kind(self.K.dtype, self.K.device)}"
+        title = f"Influence{of}: {counted(len(self.inverse.layouts), 'block')}, {kind(self.K.dtype, self.K.device)}"
         return Description(title, (inverse,))
 
     @overload
@@ -330,10 +329,10 @@ class Influence(Described):
             ------  ------------------  ---------
             weight  1 x 3 x 5           rows
         """
-        check_alone(train, "An index")
         storage = Storage(rank, compression, dtype)
         how = IndexSettings(self.K, self.inverse, self._damping, self._method, train, of_train, storage, shard_bytes)
-        return Index(how, file)
+        with _agreed(train, "index"):
+            return Index(how, file)
 
     def _stream(self, request: Request) -> Stream:
         """Check the request, and return a stream over queries and training data."""

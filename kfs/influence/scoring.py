@@ -5,7 +5,7 @@ A `Request` has the arguments and checks them, a `Stream` computes scores batch 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -69,6 +69,8 @@ class Request:
         check_choice("normalize", self.normalize, get_args(Normalize))
         check_bytes("memory", self.memory)
         check_count("query_rank", self.query_rank)
+        if not K.distribution.is_complete:
+            K.distribution.check(self.train.ranks)
         _check_data(K, self.train, self.of_train, "train")
         _check_data(K, self.queries, self.of, "queries")
         check_same_values(K, self.queries, self.train)
@@ -134,7 +136,7 @@ class Queries:
 
     start: int
     stop: int
-    gradients: Mapping[str, BlockGradients]
+    gradients: dict[str, BlockGradients]
     own: Tensor | None
 
     def __len__(self) -> int:
@@ -152,15 +154,16 @@ class Stream:
     Attributes:
         request: The arguments.
         operator: The curvature.
-        structures: The inverse of each block, by name.
+        inverse: The damped inverse, block by block.
         ways: How gradients of each block are multiplied. They are chosen from the first batch of gradients.
     """
 
     def __init__(self, K: BlockDiagonal, inverse: BlockDiagonal, request: Request) -> None:
         self.operator = K
         self.request = request
-        self.structures = structures_of(inverse, request.train)
+        self.inverse = Inverse(inverse, request.train)
         self.ways: dict[str, Chosen] = {}
+        self._own: dict[int, Tensor] = {}  # self-scores of training data by the index of the first example of a batch
 
     def check_ranks(self) -> None:
         """Raise `DistributedError` if queries, options or the inverse differ between the ranks of the training data."""
@@ -173,11 +176,16 @@ class Stream:
             value = getattr(self.request, name)
             settings[name] = getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
         batches = [] if queries is train else [fingerprint(batch.x, batch.y) for batch in queries.batches()]
-        inverse = {
-            f"{name} {place}": t
-            for name, structure in self.structures.items()
-            for place, t in enumerate(tensors_in(structure.state()))
-        }
+        K = self.inverse.operator
+        inverse = (
+            {}
+            if not K.distribution.is_complete
+            else {
+                f"{name} {place}": t
+                for name, structure in K.structures.items()
+                for place, t in enumerate(tensors_in(structure.state()))
+            }
+        )
         same_queries = "Pass the same queries in all processes; only training data are split."
         facts = {
             "Options": Same(settings, "Pass the same arguments in all processes."),
@@ -202,11 +210,13 @@ class Stream:
                 while start < batch.stop:
                     stop = min(batch.stop, start + most - sum(map(len, pending)))
                     pending.append(self._prepared(batch, start, stop))
-                    if sum(map(len, pending)) == most or stop == total:
+                    number = sum(map(len, pending))
+                    if number == most or stop == total:
                         chunk = _joined(pending)
                         pending = []
                         yield chunk
-                        line.advance(len(chunk))
+                        del chunk  # before the gradients of the next queries
+                        line.advance(number)
                     start = stop
 
     def train(self) -> Iterator[GradientBatch]:
@@ -220,28 +230,40 @@ class Stream:
         positions = positions_of(batch) if request.by == "token" else None
         for name, gradients in queries.gradients.items():
             block = batch.blocks[name]
-            way = self.ways[name]
+            way, structure = self.ways[name], self.inverse.kept.get(name)
             if positions is None:
-                scores = gradients.inner(way.of_train(block))
+                scores = gradients.inner(way.of_train(block, structure))
             else:
-                scores = by_token(gradients, way.of_train(block.by_place(), keep_rows=True), block, positions)
+                train = way.of_train(block.by_place(), structure, keep_rows=True)
+                scores = by_token(gradients, train, block, positions)
             if scale is not None:
                 scores = scores * scale.reshape(*scale.shape, *[1] * (scores.ndim - 2))
             yield name, scores
 
     def own(self, batch: GradientBatch) -> Tensor:
         """Return the self-scores of a batch, `[n]`."""
-        found = [self_products(block, self.structures[name]) for name, block in batch.blocks.items()]
+        found = [self_products(batch.blocks[name], structure) for name, structure in self.inverse.of(batch.blocks)]
         return torch.stack(found).sum(0)
 
     def own_of_train(self, batch: GradientBatch) -> Tensor:
         """Return the self-scores of a batch of training data, `[n]`."""
-        return self.own(batch)
+        return self._own[batch.start] if self._own else self.own(batch)
 
-    def way(self, name: str, block: BlockGradients) -> Chosen:
+    def prepare(self) -> None:
+        """Compute the self-scores of training data before all others, if they need blocks that are not kept."""
+        if not self.inverse.are_kept:
+            self._own = dict(self.own_of_each_batch())
+
+    def own_of_each_batch(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the index of the first example of each batch of training data, with the self-scores of the batch."""
+        for batch in self.inverse.in_step(self.train()):
+            if batch is not None:
+                yield batch.start, self.own(batch)
+
+    def way(self, name: str, block: BlockGradients, structure: Structure) -> Chosen:
         """Choose how the gradients of a block are multiplied."""
         queries, train = self.request.queries.num_data, self.request.train.num_data
-        return choose(self.structures[name], block, queries, train, self.request.query_rank)
+        return choose(structure, block, queries, train, self.request.query_rank, rotate=self.inverse.are_kept)
 
     def _scale(self, queries: Queries, batch: GradientBatch) -> Tensor:
         """Return the normalization factors of scores, `[queries, batch]`. They are zero for gradients of zero."""
@@ -252,7 +274,7 @@ class Stream:
     def most(self, batch: GradientBatch) -> int:
         """Return the number of queries that fit into memory, and choose how gradients are multiplied if necessary."""
         if not self.ways:
-            self.ways = {name: self.way(name, block) for name, block in batch.blocks.items()}
+            self.ways = {n: self.way(n, batch.blocks[n], structure) for n, structure in self.inverse.of(batch.blocks)}
         each = sum(self.ways[name].bytes_of(block) for name, block in batch.blocks.items())
         return max(1, self.request.memory // max(each, 1))
 
@@ -260,18 +282,57 @@ class Stream:
         """Multiply the gradients of queries `start` to `stop` by the inverse."""
         part = slice(start - batch.start, stop - batch.start)
         some = batch if (start, stop) == (batch.start, batch.stop) else batch.some(part)
-        prepared = {name: self.ways[name].of_queries(block) for name, block in some.blocks.items()}
+        inverse = self.inverse.of(some.blocks)
+        prepared = {name: self.ways[name].of_queries(some.blocks[name], structure) for name, structure in inverse}
         return Queries(start, stop, prepared, self.own(some) if self.request.normalize == "cosine" else None)
 
 
-def structures_of(inverse: BlockDiagonal, risk: EmpiricalRisk) -> dict[str, Structure]:
-    """Return the inverse of each block by name, on the device of the gradients."""
-    return {name: structure.to(risk.device, risk.sum_dtype) for name, structure in inverse.structures.items()}
+class Inverse:
+    """The inverse, block by block, on the device of gradients and in their precision.
+
+    Blocks are kept if they are in this process and on this device. Otherwise, they arrive one after the other, from
+    host memory or from the processes that own them, whenever gradients are multiplied.
+
+    Args:
+        operator: The damped inverse of the curvature.
+        risk: The training data.
+
+    Attributes:
+        operator: The damped inverse of the curvature.
+        are_kept: Whether blocks are kept.
+        kept: The blocks by name; empty if they are not kept.
+    """
+
+    def __init__(self, operator: BlockDiagonal, risk: EmpiricalRisk) -> None:
+        self.operator = operator
+        self._ranks = operator.distribution.ranks
+        self._device, self._dtype = risk.device, risk.sum_dtype
+        self.are_kept = operator.distribution.is_complete and not operator.is_elsewhere
+        self.kept = {n: s.to(risk.device, self._dtype) for n, s in operator.structures.items()} if self.are_kept else {}
+
+    def of(self, blocks: Collection[str]) -> Iterator[tuple[str, Structure]]:
+        """Yield the inverses of some blocks by name. If blocks have owners, all ranks must iterate together."""
+        if self.are_kept:
+            for name in blocks:
+                yield name, self.kept[name]
+            return
+        for name, structure in self.operator.each():
+            if name in blocks:
+                yield name, structure.to(self._device, self._dtype)
+
+    def in_step(self, batches: Iterator[GradientBatch]) -> Iterator[GradientBatch | None]:
+        """Yield batches. If blocks have owners, also yield `None` until all ranks have ended, after a use of `of`."""
+        while any(self._ranks.gather("batches", (batch := next(batches, None)) is not None)):
+            yield batch
+            if batch is None:
+                for _ in self.of(()):
+                    pass
 
 
 def _joined(parts: list[Queries]) -> Queries:
-    """Concatenate queries of several batches."""
-    gradients = {name: joined_gradients([part.gradients[name] for part in parts]) for name in parts[0].gradients}
+    """Concatenate queries of several batches. Their gradients are freed block by block."""
+    names = list(parts[0].gradients)
+    gradients = {name: joined_gradients([part.gradients.pop(name) for part in parts]) for name in names}
     own = [part.own for part in parts if part.own is not None]
     return Queries(parts[0].start, parts[-1].stop, gradients, torch.cat(own) if own else None)
 
@@ -432,6 +493,8 @@ def all_scores(stream: Stream) -> Tensor | dict[str, Tensor]:
     request = stream.request
     check_alone(request.queries, "Scores of queries")
     stream.check_ranks()
+    if request.normalize is not None:
+        stream.prepare()
     rows: dict[str, list[Tensor]] = {}
     for chunk in stream.chunks():
         columns = _columns(stream, chunk)
@@ -439,6 +502,7 @@ def all_scores(stream: Stream) -> Tensor | dict[str, Tensor]:
             columns = _of_all_ranks(request.train, columns)
         for key, parts in columns.items():
             rows.setdefault(key, []).append(_joined_scores(parts, 1))
+        del chunk  # as in `chunks`
     result = {key: _joined_scores(parts, 0) for key, parts in rows.items()}
     return result if request.by in {"block", "layer"} else result[""]
 
@@ -461,7 +525,7 @@ def self_scores(stream: Stream) -> Tensor:
     """Compute the score of every training example with itself, `[train]`."""
     train = stream.request.train
     stream.check_ranks()
-    own = [stream.own(batch) for batch in stream.train()]
+    own = [scores for _, scores in stream.own_of_each_batch()]
     # A rank without data has no scores.
     found = train.ranks.gather_tensors("self-scores", {"own": torch.cat(own)} if own else {})
     return torch.cat([one["own"].to(train.device) for one in found if one])
@@ -491,6 +555,8 @@ def best(stream: Stream) -> Top:
     found: list[tuple[Ranked, Ranked]] = []
     check_alone(request.queries, "Scores of queries")
     stream.check_ranks()
+    if request.normalize is not None:
+        stream.prepare()
     for chunk in stream.chunks():
         helpful, harmful = Best(k), Best(k)
         for batch in stream.train():
@@ -501,6 +567,7 @@ def best(stream: Stream) -> Top:
         for kept in (helpful, harmful):
             kept.merge(request.train.ranks, request.train.device)
         found.append((helpful.ranked(sign), harmful.ranked(-sign)))
+        del chunk  # as in `chunks`
     both = [Ranked(*map(torch.cat, zip(*parts, strict=True))) for parts in zip(*found, strict=True)]
     return Top(*both)
 

@@ -99,16 +99,17 @@ class ChosenInBasis(Chosen):
 
     coordinates: Tensor | None = None
 
-    def of_queries(self, gradients: BlockGradients) -> BlockGradients:
+    def of_queries(self, gradients: BlockGradients, structure: Structure) -> BlockGradients:
         """Multiply gradients of queries by the inverse, in its basis."""
         if self.coordinates is None:
-            return super().of_queries(gradients)
-        assert isinstance(self.structure, Basis)  # noqa: S101 (coordinates need a basis)
-        values = self.structure.values.flatten()[self.coordinates]
-        whole = projected(gradients, self.structure, self.coordinates) * values
+            return super().of_queries(gradients, structure)
+        basis = basis_of(structure)
+        whole = projected(gradients, basis, self.coordinates) * basis.values.flatten()[self.coordinates]
         return replace(gradients, uses=(), whole=whole)
 
-    def of_train(self, gradients: BlockGradients, keep_rows: bool = False) -> BlockGradients:
+    def of_train(
+        self, gradients: BlockGradients, structure: Structure | None, keep_rows: bool = False
+    ) -> BlockGradients:
         """Return the stored gradients unchanged: they are already in the basis."""
         return gradients
 
@@ -125,27 +126,25 @@ class Stored:
 
     Attributes:
         form: One of the forms.
-        structure: The inverse of the block, in its basis for `"projected"`.
         rank: Number of singular vectors.
         coordinates: As in `ChosenInBasis`.
     """
 
     form: Form
-    structure: Structure
     rank: int = 0
     coordinates: Tensor | None = None
 
-    def state(self, gradients: BlockGradients, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the stored state of some gradients; `restored` is the inverse."""
+    def state(self, gradients: BlockGradients, dtype: torch.dtype, structure: Structure) -> dict[str, Any]:
+        """Return the stored state of some gradients, given the inverse of the block; `restored` undoes it."""
         kept = gradients
         if self.form == "low rank":
             kept = truncated(gradients, self.rank).kept
         elif self.form == "rotated":
-            assert isinstance(self.structure, Basis)  # noqa: S101 (by `choose_form`)
-            kept = rotated(gradients, self.structure).formed()
+            assert isinstance(structure, Basis)  # noqa: S101 (by `choose_form`)
+            kept = rotated(gradients, structure).formed()
         elif self.form == "projected":
-            assert isinstance(self.structure, Basis) and self.coordinates is not None  # noqa: PT018, S101 (as above)
-            whole = projected(gradients, self.structure, self.coordinates)
+            assert self.coordinates is not None  # noqa: S101 (they are chosen together)
+            whole = projected(gradients, basis_of(structure), self.coordinates)
             kept = replace(gradients, uses=(), whole=whole)
         elif self.form == "matrices" or gradients.whole is not None:
             kept = gradients.formed()
@@ -153,13 +152,15 @@ class Stored:
             return {"whole": kept.whole.to(dtype)}
         return {"uses": [{"x": _state(part.x, dtype), "g": _state(part.g, dtype)} for part in kept.parts]}
 
-    def way(self, gradients: BlockGradients, queries: int, train: int, query_rank: int | None) -> Chosen:
+    def way(
+        self, gradients: BlockGradients, structure: Structure, queries: int, train: int, query_rank: int | None
+    ) -> Chosen:
         """Choose how gradients of queries are multiplied with the stored gradients."""
         if self.form in {"rotated", "projected"}:
-            return ChosenInBasis("rotated", self.structure, 0, self.coordinates)
+            return ChosenInBasis("rotated", 0, self.coordinates)
         if self.form == "matrices":
-            return Chosen("matrices", self.structure)
-        return choose(self.structure, gradients, queries, train, query_rank, rotate=False)
+            return Chosen("matrices")
+        return choose(structure, gradients, queries, train, query_rank, rotate=False)
 
 
 def restored(state: Any, layout: Layout, num_data: int, dtype: torch.dtype, device: torch.device) -> BlockGradients:
@@ -178,15 +179,16 @@ def restored(state: Any, layout: Layout, num_data: int, dtype: torch.dtype, devi
     return BlockGradients(layout, num_data, dtype, device, tuple(uses))
 
 
-def basis_of(structure: Structure) -> Structure:
-    """Return a Kronecker product in its eigenbasis, and any other block unchanged."""
-    return structure.eigenbasis() if isinstance(structure, Kronecker) else structure
+def basis_of(structure: Structure) -> Basis:
+    """Return a block in its basis; that of a Kronecker product is its eigenbasis."""
+    basis = structure.eigenbasis() if isinstance(structure, Kronecker) else structure
+    assert isinstance(basis, Basis)  # noqa: S101 (by `choose_form`)
+    return basis
 
 
 def leading_coordinates(structure: Structure, rank: int) -> Tensor:
     """Return the `rank` coordinates at which the inverse, in its basis, is smallest, in ascending order."""
-    assert isinstance(structure, Basis)  # noqa: S101 (coordinates need a basis)
-    values = structure.values.flatten()
+    values = basis_of(structure).values.flatten()
     return values.topk(min(rank, len(values)), largest=False).indices.sort().values
 
 

@@ -178,35 +178,38 @@ class Chosen:
 
     Attributes:
         way: One of the ways.
-        structure: The inverse of the block.
         query_rank: Number of singular vectors of queries to keep, for `"low rank"`.
     """
 
     way: Way
-    structure: Structure
     query_rank: int = 0
 
-    def of_queries(self, gradients: BlockGradients) -> BlockGradients:
-        """Multiply gradients of queries by the inverse."""
+    def of_queries(self, gradients: BlockGradients, structure: Structure) -> BlockGradients:
+        """Multiply gradients of queries by the inverse, given the structure of its block."""
         if self.way == "rows":
-            return gradients.multiplied(self.structure)
+            return gradients.multiplied(structure)
         if self.way == "matrices":
-            return gradients.multiplied(self.structure).formed()
+            return gradients.multiplied(structure).formed()
         if self.way == "low rank":
-            return truncated(gradients.multiplied(self.structure), self.query_rank).kept
-        assert isinstance(self.structure, Basis)  # noqa: S101 (by `choose`)
-        inside = rotated(gradients, self.structure).dense()
-        return replace(gradients, uses=(), whole=inside * self.structure.values)
+            return truncated(gradients.multiplied(structure), self.query_rank).kept
+        assert isinstance(structure, Basis)  # noqa: S101 (by `choose`)
+        inside = rotated(gradients, structure).dense()
+        return replace(gradients, uses=(), whole=inside * structure.values)
 
-    def of_train(self, gradients: BlockGradients, keep_rows: bool = False) -> BlockGradients:
+    def of_train(
+        self, gradients: BlockGradients, structure: Structure | None, keep_rows: bool = False
+    ) -> BlockGradients:
         """Convert gradients of training data, so that inner products with the result of `of_queries` are scores.
 
-        With `keep_rows`, rows stay rows, even if matrices take fewer operations.
+        Args:
+            gradients: The gradients.
+            structure: The structure of the block, which `"rotated"` needs.
+            keep_rows: Whether rows stay rows, even if matrices take fewer operations.
         """
         if self.way != "rotated":
             return gradients
-        assert isinstance(self.structure, Basis)  # noqa: S101 (by `choose`)
-        return gradients.rotated(self.structure) if keep_rows else rotated(gradients, self.structure)
+        assert isinstance(structure, Basis)  # noqa: S101 (by `choose`)
+        return gradients.rotated(structure) if keep_rows else rotated(gradients, structure)
 
     def bytes_of(self, gradients: BlockGradients) -> int:
         """Return the number of bytes per query."""
@@ -244,7 +247,7 @@ def choose(
         ways.append("rows")
     if query_rank is not None:
         ways.append("low rank")
-    return Chosen(min(ways, key=lambda way: multiplications(way, sizes)), structure, sizes.query_rank)
+    return Chosen(min(ways, key=lambda way: multiplications(way, sizes)), sizes.query_rank)
 
 
 def rotated(gradients: BlockGradients, basis: Basis) -> BlockGradients:

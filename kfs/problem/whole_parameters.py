@@ -13,7 +13,7 @@ and with `vmap`. Agreement between processes lives in `kfs.distributed`.
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +23,7 @@ from kfs.distributed import Ranks
 from kfs.errors import DistributedError, ModelError
 from kfs.problem.data import fingerprint, repeatably, unpacked
 from kfs.problem.data_shards import Unpack
+from kfs.problem.layer_by_layer import Layers
 from kfs.problem.parameters import Params, checked
 from kfs.runtime.nested import mapped
 
@@ -174,11 +175,17 @@ class WholeParameters:
     Args:
         model: A module, or a function, which has no parameters of its own.
         ranks: Processes that agree before they gather.
+        by_layer: Whether parameters are gathered while their layer runs; see `kfs.problem.layer_by_layer`.
+
+    Attributes:
+        layers: The layers inside of `held`, if parameters are gathered layer by layer.
     """
 
-    def __init__(self, model: Any, ranks: Ranks) -> None:
+    def __init__(self, model: Any, ranks: Ranks, by_layer: bool = False) -> None:
         self._model = model if isinstance(model, nn.Module) else nn.Module()
         self._ranks = ranks
+        self._by_layer = by_layer
+        self.layers: Layers | None = None
         self._held: dict[int, tuple[Tensor, Tensor]] | None = None  # sharded and whole tensor, by id of the sharded one
 
     @contextmanager
@@ -193,11 +200,14 @@ class WholeParameters:
             return
         _reshard(self._model)
         self._agree(params)
-        self._held = _gathered(self._model, params.values())
+        if self._by_layer:
+            self.layers = Layers(_layers_of(self._model), self._sharing(params), whole)
+        known = {} if self.layers is None else dict(self.layers.pairs)
+        self._held = _gathered(self._model, params.values(), known)
         try:
             yield
         finally:
-            self._held = None
+            self._held = self.layers = None
 
     def is_distributed(self, params: Params) -> bool:
         """Return whether a module was passed to `fully_shard`, or a tensor is sharded, so that there is work to do."""
@@ -212,6 +222,22 @@ class WholeParameters:
     def of(self, t: Tensor) -> Tensor:
         """Return the whole tensor inside of `held`; outside, return the tensor unchanged."""
         return t if self._held is None else self._held.get(id(t), (t, t))[1]
+
+    def has_values(self, t: Tensor) -> bool:
+        """Whether `of` returns a tensor with values: those of layers have values only while the layer runs."""
+        return self.layers is None or id(t) not in self.layers.pairs
+
+    def _sharing(self, params: Params) -> Ranks:
+        """Return the processes that gather layers: those of the risk, or, if it has none, those of the model."""
+        mesh = _mesh_of([*(t for _, t, _ in _tensors(self._model)), *params.values()])
+        if self._ranks.are_several or mesh is None:
+            return self._ranks
+        if mesh.ndim > 1:
+            raise ModelError(
+                "The model is sharded over a mesh with several axes, and the risk has no group to gather layers in.",
+                "Pass group=, or leave by_layer= out.",
+            )
+        return Ranks(mesh.get_group())
 
     def _agree(self, params: Params) -> None:
         """Raise an error unless all processes are about to gather the same tensors, if there are any."""
@@ -230,11 +256,15 @@ class WholeParameters:
             )
 
     @contextmanager
-    def in_place(self, params: Params) -> Iterator[Params]:
+    def in_place(self, params: Params, first_order: bool = True) -> Iterator[Params]:
         """Give the model whole parameters in this context, and disable the hooks that distribute it.
 
         Args:
             params: Tensors by parameter name.
+            first_order: Whether the model is run for plain gradients of its activations.
+
+        Raises:
+            ModelError: If all parameters are needed at once, and are gathered layer by layer.
 
         Yields:
             The same tensors as the model uses them: whole, and in the dtype that the model computes in.
@@ -243,15 +273,44 @@ class WholeParameters:
             if not self._held:
                 yield params
                 return
-            with _undistributed(self._model, self._held):
+            if self.layers is not None and not first_order:
+                raise ModelError(
+                    "This needs all parameters at once, and the risk gathers them layer by layer.",
+                    "Use a risk without by_layer=; KFAC, EKFAC and scores of influence functions need one layer at a "
+                    "time.",
+                )
+            running = nullcontext() if self.layers is None else self.layers.running()
+            with _undistributed(self._model, self._held, self.layers), running:
                 own = dict(self._model.named_parameters())
                 found = {name: self.of(p) for name, p in params.items()}
                 yield checked({name: p.to(own[name].dtype) if name in own else p for name, p in found.items()})
+            if self.layers is not None and not self._ranks.are_several:
+                self.layers.finish()  # all processes run the same batches, but only some of them may audit the model
 
 
-def _gathered(model: nn.Module, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return pairs of each sharded tensor and its whole tensor, by the id of the sharded tensor."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+def _layers_of(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Parameter, torch.dtype]]]:
+    """Return the sharded parameters of each module that was passed to `fully_shard`, without modules inside it."""
+    layers: dict[nn.Module, list[tuple[nn.Parameter, torch.dtype]]] = {}
+    seen: set[int] = set()
+
+    def add(module: nn.Module, layer: nn.Module | None) -> None:
+        layer = module if _is_fsdp(module) else layer
+        for p in module._parameters.values():
+            if p is not None and layer is not None and is_sharded(p) and id(p) not in seen:
+                seen.add(id(p))
+                layers.setdefault(layer, []).append((p, _policy_of(layer).param_dtype or p.dtype))
+        for child in module.children():
+            add(child, layer)
+
+    add(model, None)
+    return layers
+
+
+def _gathered(
+    model: nn.Module, others: Iterable[Tensor], known: dict[int, tuple[Tensor, Tensor]]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return pairs of each sharded tensor and its whole tensor, by the id of the sharded tensor; some are known."""
+    found = known
     with torch.no_grad():
         for t, dtype in [*((t, dtype) for _, t, dtype in _tensors(model)), *((t, None) for t in others)]:
             if is_sharded(t) and id(t) not in found:
@@ -297,8 +356,13 @@ def _reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def _undistributed(model: nn.Module, tensors: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Replace tensors of a model in this context, and its hooks that distribute it; only their casts remain."""
+def _undistributed(
+    model: nn.Module, tensors: dict[int, tuple[Tensor, Tensor]], layers: Layers | None
+) -> Iterator[None]:
+    """Replace tensors of a model in this context, and its hooks that distribute it.
+
+    Their casts remain, and hooks that give layers their parameters, if these are gathered layer by layer.
+    """
     modules: list[Any] = list(model.modules())
     kinds = ("_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
     before = [(contents := getattr(module, kind), contents.copy()) for module in modules for kind in kinds]
@@ -307,6 +371,8 @@ def _undistributed(model: nn.Module, tensors: dict[int, tuple[Tensor, Tensor]]) 
             for owner in (module._parameters, module._buffers):  # tied tensors are in several places
                 owner.update({name: tensors[id(t)][1] for name, t in owner.items() if id(t) in tensors})
             casts = _casts(_policy_of(module))
+            if layers is not None and _is_fsdp(module):
+                casts = _gathering(layers, *casts)
             for hooks, cast_tensors in zip((module._forward_pre_hooks, module._forward_hooks), casts, strict=True):
                 for key, hook in list(hooks.items()):
                     if not _distributes(hook):
@@ -346,6 +412,22 @@ def _distributes(hook: Any) -> bool:
                     "compute curvature of the model before it is distributed.",
                 )
     return True
+
+
+def _gathering(
+    layers: Layers, inputs: Callable[..., Any] | None, outputs: Callable[..., Any] | None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return hooks that give a layer its parameters, and cast its inputs and outputs."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        layers.enter(module)
+        return None if inputs is None else inputs(module, args, kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        layers.leave(module)
+        return None if outputs is None else outputs(module, args, output)
+
+    return before, after
 
 
 def _casts(policy: Any) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:

@@ -26,7 +26,7 @@ def refused() -> list[str]:
     with pytest.raises(DistributedError, match=r"Another process owns block .* Call K.fetch"):
         _ = elsewhere.A
     with pytest.raises(DistributedError, match=r"owned by 2 processes.* Call K.gathered\(\)"):
-        kfs.Influence(K, damping=0.1).self_scores(risk)
+        _ = K.structures
     with pytest.raises(DistributedError, match="needs all of them"):
         K.plot_spectrum()
     with pytest.raises(DistributedError, match="The vectors to multiply with differ"):

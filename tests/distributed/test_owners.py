@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import kfs
 from kfs import files
-from kfs.distributed import Ranks
+from kfs.distributed import Ranks, plan
 from kfs.distributed.collectives import joined, write_joined
 from kfs.errors import DistributedError, ModelError
 from kfs.factors.blocks import BlockDiagonal
@@ -45,12 +45,15 @@ METHODS: dict[str, Callable[[BlockDiagonal, Tensor], Any]] = {
     "device": lambda K, _: K.device,
     "diagonal": lambda K, _: K.diagonal(),
     "dtype": lambda K, _: K.dtype,
+    "each": lambda K, _: {name: structure.to_dense() for name, structure in K.each()},
     "eigenvalues": lambda K, _: K.eigenvalues(),
     "eigh": lambda K, v: (K.eigh()[0], K.eigh()[1] @ (K.eigh()[0] * (K.eigh()[1].T @ v))),
     "formula": lambda K, _: K.shift(0.2).formula,
     "frobenius_norm": lambda K, _: K.frobenius_norm(),
     "gathered": lambda K, _: K.gathered(),
+    "is_elsewhere": lambda K, _: K.is_elsewhere,
     "inverse": lambda K, _: (K.inverse(0.1), K.inverse(kfs.Relative(0.1))),
+    "layouts": lambda K, _: K.layouts,
     "logdet": lambda K, _: K.inverse(0.1).logdet(),
     "mean_eigenvalue": lambda K, _: K.mean_eigenvalue(),
     "multiply": lambda K, v: K.multiply(K.domain.unflatten(v.unsqueeze(0))),
@@ -95,11 +98,12 @@ def same(found: Any, expected: Any) -> None:
 def compare_numbers(kind: type[KFAC | kfs.EKFAC], name: str, settings: dict[str, Any]) -> str:
     """Compare all methods of an operator with those of an operator that has all blocks in every process."""
     risk = risk_of_own(name)
-    K = kind(risk, placement="owner", **settings)
+    elsewhere: dict[str, Any] = {"factor_device": "cpu"} if name == "convolution" else {}
+    K = kind(risk, placement="owner", **elsewhere, **settings)
     one = kind(risk, **settings)
     assert list(K.blocks) == list(one.blocks)
     assert (K.num_data, K.count) == (one.num_data, one.count)
-    assert repr(K).replace(", placement='owner'", "") == repr(one)
+    assert repr(K).replace(", placement='owner'", "").replace(", factor_device='cpu'", "") == repr(one)
     v = torch.linspace(-1, 1, K.shape[0], dtype=torch.float64)
     assert METHODS.keys() | LOCAL == {method for method in dir(BlockDiagonal) if not method.startswith("_")}
     for method in METHODS.values():
@@ -211,6 +215,26 @@ def test_each_rank_holds_its_share(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) ->
     # Owners are chosen by the sizes of EKFAC. The inverse here is a factored one, which has no eigenvalues.
     assert max(nbytes for nbytes, _ in shares) <= (1.05 if kind is kfs.EKFAC else 1.1) / 3 * whole
     assert sum(nbytes for nbytes, _ in shares) == pytest.approx(whole, rel=0.01)  # no block is anywhere twice
+
+
+def held_by_influence() -> tuple[int, int, int, bool]:
+    """Return the bytes of this rank, what the plan says, and the bytes of one set of its eigenvalues."""
+    risk = deep_risk(dist.group.WORLD)
+    influence = kfs.Influence(kfs.EKFAC(risk, fisher="empirical", placement="owner"))
+    influence.scores(deep_risk(None), risk)  # keeps no blocks of other ranks
+    shapes = {name: block.layout.matrix_shape[1:] for name, block in influence.K.blocks.items()}  # type: ignore[attr-defined]
+    planned = plan(shapes, dist.get_world_size(), eigen=True)
+    owners = {block: rank for (block, _), rank in planned.owners.items()}
+    values = sum(stack.structure.like.nbytes for stack in influence.inverse.own_stacks)
+    own = planned.nbytes[dist.get_rank()]
+    return bytes_of(influence), own, values, owners == influence.K.distribution.owners
+
+
+def test_influence_holds_what_the_plan_says(ranks: Pool) -> None:
+    """Besides factors, eigenvectors and eigenvalues: scaled eigenvalues, and those of the inverse."""
+    for found, planned, values, same in ranks(3, held_by_influence):
+        assert same
+        assert found == pytest.approx(planned + 2 * values, rel=0.01)
 
 
 def compare_passes(kind: type[KFAC | kfs.EKFAC], name: str, placement: Any, memory: int) -> tuple[str, int]:

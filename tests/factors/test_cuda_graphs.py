@@ -152,7 +152,6 @@ class Draws3(Net):
         (Fails, {}, "no."),
         (Waits, {}, "capturing"),
         (Net, {"memory": 1}, "memory=1"),
-        (Net, {"factor_device": "cpu"}, "several devices"),
         (Draws3, {}, None),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

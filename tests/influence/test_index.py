@@ -242,7 +242,7 @@ def test_unit_vectors_stay_indices() -> None:
     influence = kfs.Influence(kfs.EKFAC(one.risk()), DAMPING)
     (batch, *_) = kfs.per_datum(one.risk(), blocks=influence.K)
     (block,) = [block for block in batch.blocks.values() if any(any(use.units) for use in block.uses)]
-    state = stored.Stored("rows", influence.inverse.stacks[0].structure).state(block, torch.bfloat16)
+    state = stored.Stored("rows").state(block, torch.bfloat16, influence.inverse.stacks[0].structure)
     sides = [side for use in state["uses"] for side in use.values()]
     assert any("index" in side for side in sides)
     again = stored.restored(state, block.layout, 4, torch.float64, block.device)

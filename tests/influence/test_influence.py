@@ -407,11 +407,12 @@ def test_ways() -> None:
         for queries, train in ((6, 6), (6, 10**6), (10**6, 6)):
             found[name, queries, train] = choose(structure, block, queries, train).way
         for way in ("rows", "matrices") if name == "KFAC" else ("matrices", "rotated"):
-            one = Chosen(way, structure)
+            one = Chosen(way)
             expected = block.dense().flatten(1) @ structure.to_dense()[0] @ block.dense().flatten(1).T
-            close(one.of_queries(block).inner(one.of_train(block)), expected)
-            close(one.of_queries(block).inner(one.of_train(block.formed())), expected)
-            shares = one.of_queries(block).inner_by_row(one.of_train(block, keep_rows=True))
+            queried = one.of_queries(block, structure)
+            close(queried.inner(one.of_train(block, structure)), expected)
+            close(queried.inner(one.of_train(block.formed(), structure)), expected)
+            shares = queried.inner_by_row(one.of_train(block, structure, keep_rows=True))
             close(torch.stack(shares).sum((0, 3)), expected)
             assert one.bytes_of(block) == 8 * (7 if way == "rows" else 16)
             close(self_products(block, structure), expected.diagonal())

@@ -1157,6 +1157,41 @@ _MUTANTS = [
         "off by one",
         ("tests/influence/test_index_files.py", "tests/influence/test_index.py"),
     ),
+    influence(
+        "influence/index.py",
+        "if known and self._identities[self._offset + place] != self.last_seen:",
+        "if known and self._identities[place] != self.last_seen:",
+        "data of other ranks than those that made an index",
+        ("tests/distributed/test_influence.py",),
+    ),
+    influence(
+        "influence/scoring.py",
+        "                for _ in self.of(()):",
+        "                for _ in ():",
+        "ranks without a batch do not take part in sending blocks",
+        ("tests/distributed/test_influence.py",),
+    ),
+    kfac(
+        "factors/blocks/block_diagonal.py",
+        "known[id(t)] if id(t) in known else t.to(device)",
+        "t.to(device)",
+        "copies of eigenvectors",
+        ("tests/factors/test_host_memory.py",),
+    ),
+    kfac(
+        "factors/compute.py",
+        "return min(found) // SHARE if found else None",
+        "return min(found) if found else None",
+        "no memory for anything but sums",
+        ("tests/factors/test_host_memory.py",),
+    ),
+    data(
+        "problem/layer_by_layer.py",
+        "self._layers[self._place[module]] if module in self._place else ()",
+        "()",
+        "layers are not freed",
+        ("tests/distributed/test_sharded_layers.py",),
+    ),
     # Laplace.
     laplace(
         "laplace/evidence.py",

@@ -164,8 +164,7 @@ class FactorSums(Statistic):
         """Take over the blocks and counts of all ranks. If blocks have owners, choose those of new blocks."""
         read_counts(self.blocks.values())
         conflicts = ranks.gather("conflicts", self.conflicts)
-        where = self.settings.factor_device or device
-        self.blocks, more = agreed_blocks(ranks, self.blocks, where, self.settings.products)
+        self.blocks, more = agreed_blocks(ranks, self.blocks, device, self.settings.products)
         self.conflicts = more.union(*conflicts)
         if self.settings.placement != "owner":
             return {}
@@ -176,11 +175,13 @@ class FactorSums(Statistic):
         """Free the sums of blocks that another rank owns."""
         keep_own(self.blocks.values(), self.owners, rank)
 
-    def complete(self, dtype: torch.dtype | None = None) -> None:
-        """Complete all sums, and convert them to `dtype` if given."""
+    def complete(self, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> None:
+        """Complete all sums, convert them to `dtype` and move them to a device, if these are given."""
         read_counts(self.blocks.values())
         for block in self.blocks.values():
             block.complete(dtype)
+            if device is not None:
+                block.to(device)
 
     def state(self) -> dict[str, Any]:
         """Return all sums for a file, between two batches. If blocks have owners, these are the blocks of this rank."""
@@ -210,7 +211,7 @@ class FactorSums(Statistic):
         dtype = s.factor_dtype or plan.dtype
         if s.products != "auto":
             check_products(s.products, at_least_float32(dtype), plan.device, layout.name)
-        device = "meta" if dry else s.factor_device or plan.device
+        device = "meta" if dry else plan.device
         sparse = plan.inputs.sparse or s.is_diagonal(input_size + bias)
         narrow = block.forward_only or s.is_diagonal(gradient_size)
         numbers = (0 if sparse else (input_size + bias) ** 2) + (0 if narrow else gradient_size**2)

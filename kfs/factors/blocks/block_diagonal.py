@@ -9,15 +9,16 @@ Contracts, for a `BlockDiagonal` operator `K`, a vector `v` and numbers `d`, `p`
     values, Q = K.eigh(); Q @ (values * (Q.T @ v)) == K @ v
 
 Every method computes with the blocks of this process, by `_own`, `_write`, `_numbers` or `_map_structures`. There, the
-distribution of the operator (`kfs.distributed.distribution`) turns the results into those of all blocks.
+distribution of the operator (`kfs.distributed.distribution`) turns the results into those of all blocks. Blocks may be
+in host memory while the operator is on a GPU: `_own` then copies one stack after the other there, and new blocks back.
 """
 
 import hashlib
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -46,11 +47,12 @@ from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.kronecker_sum import plus, product
 from kfs.factors.blocks.stack import Stack, check_coverage, restricted, stacked, stacks_of
 from kfs.factors.blocks.structure import Structure
-from kfs.factors.layout import by_parameter
+from kfs.factors.layout import Layout, by_parameter
 from kfs.files import with_tensors
 from kfs.operators.linear_operator import LinearOperator, bracketed
 from kfs.operators.solve import Vec
 from kfs.operators.space import Columns, Space
+from kfs.runtime.memory import copied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -142,7 +144,15 @@ class BlockDiagonal(LinearOperator):
     def _own(self, where: str, function: Callable[[Stack], T]) -> list[T]:
         """Return the results of a function for each stack of this process. An error ends the call in all processes."""
         with self.distribution.agree(where):
-            return [function(stack) for stack in self.own_stacks]
+            if not self.is_elsewhere:
+                return [function(stack) for stack in self.own_stacks]
+            copies = zip(copied(self.own_stacks, self.device, Stack.mapped), self.own_stacks, strict=True)
+            return [_returned(function(copy), copy, stack) for copy, stack in copies]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether blocks of this process are on another kind of device than the operator: in host memory."""
+        return any(stack.structure.like.device.type != self.device.type for stack in self.own_stacks)
 
     def _write(self, where: str, tensors: Iterable[Tensor], function: Callable[[Stack], None]) -> None:
         """Let all blocks write their parts into tensors, where parts of blocks on other ranks are zero before."""
@@ -188,11 +198,39 @@ class BlockDiagonal(LinearOperator):
         same = [stack.layouts for stack in self.own_stacks] == list(theirs)
 
         def combined(stack: Stack) -> Structure | None:
-            return stack.apply(function, theirs[stack.layouts]) if same else None
+            return stack.apply(function, theirs[stack.layouts].to(stack.structure.like.device)) if same else None
 
         structures = [structure for structure in self._own("combined blocks", combined) if structure is not None]
         is_complete = same and len(structures) == len(self.own_stacks)
         return self._with_structures(structures) if self.distribution.all("combined blocks", is_complete) else None
+
+    def each(self) -> Iterator[tuple[str, Structure]]:
+        """Yield all blocks in the order of parameters, one after the other, on the operator's device.
+
+        Blocks in host memory are copied to the device, and blocks of other processes are sent to this one. If blocks
+        have owners, all processes must iterate together.
+
+        Yields:
+            Name and structure of each block.
+
+        Example:
+            >>> from kfs import KFAC, EmpiricalRisk
+            >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+            >>> [(name, structure.rows, structure.columns) for name, structure in KFAC(risk).each()]
+            [('weight', 2, 4)]
+        """
+        order = {block.layout.name: place for place, block in enumerate(self._listed())}
+        stacks = [Stack((layout,), structure) for stack in self.own_stacks for layout, structure in stack.blocks()]
+        stacks.sort(key=lambda stack: order[stack.layouts[0].name])
+        copies: Iterable[Stack] = stacks
+        if not self.distribution.is_complete:
+            items = [(order[stack.layouts[0].name], stack.state()) for stack in stacks]
+            found = (Stack.from_state(state) for _, state in self.distribution.each(items))
+            copies = (stack.mapped(lambda t: t.to(self.device)) for stack in found)
+        elif self.is_elsewhere:
+            copies = copied(stacks, self.device, Stack.mapped)
+        for stack in copies:
+            yield stack.layouts[0].name, stack.structure
 
     # Text and plots.
 
@@ -221,6 +259,11 @@ class BlockDiagonal(LinearOperator):
         place_of = by_parameter(self.domain.shapes)
         blocks = sorted((b for stack in self.stacks for b in stack.blocks()), key=lambda block: place_of(block[0]))
         return ByName({layout.name: structure for layout, structure in blocks})
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """How parameters become the matrices that blocks act on, for the blocks of all processes."""
+        return [block.layout for block in self._listed()]
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
@@ -605,6 +648,21 @@ class BlockDiagonal(LinearOperator):
             raise ModelError(
                 f"The operator is not symmetric, so it cannot be {verb}.", "Apply this before multiplying operators."
             )
+
+
+def _returned(result: T, copy: Stack, stack: Stack) -> T:
+    """Return a result for a copy of a stack, with new blocks on the device of the stack.
+
+    Tensors that new blocks share with the copy, such as eigenvectors, become those of the stack.
+    """
+    if isinstance(result, tuple):
+        return cast("T", tuple(_returned(part, copy, stack) for part in result))
+    if not isinstance(result, Structure):
+        return result
+    pairs = zip(copy.structure.tensors(), stack.structure.tensors(), strict=True)
+    known = {id(there): here for there, here in pairs}
+    device = stack.structure.like.device
+    return result.mapped(lambda t: known[id(t)] if id(t) in known else t.to(device))
 
 
 def _columns_at_once(structure: Structure, num_columns: int) -> int:

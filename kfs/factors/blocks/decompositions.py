@@ -16,6 +16,8 @@ from torch import Tensor
 from kfs.errors import KfsWarning
 from kfs.runtime.precision import tf32
 
+# Matrices of at least this size are decomposed one after the other: workspace for all of them takes too much memory.
+_LARGE = 1024
 # Up to this size, float64 decompositions on a GPU are at least as fast as float32: `benchmarks/decompositions.py`.
 _SMALL = 512
 _HALF = {torch.float16, torch.bfloat16}
@@ -161,13 +163,24 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         if values.isfinite().all():
             return values, vectors
     try:
-        values, vectors = torch.linalg.eigh(matrices)
+        values, vectors = _eigh(matrices)
         if values.isfinite().all():
-            return values, vectors.contiguous()
+            return values, vectors
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         pass  # NaN, or a float32 algorithm that did not converge
     check_finite(matrices)
     return eigh_in_double(matrices)
+
+
+def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors in the precision of the matrices, without checks."""
+    if len(matrices) == 1 or matrices.shape[-1] < _LARGE:
+        values, vectors = torch.linalg.eigh(matrices)
+        return values, vectors.contiguous()
+    values, vectors = matrices.new_empty(matrices.shape[:2]), matrices.new_empty(matrices.shape)
+    for place, matrix in enumerate(matrices):
+        values[place], vectors[place] = torch.linalg.eigh(matrix)
+    return values, vectors
 
 
 def eigh_in_double(matrices: Tensor) -> tuple[Tensor, Tensor]:

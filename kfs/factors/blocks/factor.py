@@ -51,6 +51,21 @@ class Stackable:
         """Return the same blocks on a device, or in another precision."""
         return _combined(lambda tensors: tensors[0].to(device=device, dtype=dtype), [self])
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return the same blocks with a function applied to all tensors."""
+        return _combined(lambda tensors: function(tensors[0]), [self])
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors."""
+        found: list[Tensor] = []
+
+        def add(t: Tensor) -> Tensor:
+            found.append(t)
+            return t
+
+        self.mapped(add)
+        return found
+
     def empty_on(self, device: torch.device | str) -> Self:
         """Return uninitialized blocks of the same sizes on a device. This also works for blocks on the meta device."""
         return _combined(lambda tensors: torch.empty(tensors[0].shape, dtype=tensors[0].dtype, device=device), [self])

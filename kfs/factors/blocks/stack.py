@@ -96,6 +96,10 @@ class Stack:
                 "Check its data and gradients; for singular factors, pass damping.",
             ) from error
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Stack":
+        """Return the stack with a function applied to all tensors of its blocks."""
+        return Stack(self.layouts, self.structure.mapped(function))
+
     def state(self) -> dict[str, Any]:
         """Return the stack as the content of a file."""
         kind = next(kind for kind, cls in _CLASSES.items() if type(self.structure) is cls)
