@@ -125,6 +125,26 @@ def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
     return number.to(flag.device, torch.bool)
 
 
+def largest(ranks: Ranks, sizes: Tensor) -> Tensor:
+    """Return the largest of each size over all ranks; infinite if it is not finite on one of them.
+
+    The result stays on the device, without synchronization. Like `all_true`, it exchanges messages on a CPU.
+
+    Example:
+        >>> largest(Ranks(None), torch.ones(2))
+        tensor([1., 1.])
+    """
+    if not ranks.are_several:
+        return sizes
+    finite = torch.where(sizes.isfinite(), sizes, torch.inf)
+    if not sync.is_asynchronous(sizes.device):
+        return torch.stack(ranks.gather("sizes", finite)).amax(0)
+    found = finite.to(ranks.device_for(sizes.device), copy=True)
+    with connected("sizes"):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks.group)
+    return found.to(sizes.device)
+
+
 class Same(NamedTuple):
     """Values that must be the same on all ranks.
 

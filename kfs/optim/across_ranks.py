@@ -32,11 +32,11 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, reduce, wraps
 from inspect import signature
-from math import prod
+from math import inf, isfinite, prod
 from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -47,17 +47,17 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from kfs.display.suggestions import few
-from kfs.distributed import Group, Ranks, Same, add_up, add_up_at, all_true, check_same, checksums, copy_from
+from kfs.distributed import Group, Ranks, Same, add_up, add_up_at, check_same, checksums, copy_from, largest
 from kfs.distributed.assignment import Part, place
 from kfs.distributed.collectives import digest_of, fill_lower_triangle, refuse_different, upper_triangle
 from kfs.errors import DistributedError, KfsError, ModelError
-from kfs.factors.accumulate import BlockSums, Total, add_up_totals, agreed_blocks
+from kfs.factors.accumulate import BlockSums, Total, add_up_totals, joined_blocks, without_numbers
 from kfs.factors.blocks import BlockError, Eigenbasis, Factor, Kronecker
 from kfs.factors.compute import not_covered
 from kfs.factors.layout import Key
 from kfs.factors.settings import Products
 from kfs.losses import describe
-from kfs.optim.averages import Average, Inverted, StepSums
+from kfs.optim.averages import Average, Inverted, StepSums, SumKey, norms_of
 from kfs.optim.fsdp import gathered, group_of, own_parts
 from kfs.optim.inverses import Inverses
 from kfs.problem.isolation import equal_up_to_round_off
@@ -410,19 +410,18 @@ class ReplicatedInverses:
         """
         return gathered(parts, self.like) if self._are_sharded else dict(parts)
 
-    def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Invert `gathered`: return the parts of this process.
+    def scattered(
+        self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor], flag: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Invert `gathered`: return the parts of this process, and whether a flag is true on all that multiply.
 
         Args:
             tensors: Tensors that this process has multiplied.
             parts: The argument of `gathered`.
+            flag: A flag about the tensors of this process.
         """
         own = {name: tensors[name] for name in parts}
-        return own_parts(own, self.like) if self._are_sharded else own
-
-    def all_true(self, flag: Tensor) -> Tensor:
-        """Return whether a flag about unsharded tensors is true on all processes that multiply some."""
-        return flag
+        return own_parts(own, self.like) if self._are_sharded else own, flag
 
     def sum(self, t: Tensor) -> Tensor:
         """Return the sum of a number over all unsharded tensors, given the sum over tensors of this process."""
@@ -475,18 +474,18 @@ class OwnedInverses(ReplicatedInverses):
                 own[name].of(result[name]).copy_(t)
         return result
 
-    def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Send tensors from owners back to the processes that hold their parts."""
+    def scattered(
+        self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor], flag: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Send tensors from owners back to the processes that hold their parts, each message with the owner's flag."""
         mine, names = self._divided(parts)
-        sent = [[own[name].of(tensors[name]) for name in mine] for own in self._parts]
-        shapes = [[parts[name].shape for name in some] for some in names]
+        sent = [[flag, *(own[name].of(tensors[name]) for name in mine)] for own in self._parts]
+        shapes: list[list[Sequence[int]]] = [[(), *(parts[name].shape for name in some)] for some in names]
         received = self._exchanged(sent, shapes, self._widest(parts))
-        found = {name: t for some, ts in zip(names, received, strict=True) for name, t in zip(some, ts, strict=True)}
-        return {name: found[name].to(part.dtype) for name, part in parts.items()}
-
-    def all_true(self, flag: Tensor) -> Tensor:
-        """Return whether a flag is true on all owners."""
-        return all_true(self.ranks, flag)
+        flags = torch.stack([flag for flag, *_ in received])
+        pairs = [pair for some, (_, *ts) in zip(names, received, strict=True) for pair in zip(some, ts, strict=True)]
+        found = dict(pairs)
+        return {name: found[name].to(part.dtype) for name, part in parts.items()}, flags.bool().all()
 
     def sum(self, t: Tensor) -> Tensor:
         """Return the sum of a number over all owners."""
@@ -512,7 +511,7 @@ class OwnedInverses(ReplicatedInverses):
         splits = [sum(t.numel() for t in some) for some in sent]
         dist.all_to_all_single(result, flat, lengths, splits, group=self.ranks.group)
         pieces = iter(result.split([prod(shape) for some in shapes for shape in some]))
-        return [[next(pieces).reshape(*shape) for shape in some] for some in shapes]
+        return [[next(pieces).reshape(tuple(shape)) for shape in some] for some in shapes]
 
 
 log = logging.getLogger("kfs.optim")
@@ -536,6 +535,7 @@ _WAYS_OUT = {
     "Buffers": "Copy the buffers of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
 }
 _MADE_WITH = "settings of the optimizer"
+_STEP = "a step of the optimizer"
 _NO_SETTINGS = {"self", "model", "loss", "params", "rest", "group"}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -597,7 +597,10 @@ class _Report(NamedTuple):
 
     facts: bytes  # digest of what must be the same everywhere
     sums: StepSums | None  # without tensors; `None` without a pass
+    blocks: list[BlockSums]  # without numbers
     squares: frozenset[Key]  # blocks with squared gradients
+    size: float | None  # of gradients, if the host decides whether it is usual
+    norms: dict[SumKey, float]  # of sums, if the host decides
     values: list[int]  # checksums of parameters and gradients, if they are compared
     buffers: dict[str, int]  # checksums of buffers that passes have not changed
 
@@ -628,6 +631,7 @@ class Exchange:
     _buffers: "dict[str, _Buffer]" = field(default_factory=dict)
     _talks: bool = False  # whether the current step communicates
     _is_due: bool = False  # whether the current step has statistics
+    _until_message: ExitStack = field(default_factory=ExitStack)  # Within, errors are raised on all ranks.
     _left: int = _STEPS_TO_COMPARE  # number of further steps in which gradients are compared
     _differed: bool = False  # whether parameters have differed
 
@@ -693,8 +697,9 @@ class Exchange:
     def step(self, device: torch.device, is_due: Callable[[], bool]) -> Iterator[None]:
         """Raise errors of a step on all ranks: an error on one rank ends the step on all of them.
 
-        Communication between hosts synchronizes with an accelerator. There, steps without new statistics do not
-        communicate: everything that can fail on a single rank has failed in its backward pass before.
+        A step with new statistics ends with a message. In other steps, everything that can fail on a single rank has
+        failed before: on a CPU, hosts exchange one message in the middle of the step (see `merged`); on an accelerator,
+        which messages would synchronize with, they exchange none.
 
         Args:
             device: Device of the parameters.
@@ -708,7 +713,8 @@ class Exchange:
         if not self._talks:
             yield
             return
-        with self.ranks.agreed("a step of the optimizer"):
+        with ExitStack() as self._until_message:
+            self._until_message.enter_context(self.ranks.agreed(_STEP, is_short=not self._is_due))
             yield
 
     def start_again(self) -> None:
@@ -723,8 +729,11 @@ class Exchange:
         grads: Mapping[str, Tensor],
         averages: Mapping[Key, Average],
         products: Products,
-    ) -> StepSums | None:
+        size: Tensor,
+    ) -> tuple[StepSums | None, Tensor]:
         """Return the sums of a step with counts and blocks of all ranks, but totals of this rank only.
+
+        Hosts exchange a single message. On a CPU, it contains all sizes that decide whether the step is usable.
 
         Args:
             sums: Sums from the passes of this rank.
@@ -733,12 +742,16 @@ class Exchange:
             grads: All gradients; for sharded parameters, the part of this rank.
             averages: Averages of known blocks.
             products: Precision in which vectors are multiplied.
+            size: Size of the gradients of this rank, `[1]`.
+
+        Returns:
+            The sums, and the largest size of gradients on any rank.
 
         Raises:
             DistributedError: If ranks are not at the same step of the same training.
         """
         if not self._talks:
-            return sums
+            return sums, largest(self.ranks, size)
         # Sharded tensors are not compared: their parts differ.
         everywhere = {n: p for n, p in params.items() if not is_sharded(p)}
         found = {n: g for n, g in grads.items() if n in everywhere}
@@ -753,26 +766,45 @@ class Exchange:
             facts["Modes of modules"] = modes
             buffers = self.unchanged_buffers()
         same = {what: Same(facts[what], way_out) for what, way_out in _WAYS_OUT.items() if what in facts}
-        squares = frozenset() if sums is None else frozenset(sums.squares)
-        report = _Report(digest_of(same), _without_tensors(sums), squares, values, buffers)
+        mine = StepSums(0) if sums is None else sums
+        # Own blocks do not change: a recorded pass writes to their totals again, and counts are for this step only.
+        blocks = {key: block.shared() for key, block in mine.blocks.items()}
+        sent = without_numbers(blocks.values())
+        on_host = not sync.is_asynchronous(size.device)
+        totals = mine.totals(blocks) if on_host else {}
+        norms = dict(zip(totals, norms_of(totals).tolist(), strict=True)) if totals else {}
+        report = _Report(
+            digest_of(same),
+            _without_tensors(sums),
+            sent,
+            frozenset(mine.squares),
+            size.item() if on_host else None,
+            norms,
+            values,
+            buffers,
+        )
         reports = self.ranks.gather("statistics of a step", report)
+        if not self._is_due:
+            self._until_message.close()
         refuse_different(self.ranks, same, [report.facts for report in reports])
         self._compare(reports, everywhere, found)
+        largest_size = size.new_tensor([_most([one.size for one in reports])]) if on_host else largest(self.ranks, size)
         of_ranks = [report.sums for report in reports if report.sums is not None]
         if not of_ranks:
-            return None
+            return None, largest_size
         result = _over_ranks(of_ranks)
-        mine = StepSums(0) if sums is None else sums
         result.inputs = mine.inputs
         if result.blocks:
             device = next(iter(params.values())).device
-            result.blocks, conflicts = self._blocks(mine.blocks, device, products)
+            result.blocks, conflicts = self._blocks(reports, blocks, device, products)
             result.uncovered |= not_covered([], [], set(), conflicts)
+        if on_host:
+            result.norms = _largest_norms(reports, result.blocks)
         for key in sorted(frozenset().union(*(report.squares for report in reports))):
             eigen = averages[key].eigen
             assert eigen is not None  # noqa: S101 (squares were computed in its basis)
             result.squares[key] = mine.squares.get(key, torch.zeros_like(eigen.values))
-        return result
+        return result, largest_size
 
     def _module(self) -> nn.Module:
         """Return the model, or an empty module if it is unknown or no longer exists."""
@@ -838,12 +870,10 @@ class Exchange:
         self._differed = True
 
     def _blocks(
-        self, mine: Mapping[Key, BlockSums], device: torch.device, products: Products
+        self, reports: Iterable[_Report], blocks: Mapping[Key, BlockSums], device: torch.device, products: Products
     ) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
         """Return the blocks of all ranks, with counts over all of them, and totals of this rank."""
-        # Own blocks do not change: a recorded pass writes to their totals again, and counts are for this step only.
-        blocks = {key: block.shared() for key, block in mine.items()}
-        result, conflicts = agreed_blocks(self.ranks, blocks, device, products)
+        result, conflicts = joined_blocks([report.blocks for report in reports], blocks, device, products)
         # Two roles of a weight are combined depending on their totals over all ranks. Only the last rank keeps these.
         tied = [block for block in result.values() if len(block.roles) > 1]
         if tied:
@@ -880,6 +910,24 @@ class Exchange:
         return torch.stack(self.ranks.gather("curvature along a step", t)).sum(0)
 
 
+def _most(sizes: Iterable[float | None]) -> float:
+    """Return the largest size; infinite if one of them is not finite."""
+    return max(size if size is not None and isfinite(size) else inf for size in sizes)
+
+
+def _largest_norms(reports: Iterable[_Report], blocks: Mapping[Key, BlockSums]) -> dict[SumKey, float]:
+    """Return the largest norms over ranks. A rank without a block has zeros."""
+    found: dict[SumKey, list[float]] = {}
+    for report in reports:
+        # A rank whose first use of a parameter was on the other side has turned its block.
+        layouts = {block.layout.key: block.layout for block in report.blocks}
+        for (key, side, kind), norm in report.norms.items():
+            is_turned = key in blocks and key in layouts and layouts[key].order != blocks[key].layout.order
+            there = {"A": "B", "B": "A"}[side] if is_turned and side else side
+            found.setdefault((key, there, kind), []).append(norm)
+    return {place: _most(norms) for place, norms in found.items()}
+
+
 def _over_ranks(reports: list[StepSums]) -> StepSums:
     """Return counts and coverage over all ranks."""
     # A rank without examples has no information about coverage.
@@ -895,7 +943,7 @@ def _over_ranks(reports: list[StepSums]) -> StepSums:
 
 
 def _without_tensors(sums: StepSums | None) -> StepSums | None:
-    """Return the sums of a step without tensors, to send them to other ranks."""
+    """Return the counts and coverage of a step, to send them to other ranks. Blocks are sent apart."""
     if sums is None:
         return None
     blocks = {key: BlockSums(block.layout, block.sharing) for key, block in sums.blocks.items()}

@@ -36,6 +36,10 @@ _LEAST_DAMPING = 1e-20
 Bases = Mapping[Key, tuple[Layout, Squares]]
 
 
+# A sum of a step: its block, its side (empty for squared gradients), and its kind.
+SumKey = tuple[Key, str, str]
+
+
 @dataclass
 class StepSums:
     """Sums and counts from the passes of one step."""
@@ -56,6 +60,17 @@ class StepSums:
     squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-example gradients, in given bases
     uncovered: dict[str, str] = field(default_factory=dict)  # parameters without a usable block, with reasons
     inputs: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # args, kwargs and targets, if kept
+    norms: dict[SumKey, float] | None = None  # the largest norms of sums over all processes, if hosts exchanged them
+
+    def totals(self, blocks: Mapping[Key, BlockSums]) -> dict[SumKey, Tensor]:
+        """Return the sums of some blocks, and of all squared gradients."""
+        totals = {
+            (key, side, kind): s.total
+            for key, block in blocks.items()
+            for side, role in block.roles.items()
+            for kind, s in (("inputs", role.input), ("gradients", role.gradient))
+        }
+        return totals | {(key, "", "squares"): squares for key, squares in self.squares.items()}
 
     def merge(self, other: "StepSums") -> None:
         """Add the sums of another pass."""
@@ -300,6 +315,11 @@ def _zeros_like(factor: Factor) -> Factor:
     if factor.kind == "identity":
         return factor
     return replace(factor, values=torch.zeros_like(factor.values), scale=torch.ones_like(factor.scale))
+
+
+def norms_of(totals: Mapping[SumKey, Tensor]) -> Tensor:
+    """Return the 1-norms of sums, `[n]`, computed in a few operations."""
+    return torch.stack(torch._foreach_norm(list(totals.values()), 1.0))
 
 
 def _without_bias(factor: Factor, weight: Tensor) -> Factor:

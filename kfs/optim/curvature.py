@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfs.distributed import Ranks, all_true
+from kfs.distributed import Ranks, all_true, largest
 from kfs.errors import KfsError
 from kfs.factors.accumulate import BlockMap, BlockSums
 from kfs.factors.block import Block
@@ -20,7 +20,7 @@ from kfs.factors.compute import shared_with
 from kfs.factors.layout import Key
 from kfs.optim import across_ranks
 from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
-from kfs.optim.averages import Average, Bases, StepSums, add_factors
+from kfs.optim.averages import Average, Bases, StepSums, add_factors, norms_of
 from kfs.optim.inverses import Groups, Inverses, inverted_together
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, UsualSizes
 from kfs.optim.options import Interval, Parameters, interval_at
@@ -155,17 +155,15 @@ class Curvature:
 
     def _are_usable(self, blocks: Mapping[Key, BlockSums], sums: StepSums, finite: Tensor | None) -> Tensor | None:
         """Return whether all sums are finite and of a usual size on all ranks; `None` if there are no sums."""
-        totals = {
-            f"{kind} {side} of {key[0]} {key[1]}": s.total
-            for key, block in blocks.items()
-            for side, role in block.roles.items()
-            for kind, s in (("inputs", role.input), ("gradients", role.gradient))
-        }
-        totals |= {f"squares of {key[0]} {key[1]}": squares for key, squares in sums.squares.items()}
+        totals = sums.totals(blocks)
         if not totals:
             return None
-        sizes = torch.stack(torch._foreach_norm(list(totals.values()), 1.0)) / (sums.examples or 1.0)
-        return self.sizes.check(self.ranks, tuple(totals), sizes, finite)[1]
+        if sums.norms is None:
+            norms = largest(self.ranks, norms_of(totals))
+        else:
+            norms = next(iter(totals.values())).new_tensor([sums.norms[one] for one in totals])
+        names = tuple(" ".join((kind, *side, "of", key[0], str(key[1]))) for key, side, kind in totals)
+        return self.sizes.check(names, norms / (sums.examples or 1.0), finite)[1]
 
     def note_added(self, good: bool) -> None:
         """Count sums that were added or refused. After many that were added in a row, undo one raise of damping."""
@@ -260,16 +258,21 @@ class Curvature:
         ahead = communication.gathered(parts)
         # All processes either take the step, or skip it, or raise.
         D, problem = self._multiplied(ahead, params, communication, taken, half)
-        _agree_on_steps(D, communication, taken)
+        on_device = sync.is_asynchronous(taken.device)
+        finite = taken if on_device else torch.tensor(problem is None) & total_size(list(D.values())).isfinite()
         if self.kl_clip is not None:
             zero = next(iter(parts.values())).new_zeros(())
-            # Gradients that are not finite are not clipped: their length is undefined.
             shorter = _shorter(self.kl_clip, lrs, ahead, D, communication, zero)
+            # Gradients that are not finite are not clipped: their length is undefined.
             shorter = torch.where(taken, shorter, 1.0)
             D = {n: shorter * d for n, d in D.items()}
-        steps = communication.scattered(D, parts)
+        steps, finite = communication.scattered(D, parts, finite)
         if problem is not None:
             raise problem
+        if on_device:
+            taken.copy_(finite)
+        elif not finite:
+            raise StepNotFiniteError
         return steps
 
     def _multiplied(
@@ -279,18 +282,16 @@ class Curvature:
         communication: ReplicatedInverses,
         taken: Tensor,
         half: bool,
-    ) -> tuple[dict[str, Tensor], Exception | None]:
+    ) -> tuple[dict[str, Tensor], BaseException | None]:
         """Multiply with inverses. An error is returned, not raised, if other processes wait for the products.
 
-        On an accelerator, these processes get zeros, take no step, and raise at its end. On a CPU, they are notified
-        earlier.
+        These processes get zeros, and take no step. If the step has new statistics, they raise the error at its end.
         """
-        on_device = sync.is_asynchronous(taken.device)
         try:
-            flag = taken if on_device else None
+            flag = taken if sync.is_asynchronous(taken.device) else None
             return self.precondition(ahead, params.tensors, params.groups, limit=True, taken=flag, half=half), None
-        except Exception as problem:
-            if not (isinstance(communication, OwnedInverses) and on_device):
+        except BaseException as problem:
+            if not isinstance(communication, OwnedInverses):
                 raise
             taken.fill_(False)
             return {name: torch.zeros_like(t) for name, t in ahead.items()}, problem
@@ -438,17 +439,6 @@ class Curvature:
         self.sizes.restore(state["sizes"])
         self.inverses.forget()
         self.inverses.forget_failures()
-
-
-def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
-    """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
-    if sync.is_asynchronous(taken.device):
-        # So far, the flag is about the products of this process.
-        everywhere = communication.all_true(taken)
-        if everywhere is not taken:
-            taken.copy_(everywhere)
-    elif not communication.all_true(total_size(list(D.values())).isfinite()):
-        raise StepNotFiniteError
 
 
 def _shorter(

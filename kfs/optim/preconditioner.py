@@ -362,8 +362,11 @@ class Preconditioner(Described):
         # Collect gradients, and the statistics of the passes of all ranks.
         self.params.check_model()
         grads = {n: local_part(p.grad).to_dense() for n, p in self.params.tensors.items() if p.grad is not None}
+        # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
+        measured = [*grads.values(), *of_rest]
+        size = total_size(measured).reshape(1) if measured else torch.zeros(1, device=self.params.device)
         of_others = (partial(self._facts, scale), self.params.tensors, grads, self.curvature.averages)
-        sums = self.exchange.merged(self.watch.collect(), *of_others, self.settings.products)
+        sums, size = self.exchange.merged(self.watch.collect(), *of_others, self.settings.products, size)
         # Adding factors requires the outcomes of earlier steps, which may still be on the device.
         has_factors = sums is not None and sums.has_factors
         if has_factors:
@@ -372,9 +375,7 @@ class Preconditioner(Described):
         if not grads and not of_rest:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
         self._check(sums, result, are_scaled)
-        # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
-        size = total_size([*grads.values(), *of_rest]).reshape(1)
-        finite, good = self._gradient_sizes.check(self.exchange.ranks, ("gradients",), size, learn=has_factors)
+        finite, good = self._gradient_sizes.check(("gradients",), size, learn=has_factors)
         fine = GoodStep.of(self.steps, result, self.param_groups[0], self.curvature.damping_scale)
         lost: dict[str, str] = {}
         if sums is not None:

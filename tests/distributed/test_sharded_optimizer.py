@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kfs.optim import KFAC
@@ -146,9 +146,9 @@ def gathered_from_the_first(self: OwnedInverses, parts: Any) -> Any:
     return gathered(self, {name: part if dist.get_rank() == 0 else 0 * part for name, part in parts.items()})
 
 
-def scattered_in_reverse(self: OwnedInverses, tensors: Any, parts: Any) -> Any:
+def scattered_in_reverse(self: OwnedInverses, tensors: Any, parts: Any, flag: Tensor) -> Any:
     """Return parts of tensors whose rows are in the opposite order."""
-    return scattered(self, {name: t.flip(0) for name, t in tensors.items()}, parts)
+    return scattered(self, {name: t.flip(0) for name, t in tensors.items()}, parts, flag)
 
 
 def whole_layers(fisher: Any) -> tuple[bool, bool]:

@@ -1,6 +1,6 @@
 """Running sums over data: outer products of inputs and of gradients, and moments of the gradients of every example."""
 
-from kfs.factors.accumulate.across_ranks import agreed_blocks, parts_of
+from kfs.factors.accumulate.across_ranks import joined_blocks, parts_of, without_numbers
 from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, read_counts
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.inputs import Use
@@ -45,12 +45,13 @@ __all__ = [
     "Use",
     "add_gram",
     "add_up_totals",
-    "agreed_blocks",
     "at_a_time",
     "full_precision",
     "in_block",
+    "joined_blocks",
     "mirror",
     "parts_of",
     "read_counts",
     "reset",
+    "without_numbers",
 ]
