@@ -7,8 +7,8 @@ others. So there is one order of additions, and every rank gets the same bits. B
 values that they compute tensors from (`check_same`): tensors by a checksum, other values as they are.
 
 `add_up_at` sums tensors for one owner rank, which takes half of the traffic of a sum for all ranks. `copy_from` copies
-tensors from an owner rank to all others. Ranks must have agreed on shapes and owners before: these functions check
-nothing.
+tensors from an owner rank to all others, and `Copies` does so in the background. Ranks must have agreed on shapes and
+owners before: these functions check nothing.
 
 `joined` makes one state from the states of all ranks. A state consists of nested dictionaries and lists of tensors, as
 in files of `kfs.files`. Each rank has some items of certain lists. In the joined state, every tensor is fetched from
@@ -49,7 +49,7 @@ _multipliers: dict[torch.device, Tensor] = {}  # a multiplier for each column; 1
 
 
 class _Bucket(NamedTuple):
-    """Tensors that are summed in one collective operation, and its handle."""
+    """Tensors that are summed or copied in one collective operation, and its handle."""
 
     parts: list[Tensor]
     flat: Tensor
@@ -393,6 +393,37 @@ def add_up_at(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
             torch._foreach_zero_([part.detach() for part in some])
 
 
+class Copies:
+    """Copies of tensors from an owner rank, on their way to all ranks, where they replace tensors in place.
+
+    Args:
+        ranks: The participating ranks. For a single process, nothing happens.
+        owner: The rank that has the values.
+        parts: Tensors or views, with the same shapes and dtypes on all ranks, in the same order.
+
+    Example:
+        >>> Copies(Ranks(None), 0, [torch.ones(2, 3)]).wait()
+    """
+
+    def __init__(self, ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
+        self._is_mine = ranks.rank == owner
+        self._buckets: list[_Bucket] = []
+        for some in buckets(list(parts)) if ranks.are_several else ():
+            flat = flattened(ranks, some)
+            with connected("copies from owners"):
+                work = dist.broadcast(flat, group=ranks.group, group_src=owner, async_op=True)
+            self._buckets.append(_Bucket(some, flat, work))
+
+    def wait(self) -> None:
+        """Wait until the tensors of this rank have their values. Later calls do nothing."""
+        for bucket in self._buckets:
+            with connected("copies from owners"):
+                bucket.work.wait()
+            if not self._is_mine:
+                copy_back(bucket.flat, bucket.parts)
+        self._buckets = []
+
+
 def copy_from(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
     """Broadcast tensors from an owner rank to all ranks, in place.
 
@@ -405,14 +436,7 @@ def copy_from(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
         >>> inverse = torch.ones(2, 3)
         >>> copy_from(Ranks(None), 0, [inverse])
     """
-    if not ranks.are_several:
-        return
-    for some in buckets(list(parts)):
-        flat = flattened(ranks, some)
-        with connected("copies from owners"):
-            dist.broadcast(flat, group=ranks.group, group_src=owner)
-        if ranks.rank != owner:
-            copy_back(flat, some)
+    Copies(ranks, owner, parts).wait()
 
 
 def joined(ranks: Ranks, state: Mapping[str, Any], lists: Iterable[str], root: int | None = None) -> dict[str, Any]:

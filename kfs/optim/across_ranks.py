@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, reduce, wraps
+from heapq import heapreplace
 from inspect import signature
 from math import inf, isfinite, prod
 from types import FrameType
@@ -49,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfs.display.suggestions import few
 from kfs.distributed import Group, Ranks, Same, add_up, add_up_at, check_same, checksums, copy_from, largest
 from kfs.distributed.assignment import Part, place
-from kfs.distributed.collectives import digest_of, fill_lower_triangle, refuse_different, upper_triangle
+from kfs.distributed.collectives import Copies, digest_of, fill_lower_triangle, refuse_different, upper_triangle
 from kfs.errors import DistributedError, KfsError, ModelError
 from kfs.factors.accumulate import BlockSums, Total, add_up_totals, joined_blocks, without_numbers
 from kfs.factors.blocks import BlockError, Eigenbasis, Factor, Kronecker
@@ -70,7 +71,7 @@ Outcome = Inverted | str
 
 
 def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, int]:
-    """Return the rank that inverts each block, the same on all ranks. Work and memory are balanced.
+    """Return the rank that inverts and keeps each block, the same on all ranks. Work and memory are balanced.
 
     Args:
         averages: Averages of all blocks.
@@ -91,6 +92,18 @@ def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, 
     return result
 
 
+def balanced_owners(averages: Iterable[Average], size: int) -> dict[Key, int]:
+    """Return the rank that inverts each block, if all ranks get the inverse. Work is balanced, memory is not."""
+    owners: dict[Key, int] = {}
+    loads = [(0.0, rank) for rank in range(size)]
+    # The longest work first, each for the rank with the least work so far.
+    for average in sorted(averages, key=lambda average: (-average.cost, average.layout.key)):
+        load, rank = loads[0]
+        heapreplace(loads, (load + average.cost, rank))
+        owners[average.layout.key] = rank
+    return owners
+
+
 @lru_cache(maxsize=4)
 def _placed(parts: tuple[Part, ...], size: int) -> Mapping[tuple[str, str], int]:
     return place(parts, size).owners
@@ -105,47 +118,123 @@ def _parts(average: Average, eigen: bool) -> list[Part]:
     ]
 
 
+@dataclass(eq=False)
+class Arrival:
+    """The inverse of a block that its owner has computed, possibly before the step that uses it.
+
+    Attributes:
+        average: The average that was inverted.
+        damping: Its damping.
+        owner: The rank that has inverted it.
+        outcome: The shape of the inverse, or the reason why there is none.
+        result: The inverse; on other ranks than the owner, `None` if it stays there.
+        copies: Copies of it that are under way.
+    """
+
+    average: Average
+    damping: float
+    owner: int
+    outcome: Outcome
+    result: Inverted | None = None
+    copies: Copies | None = None
+
+    def fits(self, average: Average, damping: float) -> bool:
+        """Whether this is still the inverse of an average, with this damping."""
+        return self.average is average and self.damping == damping
+
+    def keep(self, ranks: Ranks, inverses: Inverses) -> str | None:
+        """Store the inverse; if there is none, return the reason, and the previous one stays."""
+        if isinstance(self.outcome, str):
+            return self.outcome
+        if self.copies is None:
+            self._keep_at_owner(ranks, inverses, self.outcome)
+            return None
+        self.copies.wait()
+        assert self.result is not None  # noqa: S101 (memory for copies)
+        for factor in _symmetric(self.result.inverse):
+            fill_lower_triangle(factor.values)
+        inverses.keep([self.average], self.result)
+        return None
+
+    def _keep_at_owner(self, ranks: Ranks, inverses: Inverses, outcome: Inverted) -> None:
+        """Store the inverse on its owner rank; other ranks store only its shape."""
+        average, is_mine = self.average, self.owner == ranks.rank
+        moves = average.has_inverse != is_mine
+        if self.result is not None:
+            if moves:
+                average.inverse = None  # a meta tensor: another rank was the owner
+            inverses.keep([average], self.result)
+        else:
+            average.inverse = outcome.inverse
+            average.damping = outcome.damping.to(average.factors.like.device)
+        average.leave_inverse(self.owner, is_mine)
+        if moves:
+            inverses.forget()
+
+
+# Blocks of one size that are inverted together, with their dampings, the same on all ranks.
+Together = tuple[Sequence[Average], Sequence[float]]
+
+
 def invert(
-    ranks: Ranks,
-    inverses: Inverses,
-    averages: Iterable[Average],
-    together: Iterable[tuple[Sequence[Average], Sequence[float]]],
-    at_owners: bool = False,
-) -> dict[Key, str]:
-    """Compute each inverse on its owner rank, and broadcast it unless it stays there.
+    ranks: Ranks, inverses: Inverses, owners: Mapping[Key, int], steps: Iterable[Iterable[Together]], at_owners: bool
+) -> dict[Key, Arrival]:
+    """Compute each inverse on its owner rank, and start to send it to all others unless it stays there.
 
     Args:
         ranks: All processes.
         inverses: How inverses are computed and stored.
-        averages: Averages of all blocks.
-        together: Blocks of one size that are inverted now, with their dampings, the same on all ranks.
+        owners: Owner ranks of the blocks.
+        steps: Blocks that are inverted for this step and for later ones.
         at_owners: Whether inverses stay at their owners.
-
-    Returns:
-        Reasons for inverses that could not be computed, by block. The previous inverses stay.
     """
-    due = list(together)
-    owners = owners_of(averages, inverses.eigen or inverses.method == "exact", ranks.size)
-    by_owner: dict[int, list[Average]] = {}
-    for average in (average for same, _ in due for average in same):
-        by_owner.setdefault(owners[average.layout.key], []).append(average)
+    due = [list(step) for step in steps]
+    everything = [(a, damping) for step in due for same in step for a, damping in zip(*same, strict=True)]
     # Each owner needs averages over the data of all ranks.
-    for owner, some in by_owner.items():
-        sum_at_owner(ranks, owner, some)
+    for owner in sorted({owners[a.layout.key] for a, _ in everything}):
+        sum_at_owner(ranks, owner, [a for a, _ in everything if owners[a.layout.key] == owner])
     results: dict[Key, Inverted] = {}
     outcomes: dict[Key, Outcome] = {}
-    for same, dampings in due:
-        mine = [(a, d) for a, d in zip(same, dampings, strict=True) if owners[a.layout.key] == ranks.rank]
+    for averages, dampings in (same for step in due for same in step):
+        mine = [(a, d) for a, d in zip(averages, dampings, strict=True) if owners[a.layout.key] == ranks.rank]
         if mine:
             _invert_own(inverses, mine, results, outcomes)
     # First, all ranks learn shapes and failures, then inverses are sent.
     reported = {key: one for some in ranks.gather("inverses", outcomes) for key, one in some.items()}
-    for owner, some in by_owner.items():
-        if at_owners:
-            _keep_at_owner(ranks, inverses, owner, some, reported, results)
-        else:
-            _broadcast_from_owner(ranks, inverses, owner, some, reported, results)
-    return {key: why for key, why in reported.items() if isinstance(why, str)}
+    found = {
+        a.layout.key: Arrival(a, d, owners[a.layout.key], reported[a.layout.key], results.get(a.layout.key))
+        for a, d in everything
+    }
+    for step in [] if at_owners else due:
+        arrivals = [found[a.layout.key] for averages, _ in step for a in averages]
+        for owner in sorted({one.owner for one in arrivals}):
+            _send(ranks, owner, inverses.eigen, [one for one in arrivals if one.owner == owner])
+    return found
+
+
+def _send(ranks: Ranks, owner: int, eigen: bool, arrivals: Sequence[Arrival]) -> None:
+    """Start to send inverses from their owner. All ranks, the owner included, store the same bits and strides."""
+    sent: list[Tensor] = []
+    computed = [(one, one.outcome) for one in arrivals if not isinstance(one.outcome, str)]
+    for arrival, skeleton in computed:
+        device = arrival.average.factors.like.device
+        result = arrival.result
+        one = Inverted(
+            skeleton.inverse.empty_on(device),
+            torch.empty_like(skeleton.damping, device=device),
+            None,
+            torch.empty_like(skeleton.input_size, device=device),
+        )
+        if result is not None:
+            one.inverse.overwrite(result.inverse)
+            one.damping.copy_(result.damping)
+            one.input_size.copy_(result.input_size)
+        sent += [*_tensors(one.inverse), one.damping, one.input_size]
+        own = None if result is None else result.eigen
+        arrival.result = one._replace(eigen=_eigenvalues(one.inverse, own) if eigen else None)
+    copies = Copies(ranks, owner, sent)
+    for arrival, _ in computed:
+        arrival.copies = copies
 
 
 def sum_at_owner(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
@@ -221,69 +310,6 @@ def _invert_own(
         with allow_sync():
             damping = result.damping.cpu()  # It is small, and all ranks report it.
         outcomes[average.layout.key] = Inverted(result.inverse.to("meta"), damping, None, result.input_size.to("meta"))
-
-
-def _keep_at_owner(
-    ranks: Ranks,
-    inverses: Inverses,
-    owner: int,
-    averages: Iterable[Average],
-    reported: Mapping[Key, Outcome],
-    results: Mapping[Key, Inverted],
-) -> None:
-    """Store inverses on one owner rank; other ranks store only their shapes."""
-    for average in averages:
-        outcome = reported[average.layout.key]
-        if isinstance(outcome, str):
-            continue  # The previous inverse stays at its owner.
-        moves = average.has_inverse != (owner == ranks.rank)
-        if owner == ranks.rank:
-            if moves:
-                average.inverse = None  # a meta tensor: another rank was the owner
-            inverses.keep([average], results[average.layout.key])
-        else:
-            average.inverse = outcome.inverse
-            average.damping = outcome.damping.to(average.factors.like.device)
-        average.leave_inverse(owner, owner == ranks.rank)
-        if moves:
-            inverses.forget()
-
-
-def _broadcast_from_owner(
-    ranks: Ranks,
-    inverses: Inverses,
-    owner: int,
-    averages: Iterable[Average],
-    reported: Mapping[Key, Outcome],
-    results: Mapping[Key, Inverted],
-) -> None:
-    """Broadcast the inverses of one owner. All ranks, the owner included, store the same bits and strides."""
-    received: list[tuple[Average, Inverted]] = []
-    for average in averages:
-        key = average.layout.key
-        skeleton = reported[key]
-        if isinstance(skeleton, str):
-            continue
-        device = average.factors.like.device
-        one = Inverted(
-            skeleton.inverse.empty_on(device),
-            torch.empty_like(skeleton.damping, device=device),
-            None,
-            torch.empty_like(skeleton.input_size, device=device),
-        )
-        if key in results:
-            one.inverse.overwrite(results[key].inverse)
-            one.damping.copy_(results[key].damping)
-            one.input_size.copy_(results[key].input_size)
-        received.append((average, one))
-    sent = [t for _, one in received for t in (*_tensors(one.inverse), one.damping, one.input_size)]
-    copy_from(ranks, owner, sent)
-    for average, one in received:
-        for factor in _symmetric(one.inverse):
-            fill_lower_triangle(factor.values)
-        result = results.get(average.layout.key)
-        eigen = _eigenvalues(one.inverse, None if result is None else result.eigen) if inverses.eigen else None
-        inverses.keep([average], one._replace(eigen=eigen))
 
 
 def _eigenvalues(inverse: Any, own: Eigenbasis | None) -> Eigenbasis:

@@ -63,6 +63,7 @@ class Curvature:
     costs: Costs = field(default_factory=Costs)
     sizes: UsualSizes = field(init=False)  # of factors
     _communication: ReplicatedInverses | None = None
+    _ahead: dict[Key, across_ranks.Arrival] = field(default_factory=dict)  # inverses that are not due yet
     _troubles: int = 0  # events in a row
     _successes: int = 0  # steps without event in a row
     _rises: int = 0  # raises of damping that were not undone yet
@@ -147,6 +148,7 @@ class Curvature:
             self.costs.add("factors", block_sums.work)
             self.awaited -= set(block.layout.params)
         add_factors(pairs, self.decay, good)
+        self._ahead.clear()
         self.forget(without)
         if good is None:
             self.note_added(True)
@@ -184,31 +186,51 @@ class Curvature:
             self._note_failure(failed)
             failed.changed = True  # It is tried again, in better precision.
 
-    def update_inverses(self, step: int, groups: Groups, force: bool = False) -> None:
+    def update_inverses(self, step: int, groups: Groups, force: bool = False, until: int = 0) -> None:
         """Recompute outdated inverses within the budget of this step, or all of them if `force`.
 
         Every step does a share of the work, on the oldest inverses, such that each is recomputed once per interval. The
         interval is one step at first and grows up to the requested one, since curvature changes most at the beginning.
         Blocks that are inverted together wait until the budget suffices for all of them.
+
+        Args:
+            step: Number of this step.
+            groups: Parameter groups, which contain dampings.
+            force: Whether to recompute all inverses.
+            until: With several processes, inverses that are due before this step may be computed now: averages do not
+                change in between. They are stored when they are due, as in a single process.
         """
+        due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
+        chosen, self._credit = self._chosen(due, step, self._credit, force)
+        if not self.ranks.are_several:
+            for together in chosen:
+                self._invert(together, step, groups)
+            return
+        steps, credit = [chosen], self._credit
+        for later in range(step + 1, until):
+            earlier = {a for together in steps[-1] for a in together}
+            due = [a for a in due if a not in earlier]
+            more, credit = self._chosen(due, later, credit)
+            steps.append(more)
+        self._invert_by_owners(steps, step, groups)
+
+    def _chosen(
+        self, due: Iterable[Average], step: int, credit: float, force: bool = False
+    ) -> tuple[list[list[Average]], float]:
+        """Return the outdated inverses to recompute in a step, and the budget that is left."""
         every = min(interval_at(self.every, step), 1 + step // 2)
         total = sum(average.cost for average in self.averages.values())
-        self._credit = min(self._credit + total / every, total)
-        due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
+        credit = min(credit + total / every, total)
         chosen = []
         for together in sorted(inverted_together(due), key=lambda same: min(a.updated for a in same)):
             cost = sum(a.cost for a in together)
-            too_expensive = self._credit < (1 - 1e-9) * cost
+            too_expensive = credit < (1 - 1e-9) * cost
             # A block without an inverse cannot wait.
             if too_expensive and not force and all(a.inverse is not None for a in together):
                 break
-            self._credit = max(0.0, self._credit - cost)
+            credit = max(0.0, credit - cost)
             chosen.append(together)
-        if self.ranks.are_several:
-            self._invert_by_owners(chosen, step, groups)
-            return
-        for together in chosen:
-            self._invert(together, step, groups)
+        return chosen, credit
 
     def precondition(
         self,
@@ -380,18 +402,38 @@ class Curvature:
         for average in together:
             self._note_attempt(average, step)
 
-    def _invert_by_owners(self, chosen: Sequence[Sequence[Average]], step: int, groups: Groups) -> None:
-        """Compute the inverses of some blocks, each on its owner rank, or keep the previous ones."""
-        if not chosen:
-            return
-        together = [(same, self._dampings_of(same, groups)) for same in chosen]
-        failures = across_ranks.invert(self.ranks, self.inverses, self.averages.values(), together, self.at_owners)
-        for average in (average for same in chosen for average in same):
-            why = failures.get(average.layout.key)
+    def _invert_by_owners(self, steps: Sequence[Sequence[Sequence[Average]]], step: int, groups: Groups) -> None:
+        """Update the inverses of some blocks, each computed on its owner rank, or keep the previous ones.
+
+        Args:
+            steps: Blocks of this step, and those of later steps that may be computed now.
+            step: Number of this step.
+            groups: Parameter groups, which contain dampings.
+        """
+        missing: list[list[across_ranks.Together]] = []
+        for together in steps:
+            left = [[a for a in same if not self._is_ahead(a, groups)] for same in together]
+            missing.append([(same, self._dampings_of(same, groups)) for same in left if same])
+        blocks = [a for together in missing for same, _ in together for a in same]
+        if blocks:
+            size = self.ranks.size
+            if self.at_owners:
+                eigen = self.inverses.eigen or self.inverses.method == "exact"
+                owners = across_ranks.owners_of(self.averages.values(), eigen, size)
+            else:
+                owners = across_ranks.balanced_owners(blocks, size)
+            self._ahead |= across_ranks.invert(self.ranks, self.inverses, owners, missing, self.at_owners)
+        for average in (average for same in steps[0] for average in same):
+            why = self._ahead.pop(average.layout.key).keep(self.ranks, self.inverses)
             average.failed = False
             if why is not None:
                 self._note_failure(average, f" ({why})")
             self._note_attempt(average, step)
+
+    def _is_ahead(self, average: Average, groups: Groups) -> bool:
+        """Whether the inverse of a block has been computed already."""
+        found = self._ahead.get(average.layout.key)
+        return found is not None and found.fits(average, *self._dampings_of([average], groups))
 
     def _dampings_of(self, together: Iterable[Average], groups: Groups) -> list[float]:
         return [float(groups[a.layout.weight]["damping"]) * self.damping_scale for a in together]
@@ -439,6 +481,7 @@ class Curvature:
         self.sizes.restore(state["sizes"])
         self.inverses.forget()
         self.inverses.forget_failures()
+        self._ahead.clear()
 
 
 def _shorter(

@@ -399,7 +399,8 @@ class Preconditioner(Described):
             added = None if sums is None else self._add_sums(sums, lost, None if waits else good)
         # A quadratic model needs the curvature of the current step.
         with costs.timed("inverses"):
-            self.curvature.update_inverses(self.steps, self.params.groups, force=batch is not None)
+            until = self._next_with_factors() if has_factors and self.exchange.ranks.size > 1 else 0
+            self.curvature.update_inverses(self.steps, self.params.groups, force=batch is not None, until=until)
         covered = self.curvature.covered
         natural = {n: g for n, g in grads.items() if n in covered}
         others = {n: g for n, g in grads.items() if not self.will_cover(n)}
@@ -483,10 +484,14 @@ class Preconditioner(Described):
         """Whether the current step needs statistics of its passes."""
         return self.loss.reduction == "sum" or bool(self._due())
 
+    def _next_with_factors(self) -> int:
+        """Return the next step after this one that computes factors by schedule; -1 if there is none soon."""
+        later = range(self.steps + 1, self.steps + 1000)
+        return next((step for step in later if step % interval_at(self._factors_every, step) == 0), -1)
+
     def _facts(self, scale: StepScale | None) -> dict[str, dict[str, Any]]:
         """Return values that must agree between processes at this step, by kind and name."""
-        later = range(self.steps + 1, self.steps + 1000)
-        next_due = next((step for step in later if step % interval_at(self._factors_every, step) == 0), -1)
+        next_due = self._next_with_factors()
         # On a GPU, steps without factors do not communicate. Their schedule is compared in advance.
         inverses = [interval_at(self.curvature.every, step) for step in range(self.steps, next_due)]
         due = {
