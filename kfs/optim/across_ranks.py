@@ -52,13 +52,13 @@ from kfs.distributed import Group, Ranks, Same, add_up, add_up_at, check_same, c
 from kfs.distributed.assignment import Part, place
 from kfs.distributed.collectives import Copies, digest_of, fill_lower_triangle, refuse_different, upper_triangle
 from kfs.errors import DistributedError, KfsError, ModelError
-from kfs.factors.accumulate import BlockSums, Total, add_up_totals, joined_blocks, without_numbers
+from kfs.factors.accumulate import BlockSums, OuterProductSum, Total, add_up_totals, joined_blocks, without_numbers
 from kfs.factors.blocks import BlockError, Eigenbasis, Factor, Kronecker
 from kfs.factors.compute import not_covered
 from kfs.factors.layout import Key
 from kfs.factors.settings import Products
 from kfs.losses import describe
-from kfs.optim.averages import Average, Inverted, StepSums, SumKey, norms_of
+from kfs.optim.averages import Average, Inverted, StepSums, SumKey, norms_of, unstored
 from kfs.optim.fsdp import gathered, group_of, own_parts
 from kfs.optim.inverses import Inverses
 from kfs.problem.isolation import equal_up_to_round_off
@@ -71,7 +71,9 @@ Outcome = Inverted | str
 
 
 def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, int]:
-    """Return the rank that inverts and keeps each block, the same on all ranks. Work and memory are balanced.
+    """Return the rank that keeps and inverts each block, the same on all ranks. Work and memory are balanced.
+
+    Blocks that have an owner keep it.
 
     Args:
         averages: Averages of all blocks.
@@ -85,7 +87,7 @@ def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, 
     largest = {average.layout.key: max(_parts(average, eigen), key=lambda part: part.work) for average in found}
     result = {key: owners[part.key] for key, part in largest.items()}
     # Blocks of the same parameters, such as rows of one weight, stay together: their steps are one tensor.
-    first: dict[str, int] = {}
+    first = {average.layout.weight: average.owner for average in found if average.owner is not None}
     for average in found:
         key = average.layout.key
         result[key] = first.setdefault(average.layout.weight, result[key])
@@ -142,12 +144,12 @@ class Arrival:
         """Whether this is still the inverse of an average, with this damping."""
         return self.average is average and self.damping == damping
 
-    def keep(self, ranks: Ranks, inverses: Inverses) -> str | None:
+    def keep(self, inverses: Inverses) -> str | None:
         """Store the inverse; if there is none, return the reason, and the previous one stays."""
         if isinstance(self.outcome, str):
             return self.outcome
         if self.copies is None:
-            self._keep_at_owner(ranks, inverses, self.outcome)
+            self._keep_at_owner(inverses, self.outcome)
             return None
         self.copies.wait()
         assert self.result is not None  # noqa: S101 (memory for copies)
@@ -156,20 +158,13 @@ class Arrival:
         inverses.keep([self.average], self.result)
         return None
 
-    def _keep_at_owner(self, ranks: Ranks, inverses: Inverses, outcome: Inverted) -> None:
+    def _keep_at_owner(self, inverses: Inverses, outcome: Inverted) -> None:
         """Store the inverse on its owner rank; other ranks store only its shape."""
-        average, is_mine = self.average, self.owner == ranks.rank
-        moves = average.has_inverse != is_mine
         if self.result is not None:
-            if moves:
-                average.inverse = None  # a meta tensor: another rank was the owner
-            inverses.keep([average], self.result)
-        else:
-            average.inverse = outcome.inverse
-            average.damping = outcome.damping.to(average.factors.like.device)
-        average.leave_inverse(self.owner, is_mine)
-        if moves:
-            inverses.forget()
+            inverses.keep([self.average], self.result)
+            return
+        self.average.inverse = outcome.inverse
+        self.average.damping = outcome.damping.to(self.average.factors.like.device)
 
 
 # Blocks of one size that are inverted together, with their dampings, the same on all ranks.
@@ -186,12 +181,12 @@ def invert(
         inverses: How inverses are computed and stored.
         owners: Owner ranks of the blocks.
         steps: Blocks that are inverted for this step and for later ones.
-        at_owners: Whether inverses stay at their owners.
+        at_owners: Whether averages and inverses stay at their owners.
     """
     due = [list(step) for step in steps]
     everything = [(a, damping) for step in due for same in step for a, damping in zip(*same, strict=True)]
     # Each owner needs averages over the data of all ranks.
-    for owner in sorted({owners[a.layout.key] for a, _ in everything}):
+    for owner in [] if at_owners else sorted({owners[a.layout.key] for a, _ in everything}):
         sum_at_owner(ranks, owner, [a for a, _ in everything if owners[a.layout.key] == owner])
     results: dict[Key, Inverted] = {}
     outcomes: dict[Key, Outcome] = {}
@@ -247,12 +242,28 @@ def sum_at_owner(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
         forget_summands(found)
 
 
+def sum_blocks_at_owners(ranks: Ranks, blocks: Iterable[tuple[BlockSums, int]]) -> None:
+    """Add up the sums of blocks over all ranks, each at its owner. The other ranks free their memory."""
+    by_owner: dict[int, list[OuterProductSum]] = {}
+    for block, owner in blocks:
+        by_owner.setdefault(owner, []).extend(block.sums)
+    for owner, sums in sorted(by_owner.items()):
+        parts = ([s.total] if s.diagonal else upper_triangle(s.total) for s in sums)
+        add_up_at(ranks, owner, (part for some in parts for part in some))
+        for s in sums:
+            if ranks.rank != owner:
+                s.total = unstored(s.total)
+            elif not s.diagonal:
+                fill_lower_triangle(s.total)
+
+
 def sum_over_ranks(ranks: Ranks, averages: Iterable[Average]) -> list[Average]:
     """Return averages over the data of all ranks, on all ranks. Summands are copied; everything else is shared."""
     copies = [_with_copied_summands(average) for average in averages]
     for copy in copies:
-        if copy.owner is not None:
+        if copy.owner is not None and copy.inverse is not None:
             _fetch_inverse(ranks, copy)
+        copy.owner = None
     add_up(ranks, "averages of factors", (part for average in copies for part in _sent_parts(average)))
     _mirror_triangles(copies)
     return copies
@@ -273,7 +284,6 @@ def _fetch_inverse(ranks: Ranks, average: Average) -> None:
     for factor in _symmetric(inverse):
         fill_lower_triangle(factor.values)
     average.inverse = inverse
-    average.owner = None
 
 
 def forget_summands(averages: Iterable[Average]) -> None:
@@ -352,7 +362,8 @@ def _with_copied_summands(average: Average) -> Average:
     if eigen is not None:
         eigen = replace(eigen, values=eigen.values.clone())
     weight, uses = average.weight.clone(), average.uses.clone()  # The next step changes them in place.
-    return replace(average, factors=Kronecker(A, B), weight=weight, uses=uses, eigen=eigen)
+    factors = Kronecker(A, B)
+    return replace(average, factors=factors, weight=weight, uses=uses, eigen=eigen, is_elsewhere=False)
 
 
 def _factors(structure: Any) -> Iterator[Factor]:

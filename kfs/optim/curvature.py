@@ -55,7 +55,7 @@ class Curvature:
     patience: int  # raise damping after this many events in a row
     kl_clip: float | None = None  # limit of the change of predictions in a step
     ranks: Ranks = field(default_factory=Ranks)  # processes that each have a summand of every average
-    at_owners: bool = False  # whether each inverse is kept only on the rank that computed it
+    at_owners: bool = False  # whether averages and the inverse of a block are kept on one rank only
     averages: dict[Key, Average] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)  # parameters that had a gradient before they had any factors
     damping_scale: float = 1.0  # multiplies all dampings
@@ -132,12 +132,12 @@ class Curvature:
         # A weight that is used in a different way than before, such as by rows, has different blocks now.
         block_map = BlockMap(block.layout for block in blocks.values())
         self._remove([key for key, average in self.averages.items() if not block_map.fits(average.layout)])
-        pairs = []
+        pairs: list[tuple[Average, Block]] = []
         for key, block_sums in blocks.items():
             block = Block(block_sums, 1 / sums.examples)
             average = self.averages.get(key)
             if average is None or not average.fits(block_sums):  # For example, a loaded state has another `max_dim`.
-                average = self.averages[key] = Average.zeros_like(block)
+                average = self.averages[key] = Average.zeros_like(block, self.at_owners)
                 self.inverses.forget()  # Stacks of inverses may contain the replaced average.
             elif average.eigen is not None and key in sums.squares:
                 squares = sums.squares[key] / sums.examples
@@ -147,6 +147,10 @@ class Curvature:
             pairs.append((average, block))
             self.costs.add("factors", block_sums.work)
             self.awaited -= set(block.layout.params)
+        if self.at_owners:
+            self._choose_owners()
+            owned = [(block.sums, average.owner) for average, block in pairs if average.owner is not None]
+            across_ranks.sum_blocks_at_owners(self.ranks, owned)
         add_factors(pairs, self.decay, good)
         self._ahead.clear()
         self.forget(without)
@@ -154,6 +158,14 @@ class Curvature:
             self.note_added(True)
             return True
         return good
+
+    def _choose_owners(self) -> None:
+        """Choose the ranks that keep blocks without an owner."""
+        new = [key for key, average in self.averages.items() if average.owner is None]
+        if new:
+            owners = across_ranks.owners_of(self.averages.values(), self.inverses.method == "exact", self.ranks.size)
+            for key in new:
+                self.averages[key].leave_to(owners[key], owners[key] == self.ranks.rank)
 
     def _are_usable(self, blocks: Mapping[Key, BlockSums], sums: StepSums, finite: Tensor | None) -> Tensor | None:
         """Return whether all sums are finite and of a usual size on all ranks; `None` if there are no sums."""
@@ -416,15 +428,12 @@ class Curvature:
             missing.append([(same, self._dampings_of(same, groups)) for same in left if same])
         blocks = [a for together in missing for same, _ in together for a in same]
         if blocks:
-            size = self.ranks.size
+            owners = across_ranks.balanced_owners(blocks, self.ranks.size)
             if self.at_owners:
-                eigen = self.inverses.eigen or self.inverses.method == "exact"
-                owners = across_ranks.owners_of(self.averages.values(), eigen, size)
-            else:
-                owners = across_ranks.balanced_owners(blocks, size)
+                owners = {a.layout.key: a.owner for a in blocks if a.owner is not None}
             self._ahead |= across_ranks.invert(self.ranks, self.inverses, owners, missing, self.at_owners)
         for average in (average for same in steps[0] for average in same):
-            why = self._ahead.pop(average.layout.key).keep(self.ranks, self.inverses)
+            why = self._ahead.pop(average.layout.key).keep(self.inverses)
             average.failed = False
             if why is not None:
                 self._note_failure(average, f" ({why})")
@@ -466,13 +475,13 @@ class Curvature:
         }
 
     def restore(self, state: Any, device: torch.device) -> None:
-        """Restore `state`, with copies of tensors on a device. Rank 0 gets the averages; other ranks start at zero."""
+        """Restore `state`, with copies of tensors on a device. Owners, or rank 0, get the averages."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
         self.averages = {average.layout.key: average for average in averages}
-        self.train_with(self.ranks)
         if self.at_owners:
-            for key, owner in across_ranks.owners_of(averages, False, self.ranks.size).items():
-                self.averages[key].leave_inverse(owner, owner == self.ranks.rank)
+            self._choose_owners()
+        else:
+            self.train_with(self.ranks)
         self.damping_scale = float(state["damping_scale"])
         self.events = Events(**state["events"])
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])

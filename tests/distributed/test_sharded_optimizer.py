@@ -177,7 +177,7 @@ def test_parameters_are_whole_if_need_be(ranks: Pool, fisher: str, expected: boo
 WRONG = {
     "parts of others are missing": ("kfs.optim.across_ranks.OwnedInverses.gathered", gathered_from_the_first),
     "parts are those of others": ("kfs.optim.across_ranks.OwnedInverses.scattered", scattered_in_reverse),
-    "own averages are inverted": ("kfs.optim.across_ranks.sum_at_owner", lambda *_: None),
+    "own averages are inverted": ("kfs.optim.across_ranks.sum_blocks_at_owners", lambda *_: None),
     "passes use parameters from before the step": ("kfs.optim.options.reshard", lambda _: None),
 }
 

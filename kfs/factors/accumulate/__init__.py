@@ -4,7 +4,7 @@ from kfs.factors.accumulate.across_ranks import joined_blocks, parts_of, without
 from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, read_counts
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.inputs import Use
-from kfs.factors.accumulate.outer_products import add_gram, full_precision, mirror
+from kfs.factors.accumulate.outer_products import OuterProductSum, add_gram, full_precision, mirror
 from kfs.factors.accumulate.per_example import Captured, KeptGradients, Moment, PerDatumSums, Squares
 from kfs.factors.accumulate.row_products import (
     PlainVectors,
@@ -32,6 +32,7 @@ __all__ = [
     "FactorSums",
     "KeptGradients",
     "Moment",
+    "OuterProductSum",
     "PerDatumSums",
     "PlainVectors",
     "PlannedUse",
