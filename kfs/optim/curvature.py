@@ -212,19 +212,27 @@ class Curvature:
             until: With several processes, inverses that are due before this step may be computed now: averages do not
                 change in between. They are stored when they are due, as in a single process.
         """
+        steps = self.schedule(step, until, force)
+        if self.ranks.are_several:
+            self._invert_by_owners(steps, step, groups)
+            return
+        for together in steps[0]:
+            self._invert(together, step, groups)
+
+    def schedule(self, step: int, until: int = 0, force: bool = False) -> list[list[list[Average]]]:
+        """Return the blocks to invert in this step, and in further steps before `until`; use this step's budget.
+
+        Each step has a list of blocks that are inverted together. The arguments are those of `update_inverses`.
+        """
         due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
         chosen, self._credit = self._chosen(due, step, self._credit, force)
-        if not self.ranks.are_several:
-            for together in chosen:
-                self._invert(together, step, groups)
-            return
         steps, credit = [chosen], self._credit
         for later in range(step + 1, until):
             earlier = {a for together in steps[-1] for a in together}
             due = [a for a in due if a not in earlier]
             more, credit = self._chosen(due, later, credit)
             steps.append(more)
-        self._invert_by_owners(steps, step, groups)
+        return steps
 
     def _chosen(
         self, due: Iterable[Average], step: int, credit: float, force: bool = False
