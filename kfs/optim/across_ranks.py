@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, reduce, wraps
-from heapq import heapreplace
 from inspect import signature
 from math import inf, isfinite, prod
 from types import FrameType
@@ -49,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfs.display.suggestions import few
 from kfs.distributed import Group, Ranks, Same, add_up, add_up_at, check_same, checksums, copy_from, largest
-from kfs.distributed.assignment import Part, place
+from kfs.distributed.assignment import Part, longest_first, place
 from kfs.distributed.collectives import Copies, digest_of, fill_lower_triangle, refuse_different, upper_triangle
 from kfs.errors import DistributedError, KfsError, ModelError
 from kfs.factors.accumulate import BlockSums, OuterProductSum, Total, add_up_totals, joined_blocks, without_numbers
@@ -96,14 +95,7 @@ def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, 
 
 def balanced_owners(averages: Iterable[Average], size: int) -> dict[Key, int]:
     """Return the rank that inverts each block, if all ranks get the inverse. Work is balanced, memory is not."""
-    owners: dict[Key, int] = {}
-    loads = [(0.0, rank) for rank in range(size)]
-    # The longest work first, each for the rank with the least work so far.
-    for average in sorted(averages, key=lambda average: (-average.cost, average.layout.key)):
-        load, rank = loads[0]
-        heapreplace(loads, (load + average.cost, rank))
-        owners[average.layout.key] = rank
-    return owners
+    return longest_first({average.layout.key: average.cost for average in averages}, size)
 
 
 @lru_cache(maxsize=4)
