@@ -5,7 +5,7 @@ The collective operations live in `kfs.distributed.collectives`, the averages in
 *Averages are summands.* Each rank averages the sums of its own data, divided by counts over all ranks. Averages are
 linear, so the average of all data is the sum over ranks. It is needed only when its inverse is computed. Then it is
 added up at one rank, the block's *owner*, and the other ranks start again at zero. It does not matter which rank was
-the owner before.
+the owner before, so owners are chosen by work alone (`balanced_owners`).
 
 *The owner inverts.* All ranks get a copy of the inverse, and multiply it with their gradients, which are the same.
 Alternatively, the owner could multiply and send steps. It would send as many numbers as there are parameters, in every
@@ -13,14 +13,20 @@ step. The triangles of a square layer's inverse have as many numbers, but are se
 Eigenvectors are not symmetric, and have twice as many. So once in `inverses_every` steps, the triangles of a block's
 averages are sent to its owner, and the triangles of its inverse are sent back, however often factors are computed.
 
+*Ahead of time.* Averages change only in steps with factors. In such a step, owners compute all inverses that are due
+before the next one, at the same time, and send them in the background (`Arrival`). A rank stores an inverse in the step
+in which a single process would compute it, so that results do not depend on the number of ranks.
+
 *Sharded parameters.* If parameters are sharded, no process has whole gradients, and gradients have to be sent in any
-case. Then inverses stay at their owners, and each process multiplies only with its own ones (`OwnedInverses`). A
-process sends its parts of gradients to the owners of blocks, and gets back its parts of steps. In every step, it sends
-twice as many numbers as it has, however many processes there are.
+case. Then averages and inverses stay at their owners, which are chosen by work and memory (`owners_of`). The sums of a
+step are added up there. Each process multiplies only with its own inverses (`OwnedInverses`): it sends its parts of
+gradients to the owners of blocks, and gets back its parts of steps. In every step, it sends twice as many numbers as it
+has, however many processes there are.
 
 *Common errors.* The user's gradients are already averages over ranks, computed by `DistributedDataParallel` or by the
-user's own loop. This module adds counts and coverage over all ranks, numbers of examples for labels that are drawn,
-flags that are true on all ranks, losses that are means over ranks, and errors that all ranks raise (`Exchange`).
+user's own loop. This module adds counts and coverage over all ranks, the largest sizes of gradients and sums, numbers
+of examples for labels that are drawn, losses that are means over ranks, and errors that all ranks raise (`Exchange`).
+Hosts exchange all of this in one message of a step, except for errors after it: see `Exchange.step`.
 
 In steps with new factors, ranks compare the values that steps depend on: parameters, gradients, buffers that passes do
 not change, modes, schedules and options. A difference raises an error on all ranks, which names it. Each rank
@@ -47,9 +53,17 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from kfs.display.suggestions import few
-from kfs.distributed import Group, Ranks, Same, add_up, add_up_at, check_same, checksums, copy_from, largest
+from kfs.distributed import Group, Ranks, Same, add_up, check_same, checksums, copy_from, largest
 from kfs.distributed.assignment import Part, longest_first, place
-from kfs.distributed.collectives import Copies, digest_of, fill_lower_triangle, refuse_different, upper_triangle
+from kfs.distributed.collectives import (
+    Transfers,
+    add_up_at_owners,
+    digest_of,
+    fill_lower_triangle,
+    refuse_different,
+    start_copies,
+    upper_triangle,
+)
 from kfs.errors import DistributedError, KfsError, ModelError
 from kfs.factors.accumulate import BlockSums, OuterProductSum, Total, add_up_totals, joined_blocks, without_numbers
 from kfs.factors.blocks import BlockError, Eigenbasis, Factor, Kronecker
@@ -130,7 +144,7 @@ class Arrival:
     owner: int
     outcome: Outcome
     result: Inverted | None = None
-    copies: Copies | None = None
+    copies: Transfers | None = None
 
     def fits(self, average: Average, damping: float) -> bool:
         """Whether this is still the inverse of an average, with this damping."""
@@ -178,8 +192,8 @@ def invert(
     due = [list(step) for step in steps]
     everything = [(a, damping) for step in due for same in step for a, damping in zip(*same, strict=True)]
     # Each owner needs averages over the data of all ranks.
-    for owner in [] if at_owners else sorted({owners[a.layout.key] for a, _ in everything}):
-        sum_at_owner(ranks, owner, [a for a, _ in everything if owners[a.layout.key] == owner])
+    if not at_owners:
+        sum_at_owners(ranks, [(a, owners[a.layout.key]) for a, _ in everything])
     results: dict[Key, Inverted] = {}
     outcomes: dict[Key, Outcome] = {}
     for averages, dampings in (same for step in due for same in step):
@@ -219,19 +233,23 @@ def _send(ranks: Ranks, owner: int, eigen: bool, arrivals: Sequence[Arrival]) ->
         sent += [*_tensors(one.inverse), one.damping, one.input_size]
         own = None if result is None else result.eigen
         arrival.result = one._replace(eigen=_eigenvalues(one.inverse, own) if eigen else None)
-    copies = Copies(ranks, owner, sent)
+    copies = start_copies(ranks, owner, sent)
     for arrival, _ in computed:
         arrival.copies = copies
 
 
-def sum_at_owner(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
-    """Sum averages over all ranks on one rank, and set them to zero on the others."""
-    found = list(averages)
-    add_up_at(ranks, owner, (part for average in found for part in _sent_parts(average)))
-    if ranks.rank == owner:
-        _mirror_triangles(found)
-    else:
-        forget_summands(found)
+def sum_at_owners(ranks: Ranks, averages: Iterable[tuple[Average, int]]) -> None:
+    """Sum averages over all ranks, each at its owner, and set them to zero on the others."""
+    by_owner: dict[int, list[Average]] = {}
+    for average, owner in averages:
+        by_owner.setdefault(owner, []).append(average)
+    parts = {owner: [part for a in by_owner[owner] for part in _sent_parts(a)] for owner in sorted(by_owner)}
+    add_up_at_owners(ranks, parts)
+    for owner, some in by_owner.items():
+        if ranks.rank == owner:
+            _mirror_triangles(some)
+        else:
+            forget_summands(some)
 
 
 def sum_blocks_at_owners(ranks: Ranks, blocks: Iterable[tuple[BlockSums, int]]) -> None:
@@ -239,9 +257,12 @@ def sum_blocks_at_owners(ranks: Ranks, blocks: Iterable[tuple[BlockSums, int]]) 
     by_owner: dict[int, list[OuterProductSum]] = {}
     for block, owner in blocks:
         by_owner.setdefault(owner, []).extend(block.sums)
-    for owner, sums in sorted(by_owner.items()):
-        parts = ([s.total] if s.diagonal else upper_triangle(s.total) for s in sums)
-        add_up_at(ranks, owner, (part for some in parts for part in some))
+    parts = {
+        owner: [part for s in by_owner[owner] for part in ([s.total] if s.diagonal else upper_triangle(s.total))]
+        for owner in sorted(by_owner)
+    }
+    add_up_at_owners(ranks, parts)
+    for owner, sums in by_owner.items():
         for s in sums:
             if ranks.rank != owner:
                 s.total = unstored(s.total)

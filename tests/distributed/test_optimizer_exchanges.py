@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.distributed import simulated
 from kfs.distributed import Ranks, largest
-from kfs.distributed.collectives import Copies
+from kfs.distributed.collectives import add_up_at_owners, start_copies
 from kfs.optim import KFAC, across_ranks
 from kfs.optim.across_ranks import balanced_owners
 from tests.distributed.pool import Pool
@@ -164,12 +164,14 @@ def sizes_and_copies() -> None:
     with accelerators():
         assert largest(ranks, own).tolist() == [3.0, 2.0, torch.inf]
     t = torch.full((2, 3), float(ranks.rank))
-    copies = Copies(ranks, 1, [t[:, 1:]])
+    copies = start_copies(ranks, 1, [t[:, 1:]])
     assert t[:, 1:].eq(ranks.rank).all()
     copies.wait()
     t[:, 1:] += 1
     copies.wait()
     assert t.tolist() == 2 * [[ranks.rank, 2, 2]]
+    add_up_at_owners(ranks, {0: [t[:, 0]], 1: [t[:, 2]]})
+    assert t.tolist() == 2 * [[0, 2, 4] if ranks.rank else [1, 2, 0]]
 
 
 def test_sizes_and_copies(ranks: Pool) -> None:
