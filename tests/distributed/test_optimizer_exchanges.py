@@ -13,8 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.distributed import simulated
 from kfs.distributed import Ranks, largest
 from kfs.distributed.collectives import add_up_at_owners, start_copies
+from kfs.factors.blocks import Factor, Kronecker
+from kfs.factors.layout import Layout
 from kfs.optim import KFAC, across_ranks
-from kfs.optim.across_ranks import balanced_owners
+from kfs.optim.across_ranks import balanced_owners, owners_of
+from kfs.optim.averages import Average
 from tests.distributed.pool import Pool
 from tests.distributed.sharded_problems import every_layer
 from tests.distributed.test_optimizer_errors import rows
@@ -127,25 +130,27 @@ def test_inverses_ahead(
         assert bool(changes) == (calls > 5)
 
 
-def owners(size: int) -> list[float]:
-    """Return the work of each rank."""
-    model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3))
-    optimizer = KFAC(model, LOSS)
-    (batch,) = batches(1)
-    LOSS(model(batch[0][:, :4].float()), batch[1]).backward()
-    optimizer.step()
-    averages = optimizer.preconditioner.curvature.averages
-    found = balanced_owners(averages.values(), size)
-    assert found == balanced_owners(reversed(averages.values()), size)
-    return [sum(a.cost for key, a in averages.items() if found[key] == rank) for rank in range(size)]
+def average(weight: str, rows: tuple[int, int], size: int) -> Average:
+    """Return the average of a block of some rows of a weight."""
+    A, B = (Factor.dense(torch.eye(width).unsqueeze(0)) for width in (size, rows[1] - rows[0]))
+    zero = torch.zeros((), dtype=torch.float64)
+    return Average(Layout(weight, (20, size), rows, (0, 1), 1), Kronecker(A, B), zero, zero)
 
 
 def test_work_is_balanced() -> None:
-    """The largest block alone is the longest path; with fewer ranks, work is divided evenly."""
-    work = owners(4)
-    assert min(work) > 0
-    assert max(work) == max(owners(9))
-    assert max(owners(2)) < 0.6 * sum(work)
+    """The longest work comes first, in any order of blocks."""
+    blocks = [average(weight, (0, 2), size) for weight, size in {"a": 10, "b": 10, "c": 13}.items()]
+    for some in (blocks, blocks[::-1]):
+        assert [weight for (weight, _), owner in balanced_owners(some, 2).items() if owner == 0] == ["c"]
+    assert set(balanced_owners(blocks, 9).values()) == {0, 1, 2}
+
+
+def test_new_blocks_of_a_weight() -> None:
+    """They have the owner of its other blocks: their steps are one tensor."""
+    first, second = average("a", (0, 2), 10), average("a", (2, 20), 10)
+    for owner in (0, 1):
+        first.owner = owner
+        assert set(owners_of([second, first], False, 2).values()) == {owner}
 
 
 def test_many_ranks() -> None:
