@@ -7,6 +7,10 @@ optimizer. They are counted at the calls of `torch.distributed` for ring algorit
 one rank, is sent by all ranks but one, and a sum for all ranks twice. *kfac-pytorch* adds up whole factors on all
 ranks, and sends whole inverses or eigenvectors from their owners to all others. This is counted for the same model and
 the same intervals, not run. *Held* are bytes of factors and inverses on each rank.
+
+Larger numbers of ranks are simulated for ViT-B: the schedule and the owners are those of the optimizer, but nothing is
+inverted. *Work* is counted in inverses of 768 x 768. The *path* of a round, in which owners compute inverses, is the
+work of the rank with most of it.
 """
 
 import json
@@ -16,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,12 +33,18 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.report import RESULTS, save
-from kfs.optim import KFAC
+from kfs.factors.blocks import Factor, Kronecker
+from kfs.factors.layout import Layout
+from kfs.optim import KFAC, across_ranks
+from kfs.optim.averages import Average
+from kfs.optim.curvature import Curvature
+from kfs.optim.inverses import Inverses
 
 FACTORS_EVERY, INVERSES_EVERY = 10, 20
 # Before this step, inverses are computed more often. Later ones are measured.
 FIRST, LAST = 40, 80
 BATCH = 64
+_INTERVALS = 10  # number of intervals between inverses that are simulated
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,96 @@ class Traffic:
         finally:
             for name, function in functions.items():
                 setattr(dist, name, function)
+
+
+@dataclass(frozen=True)
+class SimulatedRow:
+    """Inverses of ViT-B, in one interval between inverses, on a simulated number of ranks.
+
+    Attributes:
+        ranks: Number of processes.
+        path: Sum of the paths of all rounds.
+        ratio: The path, divided by the mean work of a rank.
+        best: The smallest possible ratio if no block is divided: all inverses in one round.
+        busy: Mean number of ranks that compute inverses in a round.
+        rounds: Number of rounds.
+        held: Largest number of bytes of averages and inverses on a rank, if the model is sharded.
+    """
+
+    ranks: int
+    path: float
+    ratio: float
+    best: float
+    busy: float
+    rounds: float
+    held: int
+
+
+def simulated(sizes: Sequence[int] = (1, 2, 4, 8, 64, 256), every: int = INVERSES_EVERY) -> list[SimulatedRow]:
+    """Simulate the default schedule of one process for each block, in which factors are computed every 10 steps."""
+    blocks = {"qkv": (2304, 769), "out": (768, 769), "fc1": (3072, 769), "fc2": (768, 3073)}
+    shapes = {f"{layer}.{name}": shape for layer in range(12) for name, shape in blocks.items()}
+    averages = [_average(name, *shape) for name, shape in (shapes | {"head": (1000, 769)}).items()]
+    total, largest = sum(a.cost for a in averages), max(a.cost for a in averages)
+    rounds = list(_rounds(averages, every))
+    rows = []
+    for size in sizes:
+        loads = [_loads(some, across_ranks.balanced_owners(some, size), size) for some in rounds]
+        path = sum(max(load) for load in loads) / _INTERVALS
+        busy = statistics.fmean(sum(work > 0 for work in load) for load in loads)
+        best = max(largest, total / size) * size / total
+        owners = across_ranks.owners_of(averages, False, size)
+        held = [sum(2 * a.factors.nbytes for a in averages if owners[a.layout.key] == rank) for rank in range(size)]
+        ratio, number = path * size / total, len(rounds) / _INTERVALS
+        rows.append(SimulatedRow(size, path / 768**3, ratio, best, busy, number, max(held)))
+    return rows
+
+
+def _average(name: str, rows: int, columns: int) -> Average:
+    """Return the average of a block, without memory."""
+    A, B = (Factor.dense(torch.empty(1, size, size, device="meta")) for size in (columns, rows))
+    zero = torch.zeros((), dtype=torch.float64)
+    return Average(Layout(name, (rows, columns), (0, rows), (0, 1), 1), Kronecker(A, B), zero, zero)
+
+
+def _rounds(averages: list[Average], every: int) -> Iterator[list[Average]]:
+    """Yield the blocks that owners invert in each round, after a warm-up."""
+    inverses = Inverses("factored", "relative", False)
+    curvature = Curvature(0.7, inverses, every, 3, averages={a.layout.key: a for a in averages})
+    first = 10 * every
+    for step in range(0, first + _INTERVALS * every, FACTORS_EVERY):
+        for average in averages:
+            average.changed = True
+        until = step + FACTORS_EVERY
+        found = []
+        for now in range(step, until):
+            for average in (average for together in curvature.schedule(now)[0] for average in together):
+                found.append(average)
+                average.updated, average.changed, average.inverse = now, False, average.factors
+        if step >= first:
+            yield found
+
+
+def _loads(averages: list[Average], owners: Mapping[Any, int], size: int) -> list[float]:
+    """Return the work of each rank."""
+    loads = [0.0] * size
+    for average in averages:
+        loads[owners[average.layout.key]] += average.cost
+    return loads
+
+
+def table_of_simulation(rows: list[SimulatedRow]) -> str:
+    """Return rows as a table in Markdown."""
+    lines = [
+        "| ViT-B: ranks | path | / mean of ranks | at best | ranks busy | rounds | MB held, sharded |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.ranks} | {row.path:.0f} | {row.ratio:.1f} | {row.best:.1f} | {row.busy:.1f} | {row.rounds:.0f} | "
+        f"{row.held / 1e6:.0f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def models() -> dict[str, nn.Module]:
@@ -196,7 +296,7 @@ def main(size: int = 2, results: Path = RESULTS) -> list[DistributedRow]:
         file = Path(folder) / "rows.json"
         spawn(work, (size, f"{folder}/store", str(file)), nprocs=size)
         rows = [DistributedRow(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
-    print(table(rows))
+    print(f"{table(rows)}\n\n{table_of_simulation(simulated())}")
     settings: dict[str, object] = {"factors_every": FACTORS_EVERY, "inverses_every": INVERSES_EVERY, "batch": BATCH}
     save(rows, "distributed", settings, results)
     return rows

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_count, readable_size
 from kfs.display.suggestions import guess
-from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalues, place, subsets_of
+from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalues, longest_first, place, subsets_of
 from kfs.errors import DtypeError, ModelError
 from kfs.factors import inspect
 from kfs.factors.accumulate import parts_of
@@ -360,6 +360,22 @@ class Sent(NamedTuple):
     nbytes: float
 
 
+class Trained(NamedTuple):
+    """What `kfs.optim.KFAC` takes on each rank.
+
+    Attributes:
+        model: How the model is distributed.
+        nbytes: Largest number of bytes of averages and inverses on a rank.
+        path: Largest number of operations on a rank if all inverses are computed at the same time.
+        busy: Number of ranks that compute inverses then.
+    """
+
+    model: str
+    nbytes: float
+    path: float
+    busy: int
+
+
 @dataclass(frozen=True, repr=False)
 class Plan(DescribedByTables):
     """The data that ranks will hold, compute and send. Print it to show its tables. See `plan`.
@@ -475,12 +491,52 @@ class Plan(DescribedByTables):
         found.append(Sent("steps of parameters to all ranks", "step", ring * itemsize * self.parameters))
         return tuple(found)
 
+    @property
+    def training(self) -> tuple[Trained, ...]:
+        """What `kfs.optim.KFAC` takes: with `DistributedDataParallel`, and with `fully_shard`.
+
+        Sharded models keep averages and inverses at owners, but not eigenvectors. In steps with factors, all ranks also
+        hold the sums of the step, `summed`.
+        """
+        work = self._by_block(self._operations)
+        path, busy = self._most(longest_first(work, self.ranks), work)
+        found = [Trained("DistributedDataParallel", sum(self.nbytes), path, busy)]
+        if not any(part.eigen for part in self.placement.parts):
+            # If a block is divided, the owner of the part with more work has all of it.
+            parts = sorted(self.placement.parts, key=lambda part: part.work)
+            owners = {part.block: self.placement.owners[part.key] for part in parts}
+            path, busy = self._most(owners, work)
+            nbytes, _ = self._most(owners, self._by_block(lambda part: part.nbytes))
+            found.append(Trained("fully_shard", nbytes, path, busy))
+        return tuple(found)
+
+    def _by_block(self, quantity: Callable[[Part], float]) -> dict[str, float]:
+        """Return the sum of a quantity over the parts of each block."""
+        found: dict[str, float] = {}
+        for part in self.placement.parts:
+            found[part.block] = found.get(part.block, 0.0) + quantity(part)
+        return found
+
+    def _most(self, owners: Mapping[str, int], quantity: Mapping[str, float]) -> tuple[float, int]:
+        """Return the largest sum of a quantity of blocks on a rank, and how many ranks have any."""
+        totals = [0.0] * self.ranks
+        for block, owner in owners.items():
+            totals[owner] += quantity[block]
+        return max(totals), self.ranks - totals.count(0.0)
+
+    @staticmethod
+    def _operations(part: Part) -> float:
+        """Return the operations of an inverse, or of an eigendecomposition."""
+        if not part.eigen:
+            return part.work
+        return DECOMPOSITION * part.work if part.is_factor else 0.0
+
     def describe(self) -> Description:
         """Describe bytes and operations of ranks, traffic, and owner ranks."""
         blocks = {part.block for part in self.placement.parts}
         title = f"{self.of} on {counted(self.ranks, 'rank')}: {counted(len(blocks), 'block')}, "
         title += f"{counted(self.parameters, 'parameter')}, {readable_size(self.summed)} of factors"
-        tables = (self._totals(), self._sent(), self._ranks())
+        tables = (self._totals(), self._sent(), self._trained(), self._ranks())
         return Description(title, self.settings, tables, tuple(self._notes()))
 
     def _totals(self) -> Table:
@@ -507,6 +563,31 @@ class Plan(DescribedByTables):
             rows.append((sent.what, sent.when, readable_size(sent.nbytes), compared))
         columns = ("sent by a rank", "every", "bytes", "of kfac-pytorch's")
         return Table("traffic", columns, rows, columns[2:])
+
+    def _trained(self) -> Table:
+        """Return the table of what the optimizer takes."""
+        mean = sum(map(self._operations, self.placement.parts)) / self.ranks
+        sums = readable_size(self.summed)
+        rows = [
+            (
+                one.model,
+                readable_size(one.nbytes),
+                sums,
+                readable_count(one.path),
+                f"{one.path / mean:.2f}",
+                f"{one.busy:,}",
+            )
+            for one in self.training
+        ]
+        columns = (
+            "kfs.optim.KFAC with",
+            "averages, inverses",
+            "sums of a step",
+            "operations",
+            "most / mean",
+            "ranks busy",
+        )
+        return Table("most of a rank in training", columns, rows, columns[1:])
 
     def _ranks(self) -> Table:
         """Return the table of parts owned by each rank; if there are many ranks, only the first ones are shown."""

@@ -16,7 +16,7 @@ import kfs
 from docs.blocks import blocks
 from kfs.cli import app
 from kfs.distributed import Plan, plan
-from kfs.distributed.assignment import Part, place
+from kfs.distributed.assignment import DECOMPOSITION, Part, place
 from kfs.errors import DtypeError, ModelError, UnknownAttributeError
 from kfs.planning import GPT2, NAMED, LanguageModel, source_of
 
@@ -300,6 +300,20 @@ class Squares(nn.Module):
         return x @ (self.s @ self.s)
 
 
+def test_training() -> None:
+    """Sharded models keep averages and inverses at owners, but all ranks have all eigenvectors."""
+    replicated, sharded = plan("7B", 256).training
+    assert replicated.nbytes == sum(plan("7B", 1).nbytes)
+    assert sharded.nbytes < 0.01 * replicated.nbytes
+    work = plan("7B", 1).work[0]
+    assert work / 256 < replicated.path < 2.5 * work / 256
+    assert replicated.busy == sharded.busy == 256
+    (one,) = plan("7B", 256, eigen=True).training
+    assert one.path == pytest.approx(DECOMPOSITION * replicated.path)
+    # One rank inverts all of a block, even if the plan divides it.
+    assert [one.busy for one in plan(SHAPES, 7).training] == [3, 3]
+
+
 def test_tables() -> None:
     found = plan(SHAPES, 7)
     text = str(found)
@@ -307,7 +321,7 @@ def test_tables() -> None:
     assert "Ranks that own nothing: 3 of 7." in text
     assert "Blocks with parts on several ranks: 1. Products" in text
     html = found._repr_html_()
-    assert html.count("<table>") == 3
+    assert html.count("<table>") == 4
     assert "kfac-pytorch" in html
     many = str(plan("405B", 4096))
     assert "4,088 more" in many

@@ -17,6 +17,7 @@ from kfs.distributed.collectives import (
     checksum,
     checksums,
     copy_from,
+    largest,
 )
 from kfs.distributed.ranks import Group, Ranks
 from kfs.errors import UnknownAttributeError
@@ -39,6 +40,7 @@ __all__ = [
     "checksum",
     "checksums",
     "copy_from",
+    "largest",
     "plan",
     "shard",
 ]

@@ -10,13 +10,17 @@ room if it holds at most `limit` times the mean over all ranks. If a part fits o
 the first rank with room, which packs more tightly but balances less. If this fails, too (for example, because a single
 part exceeds the limit), the limit is increased until one of the two methods succeeds.
 
+If owners keep nothing, only work counts: see `longest_first`.
+
 The result depends only on names, bytes and work. All ranks therefore compute the same owners without communication.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapreplace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -290,6 +294,28 @@ class _Room:
         self.held[rank] += nbytes
         self.work[rank] += work
         return rank
+
+
+K = TypeVar("K")
+
+
+def longest_first(work: Mapping[K, float], ranks: int) -> dict[K, int]:
+    """Divide work among ranks: the longest first, each for the rank with the least work so far.
+
+    Args:
+        work: Work by name; names can be sorted.
+        ranks: Number of ranks.
+
+    Example:
+        >>> longest_first({"1": 1.0, "2": 3.0, "3": 1.0}, ranks=2)
+        {'2': 0, '1': 1, '3': 1}
+    """
+    loads = [(0.0, rank) for rank in range(ranks)]
+    found: dict[K, int] = {}
+    for name in sorted(work, key=lambda name: (-work[name], name)):
+        load, found[name] = loads[0]
+        heapreplace(loads, (load + work[name], found[name]))
+    return found
 
 
 def subsets_of(sizes: Mapping[str, int], memory: float) -> list[list[str]]:

@@ -7,8 +7,8 @@ others. So there is one order of additions, and every rank gets the same bits. B
 values that they compute tensors from (`check_same`): tensors by a checksum, other values as they are.
 
 `add_up_at` sums tensors for one owner rank, which takes half of the traffic of a sum for all ranks. `copy_from` copies
-tensors from an owner rank to all others. Ranks must have agreed on shapes and owners before: these functions check
-nothing.
+tensors from an owner rank to all others, and `start_copies` does so in the background. Ranks must have agreed on shapes
+and owners before: these functions check nothing.
 
 `joined` makes one state from the states of all ranks. A state consists of nested dictionaries and lists of tensors, as
 in files of `kfs.files`. Each rank has some items of certain lists. In the joined state, every tensor is fetched from
@@ -36,6 +36,7 @@ from kfs.runtime import sync
 # Large enough to make the latency of a collective negligible, and small enough to make the memory of a few buckets
 # negligible.
 BUCKET_BYTES = 2**25
+_UNDER_WAY = 2  # number of buckets that are being summed while the next one is filled
 # Number of panels of rows in which a triangle is sent. Together, they contain 1/64 of the square below the diagonal.
 _PANELS = 32
 # Integer dtypes by size in bytes, for reading the bits of numbers. Larger numbers are read as several integers: see
@@ -49,7 +50,7 @@ _multipliers: dict[torch.device, Tensor] = {}  # a multiplier for each column; 1
 
 
 class _Bucket(NamedTuple):
-    """Tensors that are summed in one collective operation, and its handle."""
+    """Tensors that are summed or copied in one collective operation, and its handle."""
 
     parts: list[Tensor]
     flat: Tensor
@@ -82,13 +83,16 @@ def add_up(ranks: Ranks, where: str, parts: Iterable[Tensor]) -> None:
     ranks.same(f"The tensors of {where}", summary, "Use the same model, parameters and settings in all processes.")
 
     # Pipeline: fill a bucket while earlier ones are being summed.
-    under_way: deque[_Bucket] = deque()
+    under_way: deque[Transfers] = deque()
     for some in buckets(found):
-        under_way.append(_start(ranks, some))
-        if len(under_way) > 2:
-            _finish(under_way.popleft())
-    while under_way:
-        _finish(under_way.popleft())
+        flat = flattened(ranks, some)
+        with connected("sums"):
+            work = dist.all_reduce(flat, group=ranks.group, async_op=True)
+        under_way.append(Transfers(True, [_Bucket(some, flat, work)]))
+        if len(under_way) > _UNDER_WAY:
+            under_way.popleft().wait()
+    for one in under_way:
+        one.wait()
 
 
 def added_up(ranks: Ranks, where: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,6 +127,26 @@ def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
     with connected("flags"):
         dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks.group)
     return number.to(flag.device, torch.bool)
+
+
+def largest(ranks: Ranks, sizes: Tensor) -> Tensor:
+    """Return the largest of each size over all ranks; infinite if it is not finite on one of them.
+
+    The result stays on the device, without synchronization. Like `all_true`, it exchanges messages on a CPU.
+
+    Example:
+        >>> largest(Ranks(None), torch.ones(2))
+        tensor([1., 1.])
+    """
+    if not ranks.are_several:
+        return sizes
+    finite = torch.where(sizes.isfinite(), sizes, torch.inf)
+    if not sync.is_asynchronous(sizes.device):
+        return torch.stack(ranks.gather("sizes", finite)).amax(0)
+    found = finite.to(ranks.device_for(sizes.device), copy=True)
+    with connected("sizes"):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks.group)
+    return found.to(sizes.device)
 
 
 class Same(NamedTuple):
@@ -333,18 +357,41 @@ def copy_back(flat: Tensor, parts: list[Tensor]) -> None:
         part.detach().copy_(numbers.view(part.shape))
 
 
-def _start(ranks: Ranks, parts: list[Tensor]) -> _Bucket:
-    """Copy tensors into a bucket, and start its sum over all ranks."""
-    flat = flattened(ranks, parts)
-    with connected("sums"):
-        return _Bucket(parts, flat, dist.all_reduce(flat, group=ranks.group, async_op=True))
+class Transfers:
+    """Tensors that are sent in the background.
+
+    Args:
+        receives: Whether tensors of this rank get new values.
+        under_way: Tensors that are sent together, in memory that they are received in.
+    """
+
+    def __init__(self, receives: bool, under_way: Sequence[_Bucket]) -> None:
+        self._receives = receives
+        self._buckets = under_way
+
+    def wait(self) -> None:
+        """Wait until the tensors of this rank have their values. Later calls do nothing."""
+        for bucket in self._buckets:
+            with connected("sums and copies"):
+                bucket.work.wait()
+            if self._receives:
+                copy_back(bucket.flat, bucket.parts)
+        self._buckets = ()
 
 
-def _finish(bucket: _Bucket) -> None:
-    """Wait for the sum of a bucket, and copy it back into the tensors."""
-    with connected("sums"):
-        bucket.work.wait()
-    copy_back(bucket.flat, bucket.parts)
+def start_copies(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> Transfers:
+    """Start what `copy_from` does, in the background.
+
+    Example:
+        >>> start_copies(Ranks(None), 0, [torch.ones(2, 3)]).wait()
+    """
+    under_way = []
+    for some in buckets(list(parts)) if ranks.are_several else ():
+        flat = flattened(ranks, some)
+        with connected("copies from owners"):
+            work = dist.broadcast(flat, group=ranks.group, group_src=owner, async_op=True)
+        under_way.append(_Bucket(some, flat, work))
+    return Transfers(ranks.rank != owner, under_way)
 
 
 def add_up_at(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
@@ -361,16 +408,28 @@ def add_up_at(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
         >>> total = torch.ones(2, 3)
         >>> add_up_at(Ranks(None), 0, [total])
     """
-    if not ranks.are_several:
-        return
-    for some in buckets(list(parts)):
-        flat = flattened(ranks, some)
-        with connected("sums for owners"):
-            dist.reduce(flat, group=ranks.group, group_dst=owner)
-        if ranks.rank == owner:
-            copy_back(flat, some)
-        else:
-            torch._foreach_zero_([part.detach() for part in some])
+    add_up_at_owners(ranks, {owner: parts})
+
+
+def add_up_at_owners(ranks: Ranks, parts: Mapping[int, Iterable[Tensor]]) -> None:
+    """Sum tensors over all ranks like `add_up_at`, for several owners: given their tensors.
+
+    Example:
+        >>> add_up_at_owners(Ranks(None), {0: [torch.ones(2, 3)]})
+    """
+    under_way: deque[Transfers] = deque()
+    for owner, some in parts.items() if ranks.are_several else ():
+        for bucket in buckets(list(some)):
+            flat = flattened(ranks, bucket)
+            if ranks.rank != owner:
+                torch._foreach_zero_([part.detach() for part in bucket])
+            with connected("sums for owners"):
+                work = dist.reduce(flat, group=ranks.group, group_dst=owner, async_op=True)
+            under_way.append(Transfers(ranks.rank == owner, [_Bucket(bucket, flat, work)]))
+            if len(under_way) > _UNDER_WAY:
+                under_way.popleft().wait()
+    for one in under_way:
+        one.wait()
 
 
 def copy_from(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
@@ -385,14 +444,7 @@ def copy_from(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
         >>> inverse = torch.ones(2, 3)
         >>> copy_from(Ranks(None), 0, [inverse])
     """
-    if not ranks.are_several:
-        return
-    for some in buckets(list(parts)):
-        flat = flattened(ranks, some)
-        with connected("copies from owners"):
-            dist.broadcast(flat, group=ranks.group, group_src=owner)
-        if ranks.rank != owner:
-            copy_back(flat, some)
+    start_copies(ranks, owner, parts).wait()
 
 
 def joined(ranks: Ranks, state: Mapping[str, Any], lists: Iterable[str], root: int | None = None) -> dict[str, Any]:

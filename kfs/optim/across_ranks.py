@@ -5,7 +5,7 @@ The collective operations live in `kfs.distributed.collectives`, the averages in
 *Averages are summands.* Each rank averages the sums of its own data, divided by counts over all ranks. Averages are
 linear, so the average of all data is the sum over ranks. It is needed only when its inverse is computed. Then it is
 added up at one rank, the block's *owner*, and the other ranks start again at zero. It does not matter which rank was
-the owner before.
+the owner before, so owners are chosen by work alone (`balanced_owners`).
 
 *The owner inverts.* All ranks get a copy of the inverse, and multiply it with their gradients, which are the same.
 Alternatively, the owner could multiply and send steps. It would send as many numbers as there are parameters, in every
@@ -13,14 +13,20 @@ step. The triangles of a square layer's inverse have as many numbers, but are se
 Eigenvectors are not symmetric, and have twice as many. So once in `inverses_every` steps, the triangles of a block's
 averages are sent to its owner, and the triangles of its inverse are sent back, however often factors are computed.
 
+*Ahead of time.* Averages change only in steps with factors. In such a step, owners compute all inverses that are due
+before the next one, at the same time, and send them in the background (`Arrival`). A rank stores an inverse in the step
+in which a single process would compute it, so that results do not depend on the number of ranks.
+
 *Sharded parameters.* If parameters are sharded, no process has whole gradients, and gradients have to be sent in any
-case. Then inverses stay at their owners, and each process multiplies only with its own ones (`OwnedInverses`). A
-process sends its parts of gradients to the owners of blocks, and gets back its parts of steps. In every step, it sends
-twice as many numbers as it has, however many processes there are.
+case. Then averages and inverses stay at their owners, which are chosen by work and memory (`owners_of`). The sums of a
+step are added up there. Each process multiplies only with its own inverses (`OwnedInverses`): it sends its parts of
+gradients to the owners of blocks, and gets back its parts of steps. In every step, it sends twice as many numbers as it
+has, however many processes there are.
 
 *Common errors.* The user's gradients are already averages over ranks, computed by `DistributedDataParallel` or by the
-user's own loop. This module adds counts and coverage over all ranks, numbers of examples for labels that are drawn,
-flags that are true on all ranks, losses that are means over ranks, and errors that all ranks raise (`Exchange`).
+user's own loop. This module adds counts and coverage over all ranks, the largest sizes of gradients and sums, numbers
+of examples for labels that are drawn, losses that are means over ranks, and errors that all ranks raise (`Exchange`).
+Hosts exchange all of this in one message of a step, except for errors after it: see `Exchange.step`.
 
 In steps with new factors, ranks compare the values that steps depend on: parameters, gradients, buffers that passes do
 not change, modes, schedules and options. A difference raises an error on all ranks, which names it. Each rank
@@ -32,11 +38,11 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, reduce, wraps
 from inspect import signature
-from math import prod
+from math import inf, isfinite, prod
 from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -47,17 +53,25 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from kfs.display.suggestions import few
-from kfs.distributed import Group, Ranks, Same, add_up, add_up_at, all_true, check_same, checksums, copy_from
-from kfs.distributed.assignment import Part, place
-from kfs.distributed.collectives import digest_of, fill_lower_triangle, refuse_different, upper_triangle
+from kfs.distributed import Group, Ranks, Same, add_up, check_same, checksums, copy_from, largest
+from kfs.distributed.assignment import Part, longest_first, place
+from kfs.distributed.collectives import (
+    Transfers,
+    add_up_at_owners,
+    digest_of,
+    fill_lower_triangle,
+    refuse_different,
+    start_copies,
+    upper_triangle,
+)
 from kfs.errors import DistributedError, KfsError, ModelError
-from kfs.factors.accumulate import BlockSums, Total, add_up_totals, agreed_blocks
+from kfs.factors.accumulate import BlockSums, OuterProductSum, Total, add_up_totals, joined_blocks, without_numbers
 from kfs.factors.blocks import BlockError, Eigenbasis, Factor, Kronecker
 from kfs.factors.compute import not_covered
 from kfs.factors.layout import Key
 from kfs.factors.settings import Products
 from kfs.losses import describe
-from kfs.optim.averages import Average, Inverted, StepSums
+from kfs.optim.averages import Average, Inverted, StepSums, SumKey, norms_of, unstored
 from kfs.optim.fsdp import gathered, group_of, own_parts
 from kfs.optim.inverses import Inverses
 from kfs.problem.isolation import equal_up_to_round_off
@@ -70,7 +84,9 @@ Outcome = Inverted | str
 
 
 def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, int]:
-    """Return the rank that inverts each block, the same on all ranks. Work and memory are balanced.
+    """Return the rank that keeps and inverts each block, the same on all ranks. Work and memory are balanced.
+
+    Blocks that have an owner keep it.
 
     Args:
         averages: Averages of all blocks.
@@ -84,11 +100,16 @@ def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, 
     largest = {average.layout.key: max(_parts(average, eigen), key=lambda part: part.work) for average in found}
     result = {key: owners[part.key] for key, part in largest.items()}
     # Blocks of the same parameters, such as rows of one weight, stay together: their steps are one tensor.
-    first: dict[str, int] = {}
+    first = {average.layout.weight: average.owner for average in found if average.owner is not None}
     for average in found:
         key = average.layout.key
         result[key] = first.setdefault(average.layout.weight, result[key])
     return result
+
+
+def balanced_owners(averages: Iterable[Average], size: int) -> dict[Key, int]:
+    """Return the rank that inverts each block, if all ranks get the inverse. Work is balanced, memory is not."""
+    return longest_first({average.layout.key: average.cost for average in averages}, size)
 
 
 @lru_cache(maxsize=4)
@@ -105,65 +126,157 @@ def _parts(average: Average, eigen: bool) -> list[Part]:
     ]
 
 
+@dataclass(eq=False)
+class Arrival:
+    """The inverse of a block that its owner has computed, possibly before the step that uses it.
+
+    Attributes:
+        average: The average that was inverted.
+        damping: Its damping.
+        owner: The rank that has inverted it.
+        outcome: The shape of the inverse, or the reason why there is none.
+        result: The inverse; on other ranks than the owner, `None` if it stays there.
+        copies: Copies of it that are under way.
+    """
+
+    average: Average
+    damping: float
+    owner: int
+    outcome: Outcome
+    result: Inverted | None = None
+    copies: Transfers | None = None
+
+    def fits(self, average: Average, damping: float) -> bool:
+        """Whether this is still the inverse of an average, with this damping."""
+        return self.average is average and self.damping == damping
+
+    def keep(self, inverses: Inverses) -> str | None:
+        """Store the inverse; if there is none, return the reason, and the previous one stays."""
+        if isinstance(self.outcome, str):
+            return self.outcome
+        if self.copies is None:
+            self._keep_at_owner(inverses, self.outcome)
+            return None
+        self.copies.wait()
+        assert self.result is not None  # noqa: S101 (memory for copies)
+        for factor in _symmetric(self.result.inverse):
+            fill_lower_triangle(factor.values)
+        inverses.keep([self.average], self.result)
+        return None
+
+    def _keep_at_owner(self, inverses: Inverses, outcome: Inverted) -> None:
+        """Store the inverse on its owner rank; other ranks store only its shape."""
+        if self.result is not None:
+            inverses.keep([self.average], self.result)
+            return
+        self.average.inverse = outcome.inverse
+        self.average.damping = outcome.damping.to(self.average.factors.like.device)
+
+
+# Blocks of one size that are inverted together, with their dampings, the same on all ranks.
+Together = tuple[Sequence[Average], Sequence[float]]
+
+
 def invert(
-    ranks: Ranks,
-    inverses: Inverses,
-    averages: Iterable[Average],
-    together: Iterable[tuple[Sequence[Average], Sequence[float]]],
-    at_owners: bool = False,
-) -> dict[Key, str]:
-    """Compute each inverse on its owner rank, and broadcast it unless it stays there.
+    ranks: Ranks, inverses: Inverses, owners: Mapping[Key, int], steps: Iterable[Iterable[Together]], at_owners: bool
+) -> dict[Key, Arrival]:
+    """Compute each inverse on its owner rank, and start to send it to all others unless it stays there.
 
     Args:
         ranks: All processes.
         inverses: How inverses are computed and stored.
-        averages: Averages of all blocks.
-        together: Blocks of one size that are inverted now, with their dampings, the same on all ranks.
-        at_owners: Whether inverses stay at their owners.
-
-    Returns:
-        Reasons for inverses that could not be computed, by block. The previous inverses stay.
+        owners: Owner ranks of the blocks.
+        steps: Blocks that are inverted for this step and for later ones.
+        at_owners: Whether averages and inverses stay at their owners.
     """
-    due = list(together)
-    owners = owners_of(averages, inverses.eigen or inverses.method == "exact", ranks.size)
-    by_owner: dict[int, list[Average]] = {}
-    for average in (average for same, _ in due for average in same):
-        by_owner.setdefault(owners[average.layout.key], []).append(average)
+    due = [list(step) for step in steps]
+    everything = [(a, damping) for step in due for same in step for a, damping in zip(*same, strict=True)]
     # Each owner needs averages over the data of all ranks.
-    for owner, some in by_owner.items():
-        sum_at_owner(ranks, owner, some)
+    if not at_owners:
+        sum_at_owners(ranks, [(a, owners[a.layout.key]) for a, _ in everything])
     results: dict[Key, Inverted] = {}
     outcomes: dict[Key, Outcome] = {}
-    for same, dampings in due:
-        mine = [(a, d) for a, d in zip(same, dampings, strict=True) if owners[a.layout.key] == ranks.rank]
+    for averages, dampings in (same for step in due for same in step):
+        mine = [(a, d) for a, d in zip(averages, dampings, strict=True) if owners[a.layout.key] == ranks.rank]
         if mine:
             _invert_own(inverses, mine, results, outcomes)
     # First, all ranks learn shapes and failures, then inverses are sent.
     reported = {key: one for some in ranks.gather("inverses", outcomes) for key, one in some.items()}
+    found = {
+        a.layout.key: Arrival(a, d, owners[a.layout.key], reported[a.layout.key], results.get(a.layout.key))
+        for a, d in everything
+    }
+    for step in [] if at_owners else due:
+        arrivals = [found[a.layout.key] for averages, _ in step for a in averages]
+        for owner in sorted({one.owner for one in arrivals}):
+            _send(ranks, owner, inverses.eigen, [one for one in arrivals if one.owner == owner])
+    return found
+
+
+def _send(ranks: Ranks, owner: int, eigen: bool, arrivals: Sequence[Arrival]) -> None:
+    """Start to send inverses from their owner. All ranks, the owner included, store the same bits and strides."""
+    sent: list[Tensor] = []
+    computed = [(one, one.outcome) for one in arrivals if not isinstance(one.outcome, str)]
+    for arrival, skeleton in computed:
+        device = arrival.average.factors.like.device
+        result = arrival.result
+        one = Inverted(
+            skeleton.inverse.empty_on(device),
+            torch.empty_like(skeleton.damping, device=device),
+            None,
+            torch.empty_like(skeleton.input_size, device=device),
+        )
+        if result is not None:
+            one.inverse.overwrite(result.inverse)
+            one.damping.copy_(result.damping)
+            one.input_size.copy_(result.input_size)
+        sent += [*_tensors(one.inverse), one.damping, one.input_size]
+        own = None if result is None else result.eigen
+        arrival.result = one._replace(eigen=_eigenvalues(one.inverse, own) if eigen else None)
+    copies = start_copies(ranks, owner, sent)
+    for arrival, _ in computed:
+        arrival.copies = copies
+
+
+def sum_at_owners(ranks: Ranks, averages: Iterable[tuple[Average, int]]) -> None:
+    """Sum averages over all ranks, each at its owner, and set them to zero on the others."""
+    by_owner: dict[int, list[Average]] = {}
+    for average, owner in averages:
+        by_owner.setdefault(owner, []).append(average)
+    parts = {owner: [part for a in by_owner[owner] for part in _sent_parts(a)] for owner in sorted(by_owner)}
+    add_up_at_owners(ranks, parts)
     for owner, some in by_owner.items():
-        if at_owners:
-            _keep_at_owner(ranks, inverses, owner, some, reported, results)
+        if ranks.rank == owner:
+            _mirror_triangles(some)
         else:
-            _broadcast_from_owner(ranks, inverses, owner, some, reported, results)
-    return {key: why for key, why in reported.items() if isinstance(why, str)}
+            forget_summands(some)
 
 
-def sum_at_owner(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
-    """Sum averages over all ranks on one rank, and set them to zero on the others."""
-    found = list(averages)
-    add_up_at(ranks, owner, (part for average in found for part in _sent_parts(average)))
-    if ranks.rank == owner:
-        _mirror_triangles(found)
-    else:
-        forget_summands(found)
+def sum_blocks_at_owners(ranks: Ranks, blocks: Iterable[tuple[BlockSums, int]]) -> None:
+    """Add up the sums of blocks over all ranks, each at its owner. The other ranks free their memory."""
+    by_owner: dict[int, list[OuterProductSum]] = {}
+    for block, owner in blocks:
+        by_owner.setdefault(owner, []).extend(block.sums)
+    parts = {
+        owner: [part for s in by_owner[owner] for part in ([s.total] if s.diagonal else upper_triangle(s.total))]
+        for owner in sorted(by_owner)
+    }
+    add_up_at_owners(ranks, parts)
+    for owner, sums in by_owner.items():
+        for s in sums:
+            if ranks.rank != owner:
+                s.total = unstored(s.total)
+            elif not s.diagonal:
+                fill_lower_triangle(s.total)
 
 
 def sum_over_ranks(ranks: Ranks, averages: Iterable[Average]) -> list[Average]:
     """Return averages over the data of all ranks, on all ranks. Summands are copied; everything else is shared."""
     copies = [_with_copied_summands(average) for average in averages]
     for copy in copies:
-        if copy.owner is not None:
+        if copy.owner is not None and copy.inverse is not None:
             _fetch_inverse(ranks, copy)
+        copy.owner = None
     add_up(ranks, "averages of factors", (part for average in copies for part in _sent_parts(average)))
     _mirror_triangles(copies)
     return copies
@@ -184,7 +297,6 @@ def _fetch_inverse(ranks: Ranks, average: Average) -> None:
     for factor in _symmetric(inverse):
         fill_lower_triangle(factor.values)
     average.inverse = inverse
-    average.owner = None
 
 
 def forget_summands(averages: Iterable[Average]) -> None:
@@ -221,69 +333,6 @@ def _invert_own(
         with allow_sync():
             damping = result.damping.cpu()  # It is small, and all ranks report it.
         outcomes[average.layout.key] = Inverted(result.inverse.to("meta"), damping, None, result.input_size.to("meta"))
-
-
-def _keep_at_owner(
-    ranks: Ranks,
-    inverses: Inverses,
-    owner: int,
-    averages: Iterable[Average],
-    reported: Mapping[Key, Outcome],
-    results: Mapping[Key, Inverted],
-) -> None:
-    """Store inverses on one owner rank; other ranks store only their shapes."""
-    for average in averages:
-        outcome = reported[average.layout.key]
-        if isinstance(outcome, str):
-            continue  # The previous inverse stays at its owner.
-        moves = average.has_inverse != (owner == ranks.rank)
-        if owner == ranks.rank:
-            if moves:
-                average.inverse = None  # a meta tensor: another rank was the owner
-            inverses.keep([average], results[average.layout.key])
-        else:
-            average.inverse = outcome.inverse
-            average.damping = outcome.damping.to(average.factors.like.device)
-        average.leave_inverse(owner, owner == ranks.rank)
-        if moves:
-            inverses.forget()
-
-
-def _broadcast_from_owner(
-    ranks: Ranks,
-    inverses: Inverses,
-    owner: int,
-    averages: Iterable[Average],
-    reported: Mapping[Key, Outcome],
-    results: Mapping[Key, Inverted],
-) -> None:
-    """Broadcast the inverses of one owner. All ranks, the owner included, store the same bits and strides."""
-    received: list[tuple[Average, Inverted]] = []
-    for average in averages:
-        key = average.layout.key
-        skeleton = reported[key]
-        if isinstance(skeleton, str):
-            continue
-        device = average.factors.like.device
-        one = Inverted(
-            skeleton.inverse.empty_on(device),
-            torch.empty_like(skeleton.damping, device=device),
-            None,
-            torch.empty_like(skeleton.input_size, device=device),
-        )
-        if key in results:
-            one.inverse.overwrite(results[key].inverse)
-            one.damping.copy_(results[key].damping)
-            one.input_size.copy_(results[key].input_size)
-        received.append((average, one))
-    sent = [t for _, one in received for t in (*_tensors(one.inverse), one.damping, one.input_size)]
-    copy_from(ranks, owner, sent)
-    for average, one in received:
-        for factor in _symmetric(one.inverse):
-            fill_lower_triangle(factor.values)
-        result = results.get(average.layout.key)
-        eigen = _eigenvalues(one.inverse, None if result is None else result.eigen) if inverses.eigen else None
-        inverses.keep([average], one._replace(eigen=eigen))
 
 
 def _eigenvalues(inverse: Any, own: Eigenbasis | None) -> Eigenbasis:
@@ -326,7 +375,8 @@ def _with_copied_summands(average: Average) -> Average:
     if eigen is not None:
         eigen = replace(eigen, values=eigen.values.clone())
     weight, uses = average.weight.clone(), average.uses.clone()  # The next step changes them in place.
-    return replace(average, factors=Kronecker(A, B), weight=weight, uses=uses, eigen=eigen)
+    factors = Kronecker(A, B)
+    return replace(average, factors=factors, weight=weight, uses=uses, eigen=eigen, is_elsewhere=False)
 
 
 def _factors(structure: Any) -> Iterator[Factor]:
@@ -410,19 +460,18 @@ class ReplicatedInverses:
         """
         return gathered(parts, self.like) if self._are_sharded else dict(parts)
 
-    def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Invert `gathered`: return the parts of this process.
+    def scattered(
+        self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor], flag: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Invert `gathered`: return the parts of this process, and whether a flag is true on all that multiply.
 
         Args:
             tensors: Tensors that this process has multiplied.
             parts: The argument of `gathered`.
+            flag: A flag about the tensors of this process.
         """
         own = {name: tensors[name] for name in parts}
-        return own_parts(own, self.like) if self._are_sharded else own
-
-    def all_true(self, flag: Tensor) -> Tensor:
-        """Return whether a flag about unsharded tensors is true on all processes that multiply some."""
-        return flag
+        return own_parts(own, self.like) if self._are_sharded else own, flag
 
     def sum(self, t: Tensor) -> Tensor:
         """Return the sum of a number over all unsharded tensors, given the sum over tensors of this process."""
@@ -475,18 +524,18 @@ class OwnedInverses(ReplicatedInverses):
                 own[name].of(result[name]).copy_(t)
         return result
 
-    def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Send tensors from owners back to the processes that hold their parts."""
+    def scattered(
+        self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor], flag: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Send tensors from owners back to the processes that hold their parts, each message with the owner's flag."""
         mine, names = self._divided(parts)
-        sent = [[own[name].of(tensors[name]) for name in mine] for own in self._parts]
-        shapes = [[parts[name].shape for name in some] for some in names]
+        sent = [[flag, *(own[name].of(tensors[name]) for name in mine)] for own in self._parts]
+        shapes: list[list[Sequence[int]]] = [[(), *(parts[name].shape for name in some)] for some in names]
         received = self._exchanged(sent, shapes, self._widest(parts))
-        found = {name: t for some, ts in zip(names, received, strict=True) for name, t in zip(some, ts, strict=True)}
-        return {name: found[name].to(part.dtype) for name, part in parts.items()}
-
-    def all_true(self, flag: Tensor) -> Tensor:
-        """Return whether a flag is true on all owners."""
-        return all_true(self.ranks, flag)
+        flags = torch.stack([flag for flag, *_ in received])
+        pairs = [pair for some, (_, *ts) in zip(names, received, strict=True) for pair in zip(some, ts, strict=True)]
+        found = dict(pairs)
+        return {name: found[name].to(part.dtype) for name, part in parts.items()}, flags.bool().all()
 
     def sum(self, t: Tensor) -> Tensor:
         """Return the sum of a number over all owners."""
@@ -512,7 +561,7 @@ class OwnedInverses(ReplicatedInverses):
         splits = [sum(t.numel() for t in some) for some in sent]
         dist.all_to_all_single(result, flat, lengths, splits, group=self.ranks.group)
         pieces = iter(result.split([prod(shape) for some in shapes for shape in some]))
-        return [[next(pieces).reshape(*shape) for shape in some] for some in shapes]
+        return [[next(pieces).reshape(tuple(shape)) for shape in some] for some in shapes]
 
 
 log = logging.getLogger("kfs.optim")
@@ -536,6 +585,7 @@ _WAYS_OUT = {
     "Buffers": "Copy the buffers of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
 }
 _MADE_WITH = "settings of the optimizer"
+_STEP = "a step of the optimizer"
 _NO_SETTINGS = {"self", "model", "loss", "params", "rest", "group"}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -597,7 +647,10 @@ class _Report(NamedTuple):
 
     facts: bytes  # digest of what must be the same everywhere
     sums: StepSums | None  # without tensors; `None` without a pass
+    blocks: list[BlockSums]  # without numbers
     squares: frozenset[Key]  # blocks with squared gradients
+    size: float | None  # of gradients, if the host decides whether it is usual
+    norms: dict[SumKey, float]  # of sums, if the host decides
     values: list[int]  # checksums of parameters and gradients, if they are compared
     buffers: dict[str, int]  # checksums of buffers that passes have not changed
 
@@ -628,6 +681,7 @@ class Exchange:
     _buffers: "dict[str, _Buffer]" = field(default_factory=dict)
     _talks: bool = False  # whether the current step communicates
     _is_due: bool = False  # whether the current step has statistics
+    _until_message: ExitStack = field(default_factory=ExitStack)  # Within, errors are raised on all ranks.
     _left: int = _STEPS_TO_COMPARE  # number of further steps in which gradients are compared
     _differed: bool = False  # whether parameters have differed
 
@@ -693,8 +747,9 @@ class Exchange:
     def step(self, device: torch.device, is_due: Callable[[], bool]) -> Iterator[None]:
         """Raise errors of a step on all ranks: an error on one rank ends the step on all of them.
 
-        Communication between hosts synchronizes with an accelerator. There, steps without new statistics do not
-        communicate: everything that can fail on a single rank has failed in its backward pass before.
+        A step with new statistics ends with a message. In other steps, everything that can fail on a single rank has
+        failed before: on a CPU, hosts exchange one message in the middle of the step (see `merged`); on an accelerator,
+        which messages would synchronize with, they exchange none.
 
         Args:
             device: Device of the parameters.
@@ -708,7 +763,8 @@ class Exchange:
         if not self._talks:
             yield
             return
-        with self.ranks.agreed("a step of the optimizer"):
+        with ExitStack() as self._until_message:
+            self._until_message.enter_context(self.ranks.agreed(_STEP, is_short=not self._is_due))
             yield
 
     def start_again(self) -> None:
@@ -723,8 +779,11 @@ class Exchange:
         grads: Mapping[str, Tensor],
         averages: Mapping[Key, Average],
         products: Products,
-    ) -> StepSums | None:
+        size: Tensor,
+    ) -> tuple[StepSums | None, Tensor]:
         """Return the sums of a step with counts and blocks of all ranks, but totals of this rank only.
+
+        Hosts exchange a single message. On a CPU, it contains all sizes that decide whether the step is usable.
 
         Args:
             sums: Sums from the passes of this rank.
@@ -733,12 +792,16 @@ class Exchange:
             grads: All gradients; for sharded parameters, the part of this rank.
             averages: Averages of known blocks.
             products: Precision in which vectors are multiplied.
+            size: Size of the gradients of this rank, `[1]`.
+
+        Returns:
+            The sums, and the largest size of gradients on any rank.
 
         Raises:
             DistributedError: If ranks are not at the same step of the same training.
         """
         if not self._talks:
-            return sums
+            return sums, largest(self.ranks, size)
         # Sharded tensors are not compared: their parts differ.
         everywhere = {n: p for n, p in params.items() if not is_sharded(p)}
         found = {n: g for n, g in grads.items() if n in everywhere}
@@ -753,26 +816,45 @@ class Exchange:
             facts["Modes of modules"] = modes
             buffers = self.unchanged_buffers()
         same = {what: Same(facts[what], way_out) for what, way_out in _WAYS_OUT.items() if what in facts}
-        squares = frozenset() if sums is None else frozenset(sums.squares)
-        report = _Report(digest_of(same), _without_tensors(sums), squares, values, buffers)
+        mine = StepSums(0) if sums is None else sums
+        # Own blocks do not change: a recorded pass writes to their totals again, and counts are for this step only.
+        blocks = {key: block.shared() for key, block in mine.blocks.items()}
+        sent = without_numbers(blocks.values())
+        on_host = not sync.is_asynchronous(size.device)
+        totals = mine.totals(blocks) if on_host else {}
+        norms = dict(zip(totals, norms_of(totals).tolist(), strict=True)) if totals else {}
+        report = _Report(
+            digest_of(same),
+            _without_tensors(sums),
+            sent,
+            frozenset(mine.squares),
+            size.item() if on_host else None,
+            norms,
+            values,
+            buffers,
+        )
         reports = self.ranks.gather("statistics of a step", report)
+        if not self._is_due:
+            self._until_message.close()
         refuse_different(self.ranks, same, [report.facts for report in reports])
         self._compare(reports, everywhere, found)
+        largest_size = size.new_tensor([_most([one.size for one in reports])]) if on_host else largest(self.ranks, size)
         of_ranks = [report.sums for report in reports if report.sums is not None]
         if not of_ranks:
-            return None
+            return None, largest_size
         result = _over_ranks(of_ranks)
-        mine = StepSums(0) if sums is None else sums
         result.inputs = mine.inputs
         if result.blocks:
             device = next(iter(params.values())).device
-            result.blocks, conflicts = self._blocks(mine.blocks, device, products)
+            result.blocks, conflicts = self._blocks(reports, blocks, device, products)
             result.uncovered |= not_covered([], [], set(), conflicts)
+        if on_host:
+            result.norms = _largest_norms(reports, result.blocks)
         for key in sorted(frozenset().union(*(report.squares for report in reports))):
             eigen = averages[key].eigen
             assert eigen is not None  # noqa: S101 (squares were computed in its basis)
             result.squares[key] = mine.squares.get(key, torch.zeros_like(eigen.values))
-        return result
+        return result, largest_size
 
     def _module(self) -> nn.Module:
         """Return the model, or an empty module if it is unknown or no longer exists."""
@@ -838,12 +920,10 @@ class Exchange:
         self._differed = True
 
     def _blocks(
-        self, mine: Mapping[Key, BlockSums], device: torch.device, products: Products
+        self, reports: Iterable[_Report], blocks: Mapping[Key, BlockSums], device: torch.device, products: Products
     ) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
         """Return the blocks of all ranks, with counts over all of them, and totals of this rank."""
-        # Own blocks do not change: a recorded pass writes to their totals again, and counts are for this step only.
-        blocks = {key: block.shared() for key, block in mine.items()}
-        result, conflicts = agreed_blocks(self.ranks, blocks, device, products)
+        result, conflicts = joined_blocks([report.blocks for report in reports], blocks, device, products)
         # Two roles of a weight are combined depending on their totals over all ranks. Only the last rank keeps these.
         tied = [block for block in result.values() if len(block.roles) > 1]
         if tied:
@@ -880,6 +960,24 @@ class Exchange:
         return torch.stack(self.ranks.gather("curvature along a step", t)).sum(0)
 
 
+def _most(sizes: Iterable[float | None]) -> float:
+    """Return the largest size; infinite if one of them is not finite."""
+    return max(size if size is not None and isfinite(size) else inf for size in sizes)
+
+
+def _largest_norms(reports: Iterable[_Report], blocks: Mapping[Key, BlockSums]) -> dict[SumKey, float]:
+    """Return the largest norms over ranks. A rank without a block has zeros."""
+    found: dict[SumKey, list[float]] = {}
+    for report in reports:
+        # A rank whose first use of a parameter was on the other side has turned its block.
+        layouts = {block.layout.key: block.layout for block in report.blocks}
+        for (key, side, kind), norm in report.norms.items():
+            is_turned = key in blocks and key in layouts and layouts[key].order != blocks[key].layout.order
+            there = {"A": "B", "B": "A"}[side] if is_turned and side else side
+            found.setdefault((key, there, kind), []).append(norm)
+    return {place: _most(norms) for place, norms in found.items()}
+
+
 def _over_ranks(reports: list[StepSums]) -> StepSums:
     """Return counts and coverage over all ranks."""
     # A rank without examples has no information about coverage.
@@ -895,7 +993,7 @@ def _over_ranks(reports: list[StepSums]) -> StepSums:
 
 
 def _without_tensors(sums: StepSums | None) -> StepSums | None:
-    """Return the sums of a step without tensors, to send them to other ranks."""
+    """Return the counts and coverage of a step, to send them to other ranks. Blocks are sent apart."""
     if sums is None:
         return None
     blocks = {key: BlockSums(block.layout, block.sharing) for key, block in sums.blocks.items()}

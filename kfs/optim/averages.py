@@ -36,6 +36,10 @@ _LEAST_DAMPING = 1e-20
 Bases = Mapping[Key, tuple[Layout, Squares]]
 
 
+# A sum of a step: its block, its side (empty for squared gradients), and its kind.
+SumKey = tuple[Key, str, str]
+
+
 @dataclass
 class StepSums:
     """Sums and counts from the passes of one step."""
@@ -56,6 +60,17 @@ class StepSums:
     squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-example gradients, in given bases
     uncovered: dict[str, str] = field(default_factory=dict)  # parameters without a usable block, with reasons
     inputs: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # args, kwargs and targets, if kept
+    norms: dict[SumKey, float] | None = None  # the largest norms of sums over all processes, if hosts exchanged them
+
+    def totals(self, blocks: Mapping[Key, BlockSums]) -> dict[SumKey, Tensor]:
+        """Return the sums of some blocks, and of all squared gradients."""
+        totals = {
+            (key, side, kind): s.total
+            for key, block in blocks.items()
+            for side, role in block.roles.items()
+            for kind, s in (("inputs", role.input), ("gradients", role.gradient))
+        }
+        return totals | {(key, "", "squares"): squares for key, squares in self.squares.items()}
 
     def merge(self, other: "StepSums") -> None:
         """Add the sums of another pass."""
@@ -112,14 +127,16 @@ class Average:
     failed: bool = False  # whether this attempt has failed
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; initialized from the factors
     input_size: Tensor | None = None  # root mean square of inputs at the last inverse, `[groups]`; a bias counts as one
-    owner: int | None = None  # only rank with the inverse, a meta tensor elsewhere; `None` if all have it
+    owner: int | None = None  # only rank with factors and inverse; `None` if all have them
+    is_elsewhere: bool = False  # whether another rank is the owner: factors are zeros without memory
 
     @classmethod
-    def zeros_like(cls, block: Block) -> "Average":
-        """Return an average that starts at zero, with factors stored like those of a block."""
+    def zeros_like(cls, block: Block, at_owner: bool = False) -> "Average":
+        """Return an average that starts at zero, with factors stored like those of a block; nowhere if `at_owner`."""
         K = block.structure()
         weight = torch.zeros((), dtype=torch.float64, device=K.like.device)
-        return cls(block.layout, Kronecker(_zeros_like(K.A), _zeros_like(K.B)), weight, torch.ones_like(weight))
+        A, B = (_zeros_like(factor, stored=not at_owner) for factor in (K.A, K.B))
+        return cls(block.layout, Kronecker(A, B), weight, torch.ones_like(weight), is_elsewhere=at_owner)
 
     def fits(self, sums: BlockSums) -> bool:
         """Whether layout and kinds of factors are those of a block, so that its factors can be added."""
@@ -143,9 +160,13 @@ class Average:
         """Whether this process has an inverse to multiply with."""
         return self.inverse is not None and not self.inverse.like.is_meta
 
-    def leave_inverse(self, owner: int, is_mine: bool) -> None:
-        """Keep the inverse, if there is one, on a single rank."""
-        self.owner = None if self.inverse is None else owner
+    def leave_to(self, owner: int, is_mine: bool) -> None:
+        """Keep factors and inverse on a single rank."""
+        self.owner = owner
+        if is_mine == self.is_elsewhere:
+            A, B = (_zeros_like(factor, stored=is_mine) for factor in (self.factors.A, self.factors.B))
+            self.factors = Kronecker(A, B)
+            self.is_elsewhere = not is_mine
         if self.inverse is not None and not is_mine:
             self.inverse = self.inverse.to("meta")
             self.input_size = None
@@ -160,7 +181,7 @@ class Average:
     @classmethod
     def stored(cls) -> set[str]:
         """Return the names of all attributes that are saved."""
-        return {one.name for one in fields(cls)} - {"owner"}
+        return {one.name for one in fields(cls)} - {"owner", "is_elsewhere"}
 
     def state(self) -> dict[str, Any]:
         """Return all attributes for a checkpoint."""
@@ -205,6 +226,8 @@ def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float, good: Tens
                 new: Factor = getattr(block.structure(), side)
                 scale = new.scale if good is None else torch.where(good, new.scale, factor.scale)
                 factor.scale.lerp_(scale, ((1 - decay) / average.weight).to(scale.dtype))
+                continue
+            if average.is_elsewhere:
                 continue
             averages, sums = by_scale.setdefault((1 - decay) * block.scale(side), ([], []))
             averages.append(factor.values)
@@ -295,11 +318,28 @@ def copied_to(device: torch.device, state: Any) -> Any:
     return mapped(state, lambda t: t.to(device, copy=True))
 
 
-def _zeros_like(factor: Factor) -> Factor:
+def _zeros_like(factor: Factor, stored: bool) -> Factor:
     """Return zeros with a scale of one. An identity is unchanged: the first average replaces its scale."""
     if factor.kind == "identity":
         return factor
-    return replace(factor, values=torch.zeros_like(factor.values), scale=torch.ones_like(factor.scale))
+    shape = factor.values.shape
+    values = factor.values.new_zeros(shape) if stored else unstored(factor.values)
+    return replace(factor, values=values, scale=torch.ones_like(factor.scale))
+
+
+def unstored(t: Tensor) -> Tensor:
+    """Return zeros of the same shape that take no memory, and cannot be changed.
+
+    Example:
+        >>> unstored(torch.ones(2, 3)).untyped_storage().nbytes()
+        4
+    """
+    return t.new_zeros(()).expand(t.shape)
+
+
+def norms_of(totals: Mapping[SumKey, Tensor]) -> Tensor:
+    """Return the 1-norms of sums, `[n]`, computed in a few operations."""
+    return torch.stack(torch._foreach_norm(list(totals.values()), 1.0))
 
 
 def _without_bias(factor: Factor, weight: Tensor) -> Factor:

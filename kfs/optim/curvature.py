@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfs.distributed import Ranks, all_true
+from kfs.distributed import Ranks, all_true, largest
 from kfs.errors import KfsError
 from kfs.factors.accumulate import BlockMap, BlockSums
 from kfs.factors.block import Block
@@ -20,7 +20,7 @@ from kfs.factors.compute import shared_with
 from kfs.factors.layout import Key
 from kfs.optim import across_ranks
 from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
-from kfs.optim.averages import Average, Bases, StepSums, add_factors
+from kfs.optim.averages import Average, Bases, StepSums, add_factors, norms_of
 from kfs.optim.inverses import Groups, Inverses, inverted_together
 from kfs.optim.last_good_step import GoodStep, LastGoodStep, UsualSizes
 from kfs.optim.options import Interval, Parameters, interval_at
@@ -55,7 +55,7 @@ class Curvature:
     patience: int  # raise damping after this many events in a row
     kl_clip: float | None = None  # limit of the change of predictions in a step
     ranks: Ranks = field(default_factory=Ranks)  # processes that each have a summand of every average
-    at_owners: bool = False  # whether each inverse is kept only on the rank that computed it
+    at_owners: bool = False  # whether averages and the inverse of a block are kept on one rank only
     averages: dict[Key, Average] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)  # parameters that had a gradient before they had any factors
     damping_scale: float = 1.0  # multiplies all dampings
@@ -63,6 +63,7 @@ class Curvature:
     costs: Costs = field(default_factory=Costs)
     sizes: UsualSizes = field(init=False)  # of factors
     _communication: ReplicatedInverses | None = None
+    _ahead: dict[Key, across_ranks.Arrival] = field(default_factory=dict)  # inverses that are not due yet
     _troubles: int = 0  # events in a row
     _successes: int = 0  # steps without event in a row
     _rises: int = 0  # raises of damping that were not undone yet
@@ -131,12 +132,12 @@ class Curvature:
         # A weight that is used in a different way than before, such as by rows, has different blocks now.
         block_map = BlockMap(block.layout for block in blocks.values())
         self._remove([key for key, average in self.averages.items() if not block_map.fits(average.layout)])
-        pairs = []
+        pairs: list[tuple[Average, Block]] = []
         for key, block_sums in blocks.items():
             block = Block(block_sums, 1 / sums.examples)
             average = self.averages.get(key)
             if average is None or not average.fits(block_sums):  # For example, a loaded state has another `max_dim`.
-                average = self.averages[key] = Average.zeros_like(block)
+                average = self.averages[key] = Average.zeros_like(block, self.at_owners)
                 self.inverses.forget()  # Stacks of inverses may contain the replaced average.
             elif average.eigen is not None and key in sums.squares:
                 squares = sums.squares[key] / sums.examples
@@ -146,26 +147,37 @@ class Curvature:
             pairs.append((average, block))
             self.costs.add("factors", block_sums.work)
             self.awaited -= set(block.layout.params)
+        if self.at_owners:
+            self._choose_owners()
+            owned = [(block.sums, average.owner) for average, block in pairs if average.owner is not None]
+            across_ranks.sum_blocks_at_owners(self.ranks, owned)
         add_factors(pairs, self.decay, good)
+        self._ahead.clear()
         self.forget(without)
         if good is None:
             self.note_added(True)
             return True
         return good
 
+    def _choose_owners(self) -> None:
+        """Choose the ranks that keep blocks without an owner."""
+        new = [key for key, average in self.averages.items() if average.owner is None]
+        if new:
+            owners = across_ranks.owners_of(self.averages.values(), self.inverses.method == "exact", self.ranks.size)
+            for key in new:
+                self.averages[key].leave_to(owners[key], owners[key] == self.ranks.rank)
+
     def _are_usable(self, blocks: Mapping[Key, BlockSums], sums: StepSums, finite: Tensor | None) -> Tensor | None:
         """Return whether all sums are finite and of a usual size on all ranks; `None` if there are no sums."""
-        totals = {
-            f"{kind} {side} of {key[0]} {key[1]}": s.total
-            for key, block in blocks.items()
-            for side, role in block.roles.items()
-            for kind, s in (("inputs", role.input), ("gradients", role.gradient))
-        }
-        totals |= {f"squares of {key[0]} {key[1]}": squares for key, squares in sums.squares.items()}
+        totals = sums.totals(blocks)
         if not totals:
             return None
-        sizes = torch.stack(torch._foreach_norm(list(totals.values()), 1.0)) / (sums.examples or 1.0)
-        return self.sizes.check(self.ranks, tuple(totals), sizes, finite)[1]
+        if sums.norms is None:
+            norms = largest(self.ranks, norms_of(totals))
+        else:
+            norms = next(iter(totals.values())).new_tensor([sums.norms[one] for one in totals])
+        names = tuple(" ".join((kind, *side, "of", key[0], str(key[1]))) for key, side, kind in totals)
+        return self.sizes.check(names, norms / (sums.examples or 1.0), finite)[1]
 
     def note_added(self, good: bool) -> None:
         """Count sums that were added or refused. After many that were added in a row, undo one raise of damping."""
@@ -186,31 +198,59 @@ class Curvature:
             self._note_failure(failed)
             failed.changed = True  # It is tried again, in better precision.
 
-    def update_inverses(self, step: int, groups: Groups, force: bool = False) -> None:
+    def update_inverses(self, step: int, groups: Groups, force: bool = False, until: int = 0) -> None:
         """Recompute outdated inverses within the budget of this step, or all of them if `force`.
 
         Every step does a share of the work, on the oldest inverses, such that each is recomputed once per interval. The
         interval is one step at first and grows up to the requested one, since curvature changes most at the beginning.
         Blocks that are inverted together wait until the budget suffices for all of them.
+
+        Args:
+            step: Number of this step.
+            groups: Parameter groups, which contain dampings.
+            force: Whether to recompute all inverses.
+            until: With several processes, inverses that are due before this step may be computed now: averages do not
+                change in between. They are stored when they are due, as in a single process.
         """
+        steps = self.schedule(step, until, force)
+        if self.ranks.are_several:
+            self._invert_by_owners(steps, step, groups)
+            return
+        for together in steps[0]:
+            self._invert(together, step, groups)
+
+    def schedule(self, step: int, until: int = 0, force: bool = False) -> list[list[list[Average]]]:
+        """Return the blocks to invert in this step, and in further steps before `until`; use this step's budget.
+
+        Each step has a list of blocks that are inverted together. The arguments are those of `update_inverses`.
+        """
+        due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
+        chosen, self._credit = self._chosen(due, step, self._credit, force)
+        steps, credit = [chosen], self._credit
+        for later in range(step + 1, until):
+            earlier = {a for together in steps[-1] for a in together}
+            due = [a for a in due if a not in earlier]
+            more, credit = self._chosen(due, later, credit)
+            steps.append(more)
+        return steps
+
+    def _chosen(
+        self, due: Iterable[Average], step: int, credit: float, force: bool = False
+    ) -> tuple[list[list[Average]], float]:
+        """Return the outdated inverses to recompute in a step, and the budget that is left."""
         every = min(interval_at(self.every, step), 1 + step // 2)
         total = sum(average.cost for average in self.averages.values())
-        self._credit = min(self._credit + total / every, total)
-        due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
+        credit = min(credit + total / every, total)
         chosen = []
         for together in sorted(inverted_together(due), key=lambda same: min(a.updated for a in same)):
             cost = sum(a.cost for a in together)
-            too_expensive = self._credit < (1 - 1e-9) * cost
+            too_expensive = credit < (1 - 1e-9) * cost
             # A block without an inverse cannot wait.
             if too_expensive and not force and all(a.inverse is not None for a in together):
                 break
-            self._credit = max(0.0, self._credit - cost)
+            credit = max(0.0, credit - cost)
             chosen.append(together)
-        if self.ranks.are_several:
-            self._invert_by_owners(chosen, step, groups)
-            return
-        for together in chosen:
-            self._invert(together, step, groups)
+        return chosen, credit
 
     def precondition(
         self,
@@ -260,16 +300,21 @@ class Curvature:
         ahead = communication.gathered(parts)
         # All processes either take the step, or skip it, or raise.
         D, problem = self._multiplied(ahead, params, communication, taken, half)
-        _agree_on_steps(D, communication, taken)
+        on_device = sync.is_asynchronous(taken.device)
+        finite = taken if on_device else torch.tensor(problem is None) & total_size(list(D.values())).isfinite()
         if self.kl_clip is not None:
             zero = next(iter(parts.values())).new_zeros(())
-            # Gradients that are not finite are not clipped: their length is undefined.
             shorter = _shorter(self.kl_clip, lrs, ahead, D, communication, zero)
+            # Gradients that are not finite are not clipped: their length is undefined.
             shorter = torch.where(taken, shorter, 1.0)
             D = {n: shorter * d for n, d in D.items()}
-        steps = communication.scattered(D, parts)
+        steps, finite = communication.scattered(D, parts, finite)
         if problem is not None:
             raise problem
+        if on_device:
+            taken.copy_(finite)
+        elif not finite:
+            raise StepNotFiniteError
         return steps
 
     def _multiplied(
@@ -279,18 +324,16 @@ class Curvature:
         communication: ReplicatedInverses,
         taken: Tensor,
         half: bool,
-    ) -> tuple[dict[str, Tensor], Exception | None]:
+    ) -> tuple[dict[str, Tensor], BaseException | None]:
         """Multiply with inverses. An error is returned, not raised, if other processes wait for the products.
 
-        On an accelerator, these processes get zeros, take no step, and raise at its end. On a CPU, they are notified
-        earlier.
+        These processes get zeros, and take no step. If the step has new statistics, they raise the error at its end.
         """
-        on_device = sync.is_asynchronous(taken.device)
         try:
-            flag = taken if on_device else None
+            flag = taken if sync.is_asynchronous(taken.device) else None
             return self.precondition(ahead, params.tensors, params.groups, limit=True, taken=flag, half=half), None
-        except Exception as problem:
-            if not (isinstance(communication, OwnedInverses) and on_device):
+        except BaseException as problem:
+            if not isinstance(communication, OwnedInverses):
                 raise
             taken.fill_(False)
             return {name: torch.zeros_like(t) for name, t in ahead.items()}, problem
@@ -379,18 +422,35 @@ class Curvature:
         for average in together:
             self._note_attempt(average, step)
 
-    def _invert_by_owners(self, chosen: Sequence[Sequence[Average]], step: int, groups: Groups) -> None:
-        """Compute the inverses of some blocks, each on its owner rank, or keep the previous ones."""
-        if not chosen:
-            return
-        together = [(same, self._dampings_of(same, groups)) for same in chosen]
-        failures = across_ranks.invert(self.ranks, self.inverses, self.averages.values(), together, self.at_owners)
-        for average in (average for same in chosen for average in same):
-            why = failures.get(average.layout.key)
+    def _invert_by_owners(self, steps: Sequence[Sequence[Sequence[Average]]], step: int, groups: Groups) -> None:
+        """Update the inverses of some blocks, each computed on its owner rank, or keep the previous ones.
+
+        Args:
+            steps: Blocks of this step, and those of later steps that may be computed now.
+            step: Number of this step.
+            groups: Parameter groups, which contain dampings.
+        """
+        missing: list[list[across_ranks.Together]] = []
+        for together in steps:
+            left = [[a for a in same if not self._is_ahead(a, groups)] for same in together]
+            missing.append([(same, self._dampings_of(same, groups)) for same in left if same])
+        blocks = [a for together in missing for same, _ in together for a in same]
+        if blocks:
+            owners = across_ranks.balanced_owners(blocks, self.ranks.size)
+            if self.at_owners:
+                owners = {a.layout.key: a.owner for a in blocks if a.owner is not None}
+            self._ahead |= across_ranks.invert(self.ranks, self.inverses, owners, missing, self.at_owners)
+        for average in (average for same in steps[0] for average in same):
+            why = self._ahead.pop(average.layout.key).keep(self.inverses)
             average.failed = False
             if why is not None:
                 self._note_failure(average, f" ({why})")
             self._note_attempt(average, step)
+
+    def _is_ahead(self, average: Average, groups: Groups) -> bool:
+        """Whether the inverse of a block has been computed already."""
+        found = self._ahead.get(average.layout.key)
+        return found is not None and found.fits(average, *self._dampings_of([average], groups))
 
     def _dampings_of(self, together: Iterable[Average], groups: Groups) -> list[float]:
         return [float(groups[a.layout.weight]["damping"]) * self.damping_scale for a in together]
@@ -423,13 +483,13 @@ class Curvature:
         }
 
     def restore(self, state: Any, device: torch.device) -> None:
-        """Restore `state`, with copies of tensors on a device. Rank 0 gets the averages; other ranks start at zero."""
+        """Restore `state`, with copies of tensors on a device. Owners, or rank 0, get the averages."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
         self.averages = {average.layout.key: average for average in averages}
-        self.train_with(self.ranks)
         if self.at_owners:
-            for key, owner in across_ranks.owners_of(averages, False, self.ranks.size).items():
-                self.averages[key].leave_inverse(owner, owner == self.ranks.rank)
+            self._choose_owners()
+        else:
+            self.train_with(self.ranks)
         self.damping_scale = float(state["damping_scale"])
         self.events = Events(**state["events"])
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
@@ -438,17 +498,7 @@ class Curvature:
         self.sizes.restore(state["sizes"])
         self.inverses.forget()
         self.inverses.forget_failures()
-
-
-def _agree_on_steps(D: Mapping[str, Tensor], communication: ReplicatedInverses, taken: Tensor) -> None:
-    """Let all processes know whether steps are finite: on an accelerator by its flag, otherwise by an error."""
-    if sync.is_asynchronous(taken.device):
-        # So far, the flag is about the products of this process.
-        everywhere = communication.all_true(taken)
-        if everywhere is not taken:
-            taken.copy_(everywhere)
-    elif not communication.all_true(total_size(list(D.values())).isfinite()):
-        raise StepNotFiniteError
+        self._ahead.clear()
 
 
 def _shorter(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfs.distributed import Ranks, all_true
 from kfs.errors import SolverError
 from kfs.problem.whole_parameters import whole
 from kfs.runtime.sync import numbers
@@ -226,29 +225,25 @@ class UsualSizes:
     _others: dict[str, Tensor | float] = field(default_factory=dict)  # bounds for other names
 
     def check(
-        self, ranks: Ranks, names: tuple[str, ...], sizes: Tensor, usable: Tensor | None = None, learn: bool = True
+        self, names: tuple[str, ...], sizes: Tensor, usable: Tensor | None = None, learn: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Compare sizes with earlier ones.
 
         Args:
-            ranks: Processes that decide together. Sizes may belong to the data, or the parts, of each rank.
             names: Names of the tensors that were measured.
-            sizes: New sizes, `[n]`.
+            sizes: New sizes, `[n]`; with several processes, the largest of all, which are the same everywhere.
             usable: A flag that is the same on all ranks. If it is false, the tensors are not used for other reasons,
                 and their sizes do not count.
             learn: Whether to compare later sizes with these, too. It takes some more operations.
 
         Returns:
-            Whether all sizes are finite, and whether they are finite and accepted, on all ranks.
+            Whether all sizes are finite, and whether they are finite and accepted.
         """
         refusals = _as_tensor(self._refusals, sizes)
         most = self._most_of(names, sizes)
         # A comparison with NaN is false: sizes without a bound are accepted.
         absurd = ((sizes > most) & (refusals < self.patience - 0.5)).any()
         finite = sizes.isfinite().all()
-        if ranks.are_several:
-            finite, usual = all_true(ranks, torch.stack([finite, ~absurd])).unbind()
-            absurd = ~usual
         good = finite & ~absurd
         refused = finite & absurd
         forgotten = (refusals - _FORGOTTEN * good).clamp(min=0)

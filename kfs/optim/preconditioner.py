@@ -362,8 +362,11 @@ class Preconditioner(Described):
         # Collect gradients, and the statistics of the passes of all ranks.
         self.params.check_model()
         grads = {n: local_part(p.grad).to_dense() for n, p in self.params.tensors.items() if p.grad is not None}
+        # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
+        measured = [*grads.values(), *of_rest]
+        size = total_size(measured).reshape(1) if measured else torch.zeros(1, device=self.params.device)
         of_others = (partial(self._facts, scale), self.params.tensors, grads, self.curvature.averages)
-        sums = self.exchange.merged(self.watch.collect(), *of_others, self.settings.products)
+        sums, size = self.exchange.merged(self.watch.collect(), *of_others, self.settings.products, size)
         # Adding factors requires the outcomes of earlier steps, which may still be on the device.
         has_factors = sums is not None and sums.has_factors
         if has_factors:
@@ -372,9 +375,7 @@ class Preconditioner(Described):
         if not grads and not of_rest:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
         self._check(sums, result, are_scaled)
-        # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
-        size = total_size([*grads.values(), *of_rest]).reshape(1)
-        finite, good = self._gradient_sizes.check(self.exchange.ranks, ("gradients",), size, learn=has_factors)
+        finite, good = self._gradient_sizes.check(("gradients",), size, learn=has_factors)
         fine = GoodStep.of(self.steps, result, self.param_groups[0], self.curvature.damping_scale)
         lost: dict[str, str] = {}
         if sums is not None:
@@ -398,7 +399,8 @@ class Preconditioner(Described):
             added = None if sums is None else self._add_sums(sums, lost, None if waits else good)
         # A quadratic model needs the curvature of the current step.
         with costs.timed("inverses"):
-            self.curvature.update_inverses(self.steps, self.params.groups, force=batch is not None)
+            until = self._next_with_factors() if has_factors and self.exchange.ranks.size > 1 else 0
+            self.curvature.update_inverses(self.steps, self.params.groups, force=batch is not None, until=until)
         covered = self.curvature.covered
         natural = {n: g for n, g in grads.items() if n in covered}
         others = {n: g for n, g in grads.items() if not self.will_cover(n)}
@@ -482,10 +484,14 @@ class Preconditioner(Described):
         """Whether the current step needs statistics of its passes."""
         return self.loss.reduction == "sum" or bool(self._due())
 
+    def _next_with_factors(self) -> int:
+        """Return the next step after this one that computes factors by schedule; -1 if there is none soon."""
+        later = range(self.steps + 1, self.steps + 1000)
+        return next((step for step in later if step % interval_at(self._factors_every, step) == 0), -1)
+
     def _facts(self, scale: StepScale | None) -> dict[str, dict[str, Any]]:
         """Return values that must agree between processes at this step, by kind and name."""
-        later = range(self.steps + 1, self.steps + 1000)
-        next_due = next((step for step in later if step % interval_at(self._factors_every, step) == 0), -1)
+        next_due = self._next_with_factors()
         # On a GPU, steps without factors do not communicate. Their schedule is compared in advance.
         inverses = [interval_at(self.curvature.every, step) for step in range(self.steps, next_due)]
         due = {

@@ -272,7 +272,11 @@ def block_row(average: Average) -> BlockRow:
     layout, K = average.layout, average.factors
     nbytes = sum(
         structure.nbytes
-        for structure in (K, average.inverse if average.has_inverse else None, average.eigen)
+        for structure in (
+            None if average.is_elsewhere else K,
+            average.inverse if average.has_inverse else None,
+            average.eigen,
+        )
         if structure is not None
     )
     damping = None if average.damping is None else float(average.damping.mean())

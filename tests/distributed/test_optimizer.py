@@ -88,7 +88,7 @@ def test_accelerators(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None
 
 
 WRONG = {
-    "own averages are inverted": ("kfs.optim.across_ranks.sum_at_owner", lambda *_: None),
+    "own averages are inverted": ("kfs.optim.across_ranks.sum_at_owners", lambda *_: None),
     "all ranks draw the same labels": ("kfs.optim.across_ranks.Exchange._place_of_data", lambda _, n: (0, 2 * n)),
     "a mean over examples of one rank": ("kfs.optim.across_ranks._over_ranks", lambda told: told[0]),
 }

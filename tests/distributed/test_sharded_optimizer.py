@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kfs.optim import KFAC
@@ -146,9 +146,9 @@ def gathered_from_the_first(self: OwnedInverses, parts: Any) -> Any:
     return gathered(self, {name: part if dist.get_rank() == 0 else 0 * part for name, part in parts.items()})
 
 
-def scattered_in_reverse(self: OwnedInverses, tensors: Any, parts: Any) -> Any:
+def scattered_in_reverse(self: OwnedInverses, tensors: Any, parts: Any, flag: Tensor) -> Any:
     """Return parts of tensors whose rows are in the opposite order."""
-    return scattered(self, {name: t.flip(0) for name, t in tensors.items()}, parts)
+    return scattered(self, {name: t.flip(0) for name, t in tensors.items()}, parts, flag)
 
 
 def whole_layers(fisher: Any) -> tuple[bool, bool]:
@@ -177,7 +177,7 @@ def test_parameters_are_whole_if_need_be(ranks: Pool, fisher: str, expected: boo
 WRONG = {
     "parts of others are missing": ("kfs.optim.across_ranks.OwnedInverses.gathered", gathered_from_the_first),
     "parts are those of others": ("kfs.optim.across_ranks.OwnedInverses.scattered", scattered_in_reverse),
-    "own averages are inverted": ("kfs.optim.across_ranks.sum_at_owner", lambda *_: None),
+    "own averages are inverted": ("kfs.optim.across_ranks.sum_blocks_at_owners", lambda *_: None),
     "passes use parameters from before the step": ("kfs.optim.options.reshard", lambda _: None),
 }
 

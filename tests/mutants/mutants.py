@@ -1395,10 +1395,10 @@ _MUTANTS = [
     ),
     distributed(
         "distributed/collectives.py",
-        "torch._foreach_zero_([part.detach() for part in some])",
+        "torch._foreach_zero_([part.detach() for part in bucket])",
         "pass",
         "sums of others are kept",
-        ("tests/distributed/test_owners.py",),
+        ("tests/distributed/test_optimizer_exchanges.py",),
     ),
     distributed(
         "distributed/distribution.py",
@@ -1406,6 +1406,42 @@ _MUTANTS = [
         "start = 0",
         "numbers of ranks overlap",
         ("tests/distributed/test_owners.py",),
+    ),
+    distributed(
+        "distributed/assignment.py",
+        "sorted(work, key=lambda name: (-work[name], name))",
+        "sorted(work)",
+        "the longest work does not come first",
+        ("tests/distributed/test_optimizer_exchanges.py",),
+    ),
+    distributed(
+        "optim/across_ranks.py",
+        "return self.average is average and self.damping == damping",
+        "return self.average is average",
+        "inverses ahead of time with another damping",
+        ("tests/distributed/test_optimizer_exchanges.py",),
+    ),
+    distributed(
+        "optim/curvature.py",
+        "self._ahead.clear()",
+        "pass",
+        "inverses of earlier averages",
+        ("tests/distributed/test_sharded_owners.py",),
+        near="add_factors(pairs, self.decay, good)",
+    ),
+    distributed(
+        "optim/across_ranks.py",
+        "for average in found if average.owner is not None}",
+        "for average in found if False}",
+        "blocks of a weight have several owners",
+        ("tests/distributed/test_optimizer_exchanges.py",),
+    ),
+    distributed(
+        "optim/across_ranks.py",
+        "return max(size if size is not None and isfinite(size) else inf for size in sizes)",
+        "return min(size if size is not None and isfinite(size) else inf for size in sizes)",
+        "sizes of one rank decide",
+        ("tests/distributed/test_optimizer.py",),
     ),
     # Differential equations.
     pinn(

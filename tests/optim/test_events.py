@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.distributed import Ranks
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
 from kfs.optim.last_good_step import UsualSizes
@@ -217,7 +216,7 @@ def test_spikes_that_come_again_and_again() -> None:
         accepted = []
         for i in range(8 * interval):
             large = i % interval == interval - 1
-            good = sizes.check(Ranks(), ("gradients",), torch.tensor([1e6 if large else 1.0]))[1]
+            good = sizes.check(("gradients",), torch.tensor([1e6 if large else 1.0]))[1]
             assert good or large
             accepted += [bool(good)] if large else []
         assert accepted == [False] * refused + [True] * (8 - refused)
@@ -232,7 +231,7 @@ def test_a_spike_before_anything_is_known() -> None:
 
     def accepted(*sizes: float) -> bool:
         usual = UsualSizes(100.0, 3)
-        return [bool(usual.check(Ranks(), ("gradients",), torch.tensor([size]))[1]) for size in sizes][-1]
+        return [bool(usual.check(("gradients",), torch.tensor([size]))[1]) for size in sizes][-1]
 
     assert accepted(1e8, *[1.0] * 5, 1e8)
     assert not accepted(1e8, *[1.0] * 100, 1e8)

@@ -10,7 +10,7 @@ With owners, the sums of a block that another rank owns are on the meta device: 
 not.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -84,17 +84,38 @@ def agreed_blocks(
         The blocks of all ranks, in the same order on each rank, and `(parameter, operation)` of the uses that
         contradict those on other ranks.
     """
-    # Move counts to the host, for all blocks at once.
-    read_counts(blocks.values())
-    roles = [role for block in blocks.values() for role in block.roles.values()]
+    return joined_blocks(ranks.gather("blocks", without_numbers(blocks.values())), blocks, device, products)
+
+
+def without_numbers(blocks: Collection[BlockSums]) -> list[BlockSums]:
+    """Return copies of blocks with sums on the meta device, to send them. Their counts move to the host, at once."""
+    read_counts(blocks)
+    roles = [role for block in blocks for role in block.roles.values()]
     on_device = [role for role in roles if isinstance(role.inverse_squares, Tensor)]
     for role, number in zip(on_device, numbers([role.inverse_squares for role in on_device]), strict=True):  # type: ignore[misc]
         role.inverse_squares = number
+    return [block.without_numbers() for block in blocks]
+
+
+def joined_blocks(
+    every: Iterable[Iterable[BlockSums]],
+    blocks: Mapping[Key, BlockSums],
+    device: torch.device | str,
+    products: Products,
+) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
+    """Return the blocks of all ranks, and contradictions, like `agreed_blocks`, without communication.
+
+    Args:
+        every: For each rank, its blocks from `without_numbers`.
+        blocks: The blocks of this rank.
+        device: Device for sums that only other ranks have.
+        products: Precision in which further vectors are multiplied.
+    """
     # Merge the blocks of all ranks, without their numbers.
     agreed: dict[Key, BlockSums] = {}
     conflicts: set[tuple[str, str]] = set()
     block_map = BlockMap()
-    for theirs in ranks.gather("blocks", [block.without_numbers() for block in blocks.values()]):
+    for theirs in every:
         conflicts |= merge(agreed, theirs, block_map)
     # Fill in the sums of this rank. A rank whose first use of a parameter was on the other side turns its block.
     for key, block in agreed.items():
