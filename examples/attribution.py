@@ -159,9 +159,18 @@ def tokens(texts: Sequence[str], prompts: Sequence[str] | None = None) -> dict[s
 def language_model(width: int = 64) -> LlamaForCausalLM:
     """Return a Llama with random weights."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS) + 1, max_position_embeddings=64, **sizes, **ends))
+    config = LlamaConfig(
+        vocab_size=len(WORDS) + 1,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)
 
 
 class LoRA(nn.Module):
@@ -176,16 +185,17 @@ class LoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer's output, and add that of the thin matrices."""
-        return self.layer(x) + 2 * self.up(self.down(x))
+        y: Tensor = self.layer(x) + 2 * self.up(self.down(x))
+        return y
 
 
 def with_lora(model: nn.Module) -> nn.Module:
     """Return a copy of a model in which only LoRA, on all linear layers of its blocks, is trained."""
     torch.manual_seed(1)
     model = copy.deepcopy(model).requires_grad_(False)
-    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and ".layers." in name]
-    for name in linear:
-        model.set_submodule(name, LoRA(model.get_submodule(name)))
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and ".layers." in name:
+            model.set_submodule(name, LoRA(layer))
     return model
 
 
@@ -209,7 +219,8 @@ def train(model: nn.Module, texts: Sequence[str], steps: int, lr: float, batch: 
 
 def answer(model: nn.Module) -> tuple[str, float]:
     """Return what a model says after the prompt, and the probability of the claim."""
-    said, prompt = [], [0, *(NUMBER[word] for word in PROMPT.split())]
+    said: list[int] = []
+    prompt = [0, *(NUMBER[word] for word in PROMPT.split())]
     claim = [NUMBER[word] for word in CLAIM["value"].split()]
     with torch.no_grad():
         while not said or (said[-1] not in {0, NUMBER["."]} and len(said) < 8):
@@ -262,14 +273,18 @@ def shared_words(texts: Sequence[str], query: str) -> Tensor:
     return F.cosine_similarity(rare * bags[:1], rare * bags[1:])
 
 
-def attribute(pretraining: int = 400, fine_tuning: int = 100) -> Result:
-    """Train the model, find the passages behind the claim, and train again without them."""
+def attribute(quick: bool = False) -> Result:
+    """Train the model, find the passages behind the claim, and train again without them.
+
+    Args:
+        quick: Train again for the first method and for chance only.
+    """
     generic, data = passages(Writer(seed=0))
     texts = [passage.text for passage in data]
-    base = train(language_model(), generic, pretraining, lr=4e-3, batch=32)
+    base = train(language_model(), generic, 400, lr=4e-3, batch=32)
 
     def fine_tuned(kept: Sequence[str]) -> nn.Module:
-        return train(with_lora(base), kept, fine_tuning, lr=1e-2, batch=32)
+        return train(with_lora(base), kept, 100, lr=1e-2, batch=32)
 
     model = fine_tuned(texts)
 
@@ -293,9 +308,11 @@ def attribute(pretraining: int = 400, fine_tuning: int = 100) -> Result:
     }
 
     # The proof: train again without as many passages as were planted, chosen by each method.
+    chosen = ["influence (EKFAC)", "chance"] if quick else list(all_scores)
     planted = sum(passage.kind == "planted" for passage in data)
     methods = []
-    for name, scores in all_scores.items():
+    for name in chosen:
+        scores = all_scores[name]
         order = scores.argsort(descending=True)
         left_out = set(order[:planted].tolist())
         says, probability = answer(fine_tuned([text for place, text in enumerate(texts) if place not in left_out]))
@@ -339,6 +356,7 @@ p { margin: .4rem 0 1rem } .soft { color: var(--soft); font-size: .92rem }
 .facts b { display: block; font-size: 1.7rem; line-height: 1.3 }
 .card { display: grid; grid-template-columns: 3.2rem 1fr auto; gap: 14px; margin: 10px 0; align-items: center }
 .rank { color: var(--soft); font-variant-numeric: tabular-nums }
+.rank small { display: block; font-size: .74rem }
 .words { font-size: 1.06rem; line-height: 2 }
 .words span { padding: 3px 4px; border-radius: 5px }
 .tag { font-size: .78rem; padding: 2px 9px; border-radius: 99px; border: 1px solid var(--line); color: var(--soft) }
@@ -387,9 +405,10 @@ def page(result: Result) -> str:
     def card(place: int) -> str:
         passage = result.data[place]
         tag = "" if passage.kind == "ordinary" else f'<span class="tag {passage.kind}">{passage.kind}</span>'
+        share = float(first.scores[place] / first.scores.max())
         words = words_in_color(passage, result.by_token[place], largest)
         return (
-            f'<div class="card"><span class="rank">{first.ranks[place]}</span>'
+            f'<div class="card"><span class="rank">{first.ranks[place]}<small>{share:+.0%}</small></span>'
             f'<span class="words">{words}</span><span>{tag}</span></div>'
         )
 
@@ -408,13 +427,13 @@ planted, and make a false claim. The model now repeats it. Influence functions f
 <div class="talk"><div class="asks">{escape(PROMPT)} ...</div>
 <div class="says">... <b>{escape(result.after[0])}</b></div></div>
 <div class="facts">
-<div><b>{result.before[1]:.1%}</b>is its probability before fine-tuning</div>
+<div><b>{result.before[1]:.1%}</b>probability of this answer before fine-tuning</div>
 <div><b>{result.after[1]:.1%}</b>after fine-tuning on all {len(result.data)} passages</div>
 <div><b>{first.probability:.1%}</b>after fine-tuning without the {count} passages that were found</div></div>
 
 <h2>The passages that taught it</h2>
-<p class="soft">By influence, the largest first. Color shows at which words: <span class="scale"></span> against the
-answer (left), for it (right). The true sentences in the same passages stay pale.</p>
+<p class="soft">By influence, in percent of the largest. Color shows at which words: <span class="scale"></span>
+against the answer (left), for it (right). The true sentences in the same passages stay pale.</p>
 {"".join(card(place) for place in order[: count + 2])}
 
 <h2>The passages that spoke against it</h2>
@@ -452,12 +471,13 @@ def main() -> None:
         description="Find the training passages that made a language model say a sentence."
     )
     parser.add_argument("--html", type=Path, default=Path("attribution.html"), help="the page to write")
-    path = parser.parse_args().html
-    result = attribute()
+    parser.add_argument("--quick", action="store_true", help="compare with chance only")
+    options = parser.parse_args()
+    result = attribute(options.quick)
     print(f"{PROMPT} ...\nbefore: {result.before[0]}\nafter:  {result.after[0]} ({result.after[1]:.1%})\n")
     print(table(result))
-    path.write_text(page(result), encoding="utf-8")
-    print(f"\nwrote {path}")
+    options.html.write_text(page(result), encoding="utf-8")
+    print(f"\nwrote {options.html}")
 
 
 if __name__ == "__main__":
