@@ -42,7 +42,7 @@ from kfs.factors.trace import Interception, Trace
 from kfs.losses import Loss
 from kfs.optim.across_ranks import Exchange
 from kfs.optim.averages import Bases, StepSums
-from kfs.optim.factor_graphs import Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
+from kfs.optim.factor_graphs import Data, FactorGraph, FactorGraphs, FactorResult, Hook
 from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, local_part, whole_in_backward
 from kfs.optim.loss_check import Targets, shows_targets
 from kfs.optim.report import Costs
@@ -112,49 +112,55 @@ def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
 _WITHOUT_VECTORS = {"empirical", "forward-only"}
 
 
-def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
-    """Return the number of examples in the arguments of a model; `None` if no tensor has a batch axis.
+class Pass:
+    """A forward pass of the model, and the backward pass that follows it.
 
     Args:
-        arguments: Arguments of the model.
-        axis: The batch axis.
-        place: Among the tensors with a batch axis, the index of one with a row per example.
+        watch: The `Watch` that creates it, with the loss, settings and options. Only a weak reference to it is stored.
+        arguments: Positional and keyword arguments of the model.
+        trace: Tracks parameters; `None` to count examples only.
+        known: Result of the audit.
+        bases: Eigenbases for sums of squared gradients.
+        graph: Recording that computes the sums, so that the pass is not captured.
+        wants_factors: Whether factors are computed, at least by other processes.
+
+    Attributes:
+        has_gradient: Whether a gradient of the predictions has arrived.
+        problem: An error that is raised when a gradient arrives: passes without one are harmless.
+        to_record: Pass to record or rehearse with the same data, if passes like this one repeat.
+        data: The data of this pass, if it has arrived, for `to_record`.
     """
-    lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
-    return lengths[place] if place < len(lengths) else None
 
-
-@dataclass(eq=False)
-class Pass:
-    """A forward pass of the model, and the backward pass that follows it."""
-
-    owner: "weakref.ref[Any]"  # the `Watch` that created it
-    loss: Loss  # the declared loss
-    settings: Settings
-    trace: InitVar[Trace | None]  # tracks parameters; `None` to count examples only
-    known: InitVar[AuditResult | None]  # result of the audit
-    bases: Bases  # eigenbases for sums of squared gradients
-    arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
-    keep_inputs: bool  # whether the result includes the arguments
-    place: int = 0  # index of the argument tensor with one row per example
-    compare: bool = False  # whether to compare the loss with others, and its scale with the declared one
-    graph: FactorGraph | None = None  # recording that computes the sums, so that the pass is not captured
-    costs: Costs = field(default_factory=Costs)  # accumulates the time for factors in the user's backward pass
-    masks: MaskSource = field(default_factory=MaskSource)  # finds a mask in the arguments
-    # Maps the number of examples to an offset, which is the number of examples on lower ranks, and the total number.
-    place_of_data: Callable[[int], tuple[int, int]] | None = None
-    wants_factors: bool = False  # whether factors are computed, at least by other processes
-    has_gradient: bool = False  # whether a gradient of the predictions has arrived
-    # If passes like this one are to be recorded: their key, how to run them, and the data of this one.
-    to_record: tuple[PassKey, FactorPass, Data | None] | None = None
-
-    def __post_init__(self, trace: Trace | None, known: AuditResult | None, arguments: tuple[Any, Any]) -> None:
+    def __init__(
+        self,
+        watch: "Watch",
+        arguments: tuple[Any, Any],
+        trace: Trace | None,
+        known: AuditResult | None,
+        bases: Bases,
+        graph: FactorGraph | None,
+        wants_factors: bool,
+    ) -> None:
+        self.owner = weakref.ref(watch)
+        self.loss = watch.loss
+        self.settings = watch.settings
+        self.compare = watch.compare
+        self.costs = watch.costs
+        self.keep_inputs = watch.keep_inputs
+        self.bases = bases
+        self.graph = graph
         self.audited = known
-        axis = self.settings.batch_axis or 0
-        num_data = number_of_data(arguments, axis, self.place)
+        self.wants_factors = wants_factors
+        self.has_gradient = False
+        self.to_record: FactorGraph | None = None
+        self.data: Data | None = None
+        num_data = watch.number_of_data(arguments)
         self.num_data = 1 if num_data is None else num_data
         self.all_data = self.num_data  # including examples of other processes
-        self.problem: Exception | None = None  # It is raised when a gradient arrives: passes without one are harmless.
+        # Maps the number of examples to the number on lower ranks, and the total number, on which drawn labels depend.
+        draws = wants_factors and self.settings.fisher == "mc"
+        self.place_of_data = watch.exchange.numbering() if draws else None
+        self.problem: Exception | None = None
         if num_data is None:
             self.problem = DataError(
                 "The model was called without any tensor that has a batch axis.",
@@ -167,17 +173,17 @@ class Pass:
         self._context = ExitStack()
         self._sums = FactorSums(self.settings)
         self._statistics: list[Statistic] = [self._sums]
-        if self.bases:
-            layouts = {key: layout for key, (layout, _) in self.bases.items()}
-            squares = {key: squares for key, (_, squares) in self.bases.items()}
+        if bases:
+            layouts = {key: layout for key, (layout, _) in bases.items()}
+            squares = {key: squares for key, (_, squares) in bases.items()}
             self._statistics.append(PerDatumSums(self.settings, layouts, squares))
         self._replayed: FactorResult | None = None
         self._captured: CapturedPass | None = None
         self._padding: DeferredChecks | None = None  # records padding that no rule about rows explains
-        if trace is not None:
+        if trace is not None and graph is None:
             # Which targets are counted is known once the gradient of the loss arrives.
             masks = BatchMasks(
-                mask=self.masks.find(arguments, self.num_data),
+                mask=watch.masks.find(arguments, self.num_data),
                 pending=self.loss.class_axis is not None,
                 device=trace.device,
             )
@@ -302,7 +308,7 @@ class Pass:
             first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if on_device else first_datum
             vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once)
             if self.to_record is not None:
-                self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
+                self.data = self._arguments, y, first_datum
             # The user's backward pass needs the graph afterwards.
             one.send_back(self._edge, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
 
@@ -421,8 +427,8 @@ class Watch:
             results = [one.collect() for one in passes]
             for one, result in zip(passes, results, strict=True):
                 self._distrust_audit_of(one)
-                if one.to_record is not None and one.to_record[2] is not None:
-                    self._graphs.record(*one.to_record[:2], one.to_record[2], result.blocks)
+                if one.to_record is not None and one.data is not None:
+                    self._graphs.record(one.to_record, one.data, result.blocks)
             for other in results[1:]:
                 results[0].merge(other)
         return results[0] if results else None
@@ -469,6 +475,16 @@ class Watch:
         if one is not None:
             one.targets.give(y)
 
+    def number_of_data(self, arguments: Any) -> int | None:
+        """Return the number of examples in the arguments of the model; `None` if no tensor has a batch axis."""
+        lengths = self._lengths_of(arguments)
+        return lengths[self._place] if self._place < len(lengths) else None
+
+    def _lengths_of(self, arguments: Any) -> list[int]:
+        """Return the lengths of all tensors in the arguments of the model along the batch axis."""
+        axis = self.settings.batch_axis or 0
+        return [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
+
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Start a pass before the outermost forward call of the model."""
         if module is not self._model():
@@ -497,7 +513,7 @@ class Watch:
             # Without factors, examples are counted only if the loss is a sum over them.
             return None
         arguments = (args, kwargs)
-        if number_of_data(arguments, self.settings.batch_axis or 0, self._place) == 0:
+        if self.number_of_data(arguments) == 0:
             trace = None  # An empty batch has no curvature.
             bases = {}
         # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
@@ -514,28 +530,12 @@ class Watch:
             except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
                 trace, problem = None, self._raise_or_defer(error)
                 bases = {}
-        one = Pass(
-            weakref.ref(self),
-            self.loss,
-            self.settings,
-            trace if graph is None else None,
-            known,
-            bases,
-            arguments,
-            self.keep_inputs,
-            self._place,
-            self.compare,
-            graph,
-            self.costs,
-            wants_factors=wanted is not None,
-            masks=self.masks,
-            place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
-        )
+        one = Pass(self, arguments, trace, known, bases, graph, wants_factors=wanted is not None)
         one.problem = problem or one.problem
         # Record passes like this one if they repeat.
         if trace is not None and graph is None and key is not None and self._graphs.wants(key):
-            factors = FactorPass(module, self.loss, self.settings, trace, known, autocast, self.masks)
-            one.to_record = key, factors, None
+            model = module, self.loss, self.settings, trace, known
+            one.to_record = FactorGraph(key, *model, autocast, self.masks, one.num_data)
         self._call.watched = one
         return one.start()
 
@@ -564,7 +564,7 @@ class Watch:
         if not self._sharded or wanted is None:
             return self._audited(model, audits, arguments)
         ranks = self.exchange.ranks
-        num_data = number_of_data(arguments, self.settings.batch_axis or 0, self._place)
+        num_data = self.number_of_data(arguments)
         is_needed = audits is not None and num_data is not None and not audits.are_done(arguments, num_data)
         if not any(ranks.gather("audits", is_needed)):
             return self._audited(model, audits, arguments)
@@ -579,19 +579,18 @@ class Watch:
         Returns:
             The result; `None` if no audit is wanted, or if the model returns nothing that can be trained.
         """
-        axis = self.settings.batch_axis or 0
-        num_data = number_of_data(arguments, axis, self._place)
+        num_data = self.number_of_data(arguments)
         if audits is None or num_data is None:
             return None
+        run = partial(_predictions, model, self.loss.output)
         try:
             try:
-                known = audits.of(partial(_predictions, model, self.loss.output), arguments, num_data)
+                known = audits.of(run, arguments, num_data)
             except _OtherNumberError as error:  # as in a batch of graphs, where the nodes come first
-                lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
+                lengths = self._lengths_of(arguments)
                 if error.num_data not in lengths:
                     return None
                 self._place = lengths.index(error.num_data)
-                run = partial(_predictions, model, self.loss.output)
                 known = audits.of(run, arguments, error.num_data)
         except _NoPredictionsError:
             return None
