@@ -282,7 +282,7 @@ class Updates:
         try:
             self._replayer.run(RunKey(), update, (list(grads.values()), good, ages), guard, numbers)
         except StepNotFiniteError:
-            preconditioner.curvature.note_overflow()
+            preconditioner.curvature.damping.note_overflow()
             return taken.fill_(False)
         # Autograd does not notice that a CUDA graph changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])

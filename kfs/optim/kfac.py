@@ -33,7 +33,8 @@ from kfs.optim.loss_check import called_by_scaler
 from kfs.optim.options import Interval, check_call, check_groups, check_number, check_quadratic_model
 from kfs.optim.preconditioner import Others, Preconditioner, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
-from kfs.optim.report import Events, Report
+from kfs.optim.report import Report
+from kfs.optim.safety import Events
 from kfs.optim.step_scale import StepScale
 from kfs.problem.whole_parameters import is_sharded, model_to_run, whole
 from kfs.runtime import sync
@@ -445,7 +446,7 @@ class KFAC(Described, Optimizer):
             beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
             trial = tried_updates(self._params, self.state, steps, natural, others, rest, beside, change, noise)
             factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
-            curvature.note_trial(trial, factor)
+            curvature.damping.note_trial(trial.share, factor)
         curvature.note_products()
         return taken
 

@@ -35,10 +35,9 @@ from kfs.factors.settings import Fisher, Sharing
 from kfs.losses import describe
 from kfs.optim.across_ranks import Exchange, agreed, made_by_all, sum_over_ranks
 from kfs.optim.averages import Average, Bases, StepSums, Unit
-from kfs.optim.curvature import Curvature, PendingChecks, StepNotFiniteError, lost_parameters
+from kfs.optim.curvature import Curvature, StepNotFiniteError, lost_parameters
 from kfs.optim.fsdp import is_fully_sharded, local_part
 from kfs.optim.inverses import Inverses
-from kfs.optim.last_good_step import GoodStep, LastGoodStep, LossTrend, UsualSizes
 from kfs.optim.loss_check import LossCheck
 from kfs.optim.options import (
     IN_GROUPS,
@@ -52,8 +51,9 @@ from kfs.optim.options import (
     warmup_interval,
 )
 from kfs.optim.quadratic_model import BatchLoss
-from kfs.optim.report import PARTS, Events, Report, block_row, user_stacklevel
-from kfs.optim.step_scale import StepScale
+from kfs.optim.report import PARTS, Report, block_row, user_stacklevel
+from kfs.optim.safety import Events, GoodStep, PendingChecks, UsualSizes
+from kfs.optim.step_scale import LossTrend, StepScale
 from kfs.optim.update_rule import total_size
 from kfs.optim.watch import Watch
 from kfs.problem.data import MaskSource
@@ -224,8 +224,7 @@ class Preconditioner(Described):
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
         self.curvature = Curvature(decay, inverses, inverses_every, patience, kl_clip, ranks)
         self.curvature.at_owners = is_fully_sharded(model) and not eigen  # All ranks need eigenvectors.
-        self.last_good_step = LastGoodStep(patience)
-        self.pending = PendingChecks(self.curvature, self.last_good_step)
+        self.pending = PendingChecks(self.curvature.damping)
         self.trend = LossTrend()
         self.steps = 0
         self.uncovered: dict[str, str] = {}
@@ -250,7 +249,7 @@ class Preconditioner(Described):
 
     def close(self) -> None:
         """Remove all hooks from the model, and free recordings. Afterwards, `step()` raises."""
-        self.pending.read_all()
+        self._read_flags()
         self.watch.close()
         self.curvature.inverses.forget()
         self.params.closed = True
@@ -309,7 +308,7 @@ class Preconditioner(Described):
             with self.curvature.costs.timed("products"), tf32(True if half else None):
                 steps = self.curvature.natural_gradient(u, self.params, dict.fromkeys(u, 1.0), taken, half)
         except StepNotFiniteError:
-            self.curvature.note_overflow()
+            self.curvature.damping.note_overflow()
             return None
         on_device = sync.is_asynchronous(taken.device)
         for name, step in steps.items():
@@ -367,15 +366,15 @@ class Preconditioner(Described):
         # Adding factors requires the outcomes of earlier steps, which may still be on the device.
         has_factors = sums is not None and sums.has_factors
         if has_factors:
-            self.pending.read_all()
-            self.last_good_step.check(self.params.tensors)
+            self._read_flags()
+            self.pending.check(self.params.tensors)
         if not grads and not of_rest:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
         self._check(sums, result, are_scaled)
         # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
         size = total_size([*grads.values(), *of_rest]).reshape(1)
         finite, good = self._gradient_sizes.check(self.exchange.ranks, ("gradients",), size, learn=has_factors)
-        fine = GoodStep.of(self.steps, result, self.param_groups[0], self.curvature.damping_scale)
+        fine = GoodStep.of(self.steps, result, self.param_groups[0], self.curvature.damping.scale)
         lost: dict[str, str] = {}
         if sums is not None:
             known, ranks = self.curvature.averages, self.exchange.ranks
@@ -390,9 +389,9 @@ class Preconditioner(Described):
             is_fine = batch is None or isfinite(batch.value)
             if not good or not is_fine:
                 self.pending.note_skipped(is_fine and bool(finite))
-                self.last_good_step.check(self.params.tensors)
+                self.pending.check(self.params.tensors)
                 return None
-            self.last_good_step.note(fine)
+            self.pending.note_good(fine)
         costs = self.curvature.costs
         with costs.timed("factors"):
             added = None if sums is None else self._add_sums(sums, lost, None if waits else good)
@@ -425,6 +424,11 @@ class Preconditioner(Described):
         self.curvature.costs.end_step()
         self.steps += 1
 
+    def _read_flags(self) -> None:
+        """Read all flags from the device, and count failures."""
+        self.pending.read_all()
+        self.curvature.note_failures()
+
     def read_groups(self, groups: list[dict[str, Any]]) -> None:
         """Use other parameter groups of the same model from now on."""
         self.params.read(groups)
@@ -453,11 +457,11 @@ class Preconditioner(Described):
             loss = 0.5 * sums.square / (R**2 * sums.examples)
         trouble = self.trend.note(self.steps, loss, 1.0 if scale is None else scale.value())
         if trouble:
-            if not self.curvature.events.rising_losses:
+            if not self.curvature.damping.events.rising_losses:
                 way_out = "Use a smaller lr, warm-up, a larger damping or a smaller trust, or go back to a checkpoint."
                 text = f"{trouble[0].upper()}{trouble[1:]}. {way_out}"
                 warnings.warn(text, KfsWarning, stacklevel=user_stacklevel())
-            self.curvature.events.note("rising_losses", trouble)
+            self.curvature.damping.events.note("rising_losses", trouble)
 
     def _wanted(self) -> tuple[dict[str, Tensor], Bases] | None:
         """Return the parameters to track in the starting forward pass, and bases; `None` if factors are not needed."""
@@ -504,7 +508,7 @@ class Preconditioner(Described):
             "steps": self.steps,
             "data": self.watch.first_datum,
             "unit": self.unit,
-            "damping_scale": self.curvature.damping_scale,
+            "damping_scale": self.curvature.damping.scale,
             "step_scale": None if scale is None else round(scale.value(), 6),
         }
         return {"Numbers of steps and data": numbers, "Options of parameter groups": options, "Schedules": due}
@@ -564,8 +568,8 @@ class Preconditioner(Described):
     @property
     def events(self) -> Events:
         """Counts of handled problems: bad gradients, refused statistics, failed inverses. Synchronizes with a GPU."""
-        self.pending.read_all()
-        return self.curvature.events
+        self._read_flags()
+        return self.curvature.damping.events
 
     @property
     def audit(self) -> Audit | None:
@@ -575,7 +579,7 @@ class Preconditioner(Described):
     @property
     def damping_scale(self) -> float:
         """The factor that currently multiplies all dampings."""
-        return self.curvature.damping_scale
+        return self.curvature.damping.scale
 
     def report(self) -> Report:
         """Return a report of covered parameters, costs of recent steps, and events; `print` shows it as a table.
@@ -602,7 +606,7 @@ class Preconditioner(Described):
             step_scale: Factor on learning rates.
             rest: Name of the optimizer that trains all other parameters.
         """
-        self.pending.read_all()
+        self._read_flags()
         curvature, groups = self.curvature, self.params.groups
         place = {name: i for i, name in enumerate(self.params.tensors)}
         averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
@@ -620,10 +624,10 @@ class Preconditioner(Described):
             costs={part: curvature.costs.mean(part) for part in PARTS},
             num_steps=len(curvature.costs.last),
             on_host=any(p.device.type != "cpu" for p in self.params.tensors.values()),
-            events=Events(**asdict(curvature.events)),
+            events=Events(**asdict(curvature.damping.events)),
             lr=lr,
-            damping=tuple(float(group["damping"]) * curvature.damping_scale for group in self.param_groups),
-            damping_scale=curvature.damping_scale,
+            damping=tuple(float(group["damping"]) * curvature.damping.scale for group in self.param_groups),
+            damping_scale=curvature.damping.scale,
             step_scale=step_scale,
             history=tuple(self.trend.history),
         )
@@ -644,12 +648,12 @@ class Preconditioner(Described):
         tensors, curvature = self.params.tensors.values(), self.curvature
         size = sum(p.numel() for p in tensors)
         groups = "; ".join(", ".join(f"{n}={number(g[n])}" for n in numbers) for g in self.param_groups)
-        happened = ", ".join(f"{event} {count}" for event, count in asdict(curvature.events).items() if count)
+        happened = ", ".join(f"{event} {count}" for event, count in asdict(curvature.damping.events).items() if count)
         facts = (
             groups,
             f"fisher={self.settings.fisher!r}, eigen={curvature.inverses.eigen}{options}",
             f"steps={self.steps}, blocks={len(curvature.averages)}, not covered={len(self.uncovered)}, {progress}"
-            f"damping_scale={curvature.damping_scale:.3g}, events: {happened or 'none'}",
+            f"damping_scale={curvature.damping.scale:.3g}, events: {happened or 'none'}",
         )
         title = f"{name} for {type(self.model).__name__} ({len(tensors)} parameters, {size:,} numbers)"
         return Description(f"{title}, {self.loss.name}", facts)
@@ -675,7 +679,7 @@ class Preconditioner(Described):
         Raises:
             DistributedError: If `consolidate_state_dict()` was not called since the last step.
         """
-        self.pending.read_all()
+        self._read_flags()
         if self._whole is not None:
             return self._whole
         if self.exchange.ranks.size > 1 and self.curvature.averages:
@@ -696,7 +700,7 @@ class Preconditioner(Described):
 
     def summed_averages(self) -> list[Average]:
         """Return averages over the data of all processes. All processes must call this."""
-        self.pending.read_all()
+        self._read_flags()
         return sum_over_ranks(self.exchange.ranks, self.curvature.averages.values())
 
     def state(self, averages: Iterable[Average]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Events and costs of an optimizer, and its report: tables in a terminal, or HTML in a notebook.
+"""Costs of an optimizer, and its report: tables in a terminal, or HTML in a notebook.
 
 Costs are averages over the last steps, by part: operations, and seconds on the host. Accelerators are not synchronized.
 """
 
-import logging
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -21,12 +20,12 @@ from kfs.display.charts import draw_training
 from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_size
 from kfs.factors.blocks import describe_factor
 from kfs.optim.averages import Average
-from kfs.optim.last_good_step import PastStep
+from kfs.optim.safety import Events
+from kfs.optim.step_scale import PastStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-log = logging.getLogger("kfs.optim")
 # Files of this library and of PyTorch.
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (kfs, torch))
 
@@ -39,39 +38,6 @@ def user_stacklevel() -> int:
         frame = frame.f_back
         level += 1
     return level
-
-
-@dataclass
-class Events:
-    """How often something went wrong.
-
-    Attributes:
-        skipped_steps: Steps skipped because the loss, gradients or products with inverses were not finite.
-        refused_gradients: Steps skipped because gradients were more than 100 times larger than before.
-        refused_statistics: Factors that were not added to averages, because they were not finite, or more than 10,000
-            times larger than before.
-        failed_inverses: Decompositions that failed. The previous inverse stayed in use.
-        raised_damping: Raises of damping, after several skipped steps, refused statistics or failed inverses in a row.
-        shortened_steps: With a quadratic model, steps that were shortened because the loss on the batch did not fall.
-        rejected_steps: Steps that were taken back because the loss did not fall, however short they were.
-        rising_losses: How often the loss had been far above its lowest value for many steps.
-    """
-
-    skipped_steps: int = 0
-    refused_gradients: int = 0
-    refused_statistics: int = 0
-    failed_inverses: int = 0
-    raised_damping: int = 0
-    shortened_steps: int = 0
-    rejected_steps: int = 0
-    rising_losses: int = 0
-
-    def note(self, name: str, text: str) -> None:
-        """Count an event. Log the first, second, fourth, eighth, ... of its kind."""
-        count = getattr(self, name) + 1
-        setattr(self, name, count)
-        if count & (count - 1) == 0:  # a power of two
-            log.warning("kfs.optim: %s%s.", text, "" if count == 1 else f" ({count} times so far)")
 
 
 Part = Literal["factors", "inverses", "products", "trials"]

@@ -968,14 +968,14 @@ _MUTANTS = [
         ("tests/optim/test_step_scale.py",),
     ),
     optim(
-        "optim/last_good_step.py",
+        "optim/safety.py",
         'group["damping"] * damping_scale)',
         'group["damping"])',
         "damping scale missing in a message",
         ("tests/optim/test_last_good_step.py",),
     ),
     optim(
-        "optim/last_good_step.py",
+        "optim/safety.py",
         "forgotten = (refusals - _FORGOTTEN * good).clamp(min=0)",
         "forgotten = refusals * ~good",
         "one usual size forgets all refusals",

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from kfs.errors import KfsWarning, ModelError
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
-from kfs.optim.last_good_step import LossTrend
-from kfs.optim.step_scale import StepScale, next_numbers
+from kfs.optim.step_scale import LossTrend, StepScale, next_numbers
 from kfs.optim.update_rule import KEPT_OF_STEPS
 from tests.optim.training import data, mlp, train, weights
 
