@@ -536,7 +536,7 @@ _WAYS_OUT = {
     "Buffers": "Copy the buffers of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
 }
 _MADE_WITH = "settings of the optimizer"
-_NO_SETTINGS = {"self", "model", "loss", "params", "rest", "group"}
+_NO_SETTINGS = {"self", "model", "loss", "params", "rest", "group", "_purpose"}
 P = ParamSpec("P")
 R = TypeVar("R")
 

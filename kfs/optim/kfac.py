@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import inf
@@ -30,8 +31,8 @@ from kfs.optim.apply import Updates, keep_mean_step, new_age, read_state, start_
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.fsdp import local_part
 from kfs.optim.loss_check import called_by_scaler
-from kfs.optim.options import Interval, check_call, check_groups, check_number, check_quadratic_model
-from kfs.optim.preconditioner import Others, Preconditioner, StepGradients
+from kfs.optim.options import Interval, check_call, check_number, check_quadratic_model
+from kfs.optim.preconditioner import Preconditioner, Purpose, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
 from kfs.optim.report import Report
 from kfs.optim.safety import Events
@@ -256,15 +257,19 @@ class KFAC(Described, Optimizer):
         number = damping.fraction if isinstance(damping, Relative) else damping
         defaults |= {"damping": number, "trust": trust, "method": "kfac"}
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        check_groups(self.param_groups)
         self._rest = None if rest is None else Rest(rest)
-        if self._rest is not None:
+        purpose = Purpose(
+            "optimizer", self.param_groups, close=weakref.WeakMethod(self.close), keep_inputs=quadratic_model
+        )
+        if self._rest is None:
+            purpose = replace(purpose, others="which are trained by AdamW")
+        else:
             self._rest.check(self._asked_for(model_to_run(model)))
+            name = type(self._rest.optimizer).__name__
+            purpose = replace(purpose, others=f"which are trained by {name}", check=self._rest.check)
         self.preconditioner = Preconditioner(
             model,
             loss,
-            # PyTorch only warns of parameters that are twice in a list.
-            [{**group, "params": list(dict.fromkeys(group["params"]))} for group in self.param_groups],
             damping=damping,
             trust=trust,
             kl_clip=kl_clip,
@@ -284,21 +289,13 @@ class KFAC(Described, Optimizer):
             audit=audit,
             replay=replay,
             group=group,
+            _purpose=purpose,
         )
-        self.preconditioner.read_groups(self.param_groups)  # Schedules change these; it has copies.
         self.exchange = self.preconditioner.exchange
         self._params = self.preconditioner.params
-        self._params.close = weakref.WeakMethod(self.close)
-        self._params.kind = "optimizer"
-        self.preconditioner.watch.notes_sizes = False
-        self.preconditioner.others = Others("which are trained by AdamW")
-        if self._rest is not None:
-            name = type(self._rest.optimizer).__name__
-            self.preconditioner.others = Others(f"which are trained by {name}", self._rest.check)
         self._quadratic: QuadraticModel | None = None
         if quadratic_model:
             self._quadratic = QuadraticModel(self.preconditioner.model, self.preconditioner.loss, self.exchange)
-            self.preconditioner.watch.keep_inputs = True
         self._scale = None if noise is None or quadratic_model else StepScale(noise)
         self._updates = Updates(self.preconditioner, self._scale)
         self._whole: dict[int, Tensor] | None = None  # see `consolidate_state_dict`; valid until the next step

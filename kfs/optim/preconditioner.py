@@ -86,17 +86,28 @@ class StepGradients(NamedTuple):
     fine: GoodStep
 
 
-@dataclass
-class Others:
-    """The treatment of parameters that turn out not to be covered.
+@dataclass(frozen=True)
+class Purpose:
+    """What a preconditioner is made for: to be used alone, or by an optimizer such as `KFAC`.
 
     Attributes:
-        what: Description for a warning.
+        kind: Name of what the user has, for messages.
+        groups: Parameter groups of the optimizer, which schedules change.
+        others: What happens to parameters that turn out not to be covered, for a warning.
         check: Raises an error if nothing trains some parameters, given by name; `None` if there is always something.
+        close: Weak reference to a method that closes the optimizer, for another one that takes the model over.
+        keep_inputs: Whether the inputs of all passes of a step are needed.
     """
 
-    what: str = "whose gradients are left as they are"
+    kind: str = "preconditioner"
+    groups: list[dict[str, Any]] | None = None
+    others: str = "whose gradients are left as they are"
     check: Callable[[Mapping[str, Tensor]], None] | None = None
+    close: "weakref.WeakMethod[Callable[[], None]] | None" = None
+    keep_inputs: bool = False
+
+
+_ALONE = Purpose()
 
 
 class Preconditioner(Described):
@@ -187,8 +198,9 @@ class Preconditioner(Described):
         audit: bool = True,
         replay: bool = True,
         group: Group | None = None,
+        _purpose: Purpose = _ALONE,
     ) -> None:
-        """Validate all options, then register hooks on the model."""
+        """Validate all options, then register hooks on the model. `KFAC` passes its own groups, and a purpose."""
         check_call(model, loss, "Preconditioner")
         options = Options(
             damping=damping,
@@ -217,8 +229,10 @@ class Preconditioner(Described):
         self.settings = options.settings
         options.check()
         number, unit = options.number_and_unit()
+        self._purpose = _purpose
         defaults = {"damping": number, "trust": trust, "method": "kfac"}
-        self.param_groups = grouped(model.parameters() if params is None else params, defaults)
+        given = model.parameters() if params is None else params
+        self.param_groups = grouped(given, defaults) if _purpose.groups is None else _purpose.groups
         # CUDA graphs contain no communication.
         self.replay = replay and not is_fully_sharded(model)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
@@ -236,16 +250,17 @@ class Preconditioner(Described):
         self._declared: set[Key] = set()  # blocks that were already checked for wide factors
         self._paused = False
         self._whole: list[Average] | None = None  # set by `consolidate_state_dict`, valid until the next step
-        self.others = Others()
         # The natural gradients of the last step: references to the tensors, and their versions.
         self._written: dict[str, tuple[weakref.ref[Tensor], int]] = {}
-        self.params = Parameters(model, self.param_groups, self.close, "preconditioner")
+        self.params = Parameters(
+            model, self.param_groups, _purpose.close or weakref.WeakMethod(self.close), _purpose.kind
+        )
         module = loss if isinstance(loss, nn.Module) else None
         # `called` is a pair: positional and keyword arguments of the model.
         masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
-        watched = (self.loss, self.settings, False, self.curvature.costs, self.replay, self.exchange, masks)
-        self.watch = Watch(model, module, self._wanted, *watched)
-        self.watch.notes_sizes = True
+        watched = (self.loss, self.settings, self.curvature.costs, self.replay, self.exchange, masks)
+        self.watch = Watch(model, module, self._wanted, *watched, keep_inputs=_purpose.keep_inputs)
+        self.watch.notes_sizes = _purpose.groups is None  # A scaler calls the step of an optimizer itself.
 
     def close(self) -> None:
         """Remove all hooks from the model, and free recordings. Afterwards, `step()` raises."""
@@ -379,8 +394,8 @@ class Preconditioner(Described):
         if sums is not None:
             known, ranks = self.curvature.averages, self.exchange.ranks
             lost = lost_parameters(sums, self.params.trainable(), grads, known, ranks)
-        if lost and self.others.check is not None:
-            self.others.check({n: self.params.tensors[n] for n in lost})
+        if lost and self._purpose.check is not None:
+            self._purpose.check({n: self.params.tensors[n] for n in lost})
         self._note_loss(sums, scale)
         # Reading a flag from a GPU synchronizes. In a steady step, the device evaluates the flags itself.
         waits = not sync.is_asynchronous(good.device) or batch is not None or not self._is_steady(sums, lost)
@@ -559,7 +574,7 @@ class Preconditioner(Described):
         new = [block for key, block in sums.blocks.items() if key not in self._declared]
         self._declared |= sums.blocks.keys()
         if lost:
-            text = f"KFAC does not cover some parameters, {self.others.what} ({listed(lost)})."
+            text = f"KFAC does not cover some parameters, {self._purpose.others} ({listed(lost)})."
             warnings.warn(text, KfsWarning, stacklevel=user_stacklevel())
         if new:
             warn_of_wide(new, self.settings, stacklevel=user_stacklevel() + 1)

@@ -368,11 +368,11 @@ class Watch:
     wanted: InitVar[Callable[[], tuple[dict[str, Tensor], Bases] | None]]
     loss: Loss
     settings: Settings
-    keep_inputs: bool  # whether results include the inputs of all passes
     costs: Costs  # accumulates the time for factors in passes
     replay: InitVar[bool] = False  # whether passes for factors may be recorded
     exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # communication with other processes
     masks: MaskSource = field(default_factory=MaskSource)  # finds a mask in the arguments of the model
+    keep_inputs: bool = False  # whether results include the inputs of all passes
     compare: bool = True  # whether passes compare the loss with others, and its scale with the declared one
     notes_sizes: bool = False  # whether `gradients_are_untouched` is called
     first_datum: int = 0  # number of examples in earlier steps; drawn labels depend on it
