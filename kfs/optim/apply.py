@@ -106,11 +106,6 @@ def update_batches(params: Parameters, state: State, names: Iterable[str], adamw
     return result
 
 
-def all_numbers(parts: Iterable[UpdateBatch]) -> list[float]:
-    """Return the numbers of all batches in one list."""
-    return [number for part in parts for number in part.numbers]
-
-
 def natural_updates(
     parts: Sequence[UpdateBatch],
     ages: Sequence[Tensor],
@@ -273,8 +268,8 @@ class Updates:
 
         is_enabled = self._replayer.is_enabled
         guard = Guard(place=self._place([*parts, *others], grads, unit, half)) if is_enabled else NO_GUARD
-        numbers = [1 / unit, *([] if scale is None or not parts else [allowed]), *all_numbers(parts)]
-        numbers += all_numbers(others)
+        numbers = [1 / unit, *([] if scale is None or not parts else [allowed])]
+        numbers += [number for part in (*parts, *others) for number in part.numbers]
         ages = [part.age for part in (*parts, *others)]
         try:
             self._replayer.run(RunKey(), update, (list(grads.values()), good, ages), guard, numbers)
@@ -342,7 +337,8 @@ def tried_updates(
     if step_rest is None:
         parts = update_batches(params, state, rest, adamw=True)
         taken = torch.tensor(True)
-        adamw_updates(parts, [part.age for part in parts], iter(all_numbers(parts)), rest, taken)
+        numbers = (number for part in parts for number in part.numbers)
+        adamw_updates(parts, [part.age for part in parts], numbers, rest, taken)
         for part in parts:
             part.add_to_age(taken)
     else:

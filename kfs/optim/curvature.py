@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kfs.distributed import Ranks, all_true
 from kfs.errors import KfsError
-from kfs.factors.accumulate import BlockMap, BlockSums
+from kfs.factors.accumulate import BlockSums
 from kfs.factors.block import Block
 from kfs.factors.blocks import BlockError
 from kfs.factors.compute import shared_with
-from kfs.factors.layout import Key
+from kfs.factors.layout import BlockMap, Key
 from kfs.optim import across_ranks
 from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
 from kfs.optim.averages import Average, Bases, StepSums, add_factors

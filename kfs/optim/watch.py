@@ -423,10 +423,13 @@ class Watch:
             raise problem
         passes = self._complete
         self._complete = []
+        model = self._model()
         with self.costs.timed("factors"):
             results = [one.collect() for one in passes]
             for one, result in zip(passes, results, strict=True):
-                self._distrust_audit_of(one)
+                # There was padding that the audited data lacked: measure in every later batch which rows count.
+                if one.shows_padding and model is not None and one.audited is not None:
+                    distrust(model, one.audited)
                 if one.to_record is not None and one.data is not None:
                     self._graphs.record(one.to_record, one.data, result.blocks)
             for other in results[1:]:
@@ -457,12 +460,6 @@ class Watch:
         model = self._model()
         grads = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
         return numbers([total_size([local_part(g).to_dense()]) for g in grads])
-
-    def _distrust_audit_of(self, one: Pass) -> None:
-        """If a pass had padding that the audited data lacked, measure in every later batch which rows count."""
-        model = self._model()
-        if model is not None and one.audited is not None and one.shows_padding:
-            distrust(model, one.audited)
 
     def forget(self) -> None:
         """Discard passes that were not collected."""

@@ -177,13 +177,13 @@ _MUTANTS = [
         "sign of the margin",
     ),
     losses(
-        "losses/categorical.py",
+        "losses/cross_entropy.py",
         "product.sum(axis, keepdim=True), value=-1)",
         "product.sum(axis, keepdim=True), value=1)",
         "sign in the covariance of labels",
     ),
     losses(
-        "losses/categorical.py", "reached = u * cumulative[..., -1:]", "reached = u", "draws not scaled to the total"
+        "losses/cross_entropy.py", "reached = u * cumulative[..., -1:]", "reached = u", "draws not scaled to the total"
     ),
     losses(
         "losses/draws.py",
