@@ -24,7 +24,7 @@ from kfs.optim.fsdp import local_part
 from kfs.optim.options import Parameters
 from kfs.optim.preconditioner import Preconditioner
 from kfs.optim.quadratic_model import Trial, try_step
-from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers
+from kfs.optim.step_scale import displacement_factor, inner_product, next_numbers
 from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, correction, natural_step
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 from kfs.runtime import sync
@@ -104,6 +104,11 @@ def update_batches(params: Parameters, state: State, names: Iterable[str], adamw
         states = tuple(state[p] for p in tensors)
         result.append(UpdateBatch(tuple(same), tensors, states, numbers, momentum, decay != 0, states[0]["age"]))
     return result
+
+
+def all_numbers(parts: Iterable[UpdateBatch]) -> list[float]:
+    """Return the numbers of all batches in one list."""
+    return [number for part in parts for number in part.numbers]
 
 
 def natural_updates(
@@ -207,12 +212,10 @@ class Updates:
 
     Args:
         preconditioner: Multiplies with inverses.
-        scale: The scale of steps; `None` for whole steps.
     """
 
-    def __init__(self, preconditioner: Preconditioner, scale: StepScale | None) -> None:
+    def __init__(self, preconditioner: Preconditioner) -> None:
         self._preconditioner = preconditioner
-        self._scale = scale
         self._replayer: Replayer | None = None
         self._taken: Tensor | None = None  # flag of the last step, in memory that recordings write
 
@@ -221,9 +224,7 @@ class Updates:
         if self._replayer is not None:
             self._replayer.close()
 
-    def take(
-        self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], good: Tensor, allowed: float
-    ) -> Tensor:
+    def take(self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], good: Tensor) -> Tensor:
         """Take a step.
 
         Args:
@@ -231,19 +232,19 @@ class Updates:
             natural: Gradients of covered parameters.
             rest: Gradients of parameters that AdamW trains.
             good: Flag: whether all gradients are usable. Only a GPU evaluates it; otherwise, the host has checked it.
-            allowed: The largest allowed overshoot of the latest steps, if steps have a scale.
 
         Returns:
             The flag whether the step was taken. The next step overwrites it.
         """
         preconditioner, params = self._preconditioner, self._preconditioner.params
+        step_scale, trend = preconditioner.scale, preconditioner.trend
+        allowed = step_scale.allowed(trend.mean, trend.progress, preconditioner.param_groups)
+        scale = None if step_scale.noise is None else step_scale.numbers_on(good.device)
         parts = update_batches(params, state, natural, adamw=False)
         others = update_batches(params, state, rest, adamw=True)
         grads = {**natural, **rest}
-        scale = None if self._scale is None else self._scale.numbers_on(good.device)
-        if scale is not None:
-            for name in natural:
-                keep_mean_step(state, params.tensors[name])
+        for name in natural if scale is not None else ():
+            keep_mean_step(state, params.tensors[name])
 
         if self._replayer is None or self._taken is None or self._taken.device != good.device:
             self._replayer = Replayer("Updates", log, good.device, preconditioner.replay)
@@ -269,7 +270,7 @@ class Updates:
         is_enabled = self._replayer.is_enabled
         guard = Guard(place=self._place([*parts, *others], grads, unit, half)) if is_enabled else NO_GUARD
         numbers = [1 / unit, *([] if scale is None or not parts else [allowed])]
-        numbers += [number for part in (*parts, *others) for number in part.numbers]
+        numbers += all_numbers([*parts, *others])
         ages = [part.age for part in (*parts, *others)]
         try:
             self._replayer.run(RunKey(), update, (list(grads.values()), good, ages), guard, numbers)
@@ -337,8 +338,7 @@ def tried_updates(
     if step_rest is None:
         parts = update_batches(params, state, rest, adamw=True)
         taken = torch.tensor(True)
-        numbers = (number for part in parts for number in part.numbers)
-        adamw_updates(parts, [part.age for part in parts], numbers, rest, taken)
+        adamw_updates(parts, [part.age for part in parts], iter(all_numbers(parts)), rest, taken)
         for part in parts:
             part.add_to_age(taken)
     else:

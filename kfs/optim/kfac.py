@@ -10,10 +10,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
-from math import inf
 from typing import Any
 
 import torch
@@ -36,7 +34,6 @@ from kfs.optim.preconditioner import Preconditioner, Purpose, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
 from kfs.optim.report import Report
 from kfs.optim.safety import Events
-from kfs.optim.step_scale import StepScale
 from kfs.problem.whole_parameters import is_sharded, model_to_run, whole
 from kfs.runtime import sync
 from kfs.runtime.nested import mapped
@@ -258,15 +255,18 @@ class KFAC(Described, Optimizer):
         defaults |= {"damping": number, "trust": trust, "method": "kfac"}
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._rest = None if rest is None else Rest(rest)
-        purpose = Purpose(
-            "optimizer", self.param_groups, close=weakref.WeakMethod(self.close), keep_inputs=quadratic_model
-        )
-        if self._rest is None:
-            purpose = replace(purpose, others="which are trained by AdamW")
-        else:
+        self._rest_name = "AdamW" if rest is None else type(rest).__name__
+        if self._rest is not None:
             self._rest.check(self._asked_for(model_to_run(model)))
-            name = type(self._rest.optimizer).__name__
-            purpose = replace(purpose, others=f"which are trained by {name}", check=self._rest.check)
+        purpose = Purpose(
+            kind="optimizer",
+            groups=self.param_groups,
+            others=f"which are trained by {self._rest_name}",
+            check=None if self._rest is None else self._rest.check,
+            close=weakref.WeakMethod(self.close),
+            noise=None if quadratic_model else noise,
+            keep_inputs=quadratic_model,
+        )
         self.preconditioner = Preconditioner(
             model,
             loss,
@@ -293,11 +293,11 @@ class KFAC(Described, Optimizer):
         )
         self.exchange = self.preconditioner.exchange
         self._params = self.preconditioner.params
+        self._scale = self.preconditioner.scale
         self._quadratic: QuadraticModel | None = None
         if quadratic_model:
             self._quadratic = QuadraticModel(self.preconditioner.model, self.preconditioner.loss, self.exchange)
-        self._scale = None if noise is None or quadratic_model else StepScale(noise)
-        self._updates = Updates(self.preconditioner, self._scale)
+        self._updates = Updates(self.preconditioner)
         self._whole: dict[int, Tensor] | None = None  # see `consolidate_state_dict`; valid until the next step
 
     def _asked_for(self, model: nn.Module) -> dict[str, Tensor]:
@@ -401,51 +401,38 @@ class KFAC(Described, Optimizer):
                 )
             of_rest = [local_part(p.grad).to_dense() for p in beside if p.grad is not None]
             trial = None if self._quadratic is None else batch
-            found = preconditioner.learn(result, trial, self._scale, of_rest=of_rest)
+            found = preconditioner.learn(result, trial, of_rest=of_rest)
             # The host may find that gradients are not good. Otherwise, the device skips the step if they are not.
             if found is not None:
-                taken = self._update(found, batch)
+                taken = None
+                if self._quadratic is None or batch is None:
+                    own = found.others if self._rest is None else {}
+                    with preconditioner.curvature.costs.timed("products"):
+                        taken = self._updates.take(self.state, found.natural, own, found.good)
+                else:
+                    self._try(self._quadratic, batch, found)
+                preconditioner.curvature.note_products()
                 preconditioner.finish(found, taken)
                 self._keep_place_for_carrier()
                 if self._rest is not None and taken is not None:
                     self._step_rest(self._rest, taken)
             return result
 
-    def _update(self, found: StepGradients, batch: BatchLoss | None) -> Tensor | None:
-        """Update parameters: with curvature by the natural gradient, others by AdamW or the user's optimizer.
-
-        Returns:
-            The flag whether the step was taken; `None` with a quadratic model, which has also tried a step of the
-            user's optimizer.
-        """
-        preconditioner, curvature = self.preconditioner, self.preconditioner.curvature
-        natural, others = found.natural, found.others
-        own = others if self._rest is None else {}
-        taken: Tensor | None
-        if self._quadratic is None or batch is None:
-            with curvature.costs.timed("products"):
-                allowed = inf
-                if self._scale is not None:
-                    trend = preconditioner.trend
-                    allowed = self._scale.allowed(trend.mean, trend.progress, self.param_groups)
-                taken = self._updates.take(self.state, natural, own, found.good, allowed)
-        else:
-            taken = None
-            unit = preconditioner.unit
-            natural = {n: g / unit for n, g in natural.items()}
-            with curvature.costs.timed("products"):
-                # No trust region: the quadratic model chooses the length of the step.
-                D = curvature.precondition(natural, self._params.tensors, self._params.groups, limit=False)
-            steps = self._quadratic.steps(natural, D, curvature.dampings(), found.sums)
-            noise = batch.round_off / unit
-            change = partial(self._change, batch)
-            rest = None if self._rest is None else partial(self._step_rest, self._rest, found.good)
-            beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
-            trial = tried_updates(self._params, self.state, steps, natural, others, rest, beside, change, noise)
-            factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
-            curvature.damping.note_trial(trial.share, factor)
-        curvature.note_products()
-        return taken
+    def _try(self, quadratic: QuadraticModel, batch: BatchLoss, found: StepGradients) -> None:
+        """Try the step of a quadratic model, and one for other parameters, and shorten them until the loss falls."""
+        params, curvature, unit = self._params, self.preconditioner.curvature, self.preconditioner.unit
+        natural = {n: g / unit for n, g in found.natural.items()}
+        with curvature.costs.timed("products"):
+            # No trust region: the quadratic model chooses the length of the step.
+            D = curvature.precondition(natural, params.tensors, params.groups, limit=False)
+        steps = quadratic.steps(natural, D, curvature.dampings(), found.sums)
+        noise = batch.round_off / unit
+        change = partial(self._change, batch)
+        rest = None if self._rest is None else partial(self._step_rest, self._rest, found.good)
+        beside = [] if self._rest is None else self._rest.beside(params.tensors.values())
+        trial = tried_updates(params, self.state, steps, natural, found.others, rest, beside, change, noise)
+        factor = quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
+        curvature.damping.note_trial(trial.share, factor)
 
     def _step_rest(self, rest: Rest, taken: Tensor) -> None:
         """Let the user's optimizer take its step if this one was taken."""
@@ -478,7 +465,7 @@ class KFAC(Described, Optimizer):
     @property
     def step_scale(self) -> float:
         """The factor that currently multiplies learning rates. Reading it synchronizes with a GPU."""
-        return 1.0 if self._scale is None else self._scale.value()
+        return self._scale.value()
 
     def report(self) -> Report:
         """Return a report of covered parameters, costs of recent steps, and events; `print` shows it as a table.
@@ -495,8 +482,7 @@ class KFAC(Described, Optimizer):
               steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
         """
         lr = tuple(float(group["lr"]) for group in self.param_groups)
-        rest = "AdamW" if self._rest is None else type(self._rest.optimizer).__name__
-        return self.preconditioner.report_with(repr(self), lr, self.step_scale, rest)
+        return self.preconditioner.report_with(repr(self), lr, self._rest_name)
 
     def describe(self) -> Description:
         """Describe model, loss, settings and progress of training."""
@@ -534,7 +520,7 @@ class KFAC(Described, Optimizer):
     def _own_state(self, averages: Iterable[Average]) -> dict[str, Any]:
         """Return all state that does not belong to one parameter, given averages over all processes."""
         return self.preconditioner.state(averages) | {
-            "step_scale": None if self._scale is None else self._scale.state(),
+            "step_scale": self._scale.state(),
             "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
         }
 
@@ -557,7 +543,7 @@ class KFAC(Described, Optimizer):
         for p, group in trained:
             adamw = group["method"] == "adamw" or "exp_avg" in self.state[p]
             start_averages(self.state, p, adamw, age)
-            if self._scale is not None and not adamw:
+            if self._scale.noise is not None and not adamw:
                 keep_mean_step(self.state, p)
         self._keep_place_for_carrier()
 
@@ -582,7 +568,7 @@ class KFAC(Described, Optimizer):
                 adamw[name] = {key: mine[key] for key in ("exp_avg", "exp_avg_sq", "age")}
                 # Replace it by the entries of a new optimizer.
                 mine = {key: value for key, value in mine.items() if key == _CARRIER}
-                names = ("average",) if self._scale is None else ("average", "mean_step")
+                names = ("average",) if self._scale.noise is None else ("average", "mean_step")
                 mine |= {"age": new_age(self.preconditioner.params.device)} | {
                     key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names
                 }
@@ -659,8 +645,7 @@ class KFAC(Described, Optimizer):
         read_state(self.state, self.param_groups, state_dict)
         self.preconditioner.restore(mine)
         self._whole = None
-        if self._scale is not None and mine["step_scale"] is not None:
-            self._scale.restore(mine["step_scale"])
+        self._scale.restore(mine["step_scale"])
         if self._quadratic is not None:
             self._quadratic.previous = copied_to(self.preconditioner.params.device, mine["previous"])
         self.preconditioner.read_groups(self.param_groups)

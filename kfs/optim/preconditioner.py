@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from math import isfinite
 from typing import Any, NamedTuple
@@ -96,6 +95,7 @@ class Purpose:
         others: What happens to parameters that turn out not to be covered, for a warning.
         check: Raises an error if nothing trains some parameters, given by name; `None` if there is always something.
         close: Weak reference to a method that closes the optimizer, for another one that takes the model over.
+        noise: Setting of the scale of steps (see `StepScale`).
         keep_inputs: Whether the inputs of all passes of a step are needed.
     """
 
@@ -104,6 +104,7 @@ class Purpose:
     others: str = "whose gradients are left as they are"
     check: Callable[[Mapping[str, Tensor]], None] | None = None
     close: "weakref.WeakMethod[Callable[[], None]] | None" = None
+    noise: float | None = None
     keep_inputs: bool = False
 
 
@@ -230,6 +231,7 @@ class Preconditioner(Described):
         options.check()
         number, unit = options.number_and_unit()
         self._purpose = _purpose
+        self.scale = StepScale(_purpose.noise)
         defaults = {"damping": number, "trust": trust, "method": "kfac"}
         given = model.parameters() if params is None else params
         self.param_groups = grouped(given, defaults) if _purpose.groups is None else _purpose.groups
@@ -357,7 +359,6 @@ class Preconditioner(Described):
         self,
         result: Any = None,
         batch: BatchLoss | None = None,
-        scale: StepScale | None = None,
         are_scaled: bool | None = None,
         of_rest: Sequence[Tensor] = (),
     ) -> StepGradients | None:
@@ -366,7 +367,6 @@ class Preconditioner(Described):
         Args:
             result: Return value of the closure.
             batch: The loss on the batch, for a quadratic model. It must be finite, and all inverses are recomputed.
-            scale: Multiplies learning rates.
             are_scaled: As in `LossCheck.check`.
             of_rest: Gradients of parameters that only another optimizer has. They must be good, too.
 
@@ -376,8 +376,8 @@ class Preconditioner(Described):
         # Collect gradients, and the statistics of the passes of all ranks.
         self.params.check_model()
         grads = {n: local_part(p.grad).to_dense() for n, p in self.params.tensors.items() if p.grad is not None}
-        of_others = (partial(self._facts, scale), self.params.tensors, grads, self.curvature.averages)
-        sums = self.exchange.merged(self.watch.collect(), *of_others, self.settings.products)
+        mine = self.watch.collect(), self._facts, self.params.tensors, grads
+        sums = self.exchange.merged(*mine, self.curvature.averages, self.settings.products)
         # Adding factors requires the outcomes of earlier steps, which may still be on the device.
         has_factors = sums is not None and sums.has_factors
         if has_factors:
@@ -396,7 +396,7 @@ class Preconditioner(Described):
             lost = lost_parameters(sums, self.params.trainable(), grads, known, ranks)
         if lost and self._purpose.check is not None:
             self._purpose.check({n: self.params.tensors[n] for n in lost})
-        self._note_loss(sums, scale)
+        self._note_loss(sums)
         # Reading a flag from a GPU synchronizes. In a steady step, the device evaluates the flags itself.
         waits = not sync.is_asynchronous(good.device) or batch is not None or not self._is_steady(sums, lost)
         # If the host decides, it skips the step here.
@@ -460,7 +460,7 @@ class Preconditioner(Described):
             self._paused = False
             self.watch.collect()
 
-    def _note_loss(self, sums: StepSums | None, scale: StepScale | None) -> None:
+    def _note_loss(self, sums: StepSums | None) -> None:
         """Record the loss of a step with new factors, and warn if the run is getting worse."""
         if sums is None or not sums.has_factors or not sums.examples:
             return
@@ -470,7 +470,7 @@ class Preconditioner(Described):
             ranks = self.exchange.ranks.size if self.loss.reduction == "mean" else 1
             R = self.loss.reduction_factor(sums.count) * ranks
             loss = 0.5 * sums.square / (R**2 * sums.examples)
-        trouble = self.trend.note(self.steps, loss, 1.0 if scale is None else scale.value())
+        trouble = self.trend.note(self.steps, loss, self.scale.value())
         if trouble:
             if not self.curvature.damping.events.rising_losses:
                 way_out = "Use a smaller lr, warm-up, a larger damping or a smaller trust, or go back to a checkpoint."
@@ -501,7 +501,7 @@ class Preconditioner(Described):
         """Whether the current step needs statistics of its passes."""
         return self.loss.reduction == "sum" or bool(self._due())
 
-    def _facts(self, scale: StepScale | None) -> dict[str, dict[str, Any]]:
+    def _facts(self) -> dict[str, dict[str, Any]]:
         """Return values that must agree between processes at this step, by kind and name."""
         later = range(self.steps + 1, self.steps + 1000)
         next_due = next((step for step in later if step % interval_at(self._factors_every, step) == 0), -1)
@@ -524,7 +524,7 @@ class Preconditioner(Described):
             "data": self.watch.first_datum,
             "unit": self.unit,
             "damping_scale": self.curvature.damping.scale,
-            "step_scale": None if scale is None else round(scale.value(), 6),
+            "step_scale": round(self.scale.value(), 6),
         }
         return {"Numbers of steps and data": numbers, "Options of parameter groups": options, "Schedules": due}
 
@@ -612,13 +612,12 @@ class Preconditioner(Described):
         """
         return self.report_with(repr(self))
 
-    def report_with(self, summary: str, lr: tuple[float, ...] = (), step_scale: float = 1.0, rest: str = "") -> Report:
+    def report_with(self, summary: str, lr: tuple[float, ...] = (), rest: str = "") -> Report:
         """Return the report, with facts about an optimizer that uses the natural gradients.
 
         Args:
             summary: Description of the optimizer.
             lr: Learning rate of each group.
-            step_scale: Factor on learning rates.
             rest: Name of the optimizer that trains all other parameters.
         """
         self._read_flags()
@@ -643,7 +642,7 @@ class Preconditioner(Described):
             lr=lr,
             damping=tuple(float(group["damping"]) * curvature.damping.scale for group in self.param_groups),
             damping_scale=curvature.damping.scale,
-            step_scale=step_scale,
+            step_scale=self.scale.value(),
             history=tuple(self.trend.history),
         )
 

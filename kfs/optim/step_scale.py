@@ -257,10 +257,10 @@ class StepScale:
     """How much of each step is taken.
 
     Attributes:
-        noise: Allowed overshoot, as a fraction of the loss.
+        noise: Allowed overshoot, as a fraction of the loss; `None` for whole steps.
     """
 
-    noise: float
+    noise: float | None
     _numbers: Tensor = field(default_factory=lambda: torch.zeros(len(Numbers._fields), dtype=torch.float64))
     _peak: float = 0.0  # the largest learning rate so far
 
@@ -277,6 +277,8 @@ class StepScale:
             progress: How much the loss has fallen lately; infinite if it is unknown.
             groups: Parameter groups, with the current learning rates.
         """
+        if self.noise is None:
+            return inf
         lr = max(float(group["lr"]) for group in groups)
         if self._peak == 0 and lr > _FIRST_LR:
             self._numbers[2] = log(_FIRST_LR / lr)
@@ -289,13 +291,16 @@ class StepScale:
 
     def value(self) -> float:
         """Return the scale. This synchronizes with the device."""
-        return read_numbers([self._numbers[2].exp()])[0]
+        return 1.0 if self.noise is None else read_numbers([self._numbers[2].exp()])[0]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any] | None:
         """Return everything that is saved in a checkpoint. This synchronizes with the device."""
+        if self.noise is None:
+            return None
         return {"numbers": read_numbers(list(self._numbers)), "peak": self._peak}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`."""
-        self._numbers = torch.tensor(state["numbers"], dtype=torch.float64)
-        self._peak = float(state["peak"])
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Restore `state`. The run that saved it may have taken whole steps."""
+        if self.noise is not None and state is not None:
+            self._numbers = torch.tensor(state["numbers"], dtype=torch.float64)
+            self._peak = float(state["peak"])
