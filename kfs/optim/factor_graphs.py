@@ -79,7 +79,6 @@ log = logging.getLogger("kfs.optim")
 _MOST_GRAPHS = 2
 # Sums of watched and recorded passes, possibly in half precision, may have this relative difference.
 _TOLERANCE = 1e-2
-Autocast = tuple[bool, torch.dtype]
 # The data of a pass: arguments of the model, targets, index of the first example.
 Data = tuple[Any, Tensor, int]
 
@@ -90,6 +89,7 @@ class PassKey(NamedTuple):
     replayer: Replayer  # has the recording
     run: RunKey  # The kind is precision, and which modules are in training mode; the shape is that of the arguments.
     guard: Guard
+    autocast: tuple[bool, torch.dtype]  # whether the user's pass runs with autocast, and its dtype
 
 
 @dataclass(eq=False)
@@ -103,7 +103,6 @@ class FactorGraph:
         settings: Which curvature matrix to compute, and how.
         trace: Contains the plans.
         known: Result of the audit.
-        autocast: Whether the user's pass ran with autocast, and its dtype.
         masks: Finds a mask in the arguments.
         num_data: Number of examples.
         targets: Shape and dtype of the targets; `None` before the first run.
@@ -118,7 +117,6 @@ class FactorGraph:
     settings: Settings
     trace: Trace
     known: AuditResult | None
-    autocast: Autocast
     masks: MaskSource
     num_data: int
     targets: tuple[torch.Size, torch.dtype] | None = None
@@ -144,8 +142,8 @@ class FactorGraph:
         def body(inputs: tuple[Any, Tensor], numbers: Sequence[float | Tensor]) -> None:
             self.uncovered |= self._run(*inputs, numbers[0], self.sums)
 
-        replayer, run, guard = self.key
-        replayer.run(run, body, (arguments, y), guard, [first_datum], host=self.sums)
+        key = self.key
+        key.replayer.run(key.run, body, (arguments, y), key.guard, [first_datum], host=self.sums)
         result = FactorResult(self.sums, self.uncovered)
         self.user = weakref.ref(result)
         return result
@@ -159,11 +157,11 @@ class FactorGraph:
         # Reset sums in place: a graph writes to the same memory every time.
         reset(sums)
         # Run the model in a captured pass.
-        device = self.trace.device_type
+        enabled, dtype = self.key.autocast
         masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, self.num_data), device=self.trace.device)
         one = CapturedPass(self.trace, [sums], self.num_data, self.settings.batch_axis, self.known, masks=masks)
         args, kwargs = one.mark(arguments)
-        with torch.enable_grad(), torch.autocast(device, self.autocast[1], self.autocast[0]), evaluating():
+        with torch.enable_grad(), torch.autocast(self.trace.device_type, dtype, enabled), evaluating():
             with one:
                 f = prediction_in(self.model(*args, **kwargs), self.loss.output)
             one.finish_forward(f)
@@ -207,7 +205,7 @@ class FactorGraphs:
         self._enabled = replay and settings.fisher not in {"empirical", "forward-only"}
         self._replayer: Replayer | None = None
 
-    def key(self, model: nn.Module, trace: Trace, arguments: Any, autocast: Autocast) -> PassKey | None:
+    def key(self, model: nn.Module, trace: Trace, arguments: Any) -> PassKey | None:
         """Return the key of the recording for a pass; `None` if the pass cannot be recorded."""
         tensors = tensors_in(arguments)
         if not self._enabled or not tensors:
@@ -223,8 +221,10 @@ class FactorGraphs:
         # of its time, such as a temperature.
         place = id(trace), tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
         guard = Guard(model, place=place, why="the model has hooks" if has_hooks(model, Hook) else "")
+        kind = trace.device_type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         mode = autocast, uses_tf32(), tuple(module.training for module in model.modules())
-        return PassKey(self._replayer, RunKey(mode, shape), guard)
+        return PassKey(self._replayer, RunKey(mode, shape), guard, autocast)
 
     def find(self, key: PassKey) -> FactorGraph | None:
         """Return the recording for a pass, if there is one and the model has not changed."""
@@ -254,7 +254,7 @@ class FactorGraphs:
             watched: Sums of the watched pass.
         """
         # The model may have changed after the watched pass.
-        replayer, run, guard = one.key
+        replayer, run, guard, _ = one.key
         if not replayer.is_repeated(run, guard) or guard.difference(Guard(one.model)):
             return
         with allow_sync(), unchanged_attributes(one.model):
@@ -267,9 +267,9 @@ class FactorGraphs:
 
     def _compared(self, one: FactorGraph, data: Data, watched: dict[Key, BlockSums]) -> str:
         """Run a pass, and compare its sums with the watched ones. Return the reason why it cannot be recorded."""
-        replayer, run, _ = key = one.key
+        replayer, run = one.key.replayer, one.key.run
         graph: FactorGraph = replayer.kept(run) or replayer.keep(run, one)
-        graph.key = key
+        graph.key = one.key
         arguments, y, first_datum = data
         random, other_random = random_state(y.device), other_random_state()
         versions = [b._version for b in one.model.buffers()]

@@ -493,48 +493,49 @@ class Watch:
             return None
         if not torch.is_grad_enabled() or _is_elsewhere():
             return None
-        _refuse_other_thread(call)
+        if call is not None:
+            raise ModelError(
+                "The model is called with gradients in two threads at the same time; the optimizer watches one pass "
+                "after the other.",
+                "Train in one thread. Other threads may call the model within torch.no_grad(), or train a copy of it.",
+            )
         self.was_called = True
         self.in_half_precision = torch.is_autocast_enabled("cuda")
         self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
-        # Find out whether this pass computes factors, counts examples, or is not needed.
+        self._call.watched = one = self._new_pass(module, (args, kwargs), self._call.frame)
+        return None if one is None else one.start()
+
+    def _new_pass(self, module: nn.Module, arguments: tuple[Any, Any], frame: FrameType | None) -> Pass | None:
+        """Return the pass that begins: it computes factors, or counts examples; `None` if it is not needed."""
         method = self._wanted()
         wanted = None if method is None else method()
-        trace = None
-        bases: Bases = {}
-        problem = None
-        if wanted is not None:
-            params, bases = wanted
-            trace, problem = self._trace_for(params, self._call.frame)
-        elif self.loss.reduction != "sum":
-            # Without factors, examples are counted only if the loss is a sum over them.
-            return None
-        arguments = (args, kwargs)
-        if self.number_of_data(arguments) == 0:
-            trace = None  # An empty batch has no curvature.
-            bases = {}
-        # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
-        kind = "cuda" if trace is None else trace.device_type
-        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        key = None if trace is None or bases else self._graphs.key(module, trace, arguments, autocast)
-        graph = None if key is None else self._graphs.find(key)
-        # Otherwise, the first pass with such arguments is audited before the user's own call.
-        known = None
-        if graph is None and problem is None:
-            try:
+        if wanted is None and self.loss.reduction != "sum":
+            return None  # Without factors, examples are counted only if the loss is a sum over them.
+        params, bases = ({}, {}) if wanted is None else wanted
+        trace = key = graph = known = problem = None
+        try:
+            if wanted is not None:
+                _refuse_compiled(frame)
+                if self.number_of_data(arguments) != 0:  # An empty batch has no curvature.
+                    trace = self._trace_for(params)
+            # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
+            if trace is not None and not bases:
+                key = self._graphs.key(module, trace, arguments)
+                graph = None if key is None else self._graphs.find(key)
+            # Otherwise, the first pass with such arguments is audited before the user's own call.
+            if graph is None:
                 with _outside_of_passes():
                     known = self._known(module, trace, arguments, wanted)
-            except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
-                trace, problem = None, self._raise_or_defer(error)
-                bases = {}
+        except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
+            trace, problem = None, self._raise_or_defer(error)
+        bases = {} if trace is None else bases
         one = Pass(self, arguments, trace, known, bases, graph, wants_factors=wanted is not None)
         one.problem = problem or one.problem
         # Record passes like this one if they repeat.
         if trace is not None and graph is None and key is not None and self._graphs.wants(key):
-            model = module, self.loss, self.settings, trace, known
-            one.to_record = FactorGraph(key, *model, autocast, self.masks, one.num_data)
-        self._call.watched = one
-        return one.start()
+            declared = self.loss, self.settings
+            one.to_record = FactorGraph(key, module, *declared, trace, known, self.masks, one.num_data)
+        return one
 
     def _raise_or_defer(self, error: BaseException) -> Exception:
         """Return an error for the step to raise, or raise it now on all processes.
@@ -598,21 +599,14 @@ class Watch:
         self.audit = audits.report
         return known
 
-    def _trace_for(self, params: dict[str, Tensor], frame: FrameType | None) -> tuple[Trace | None, Exception | None]:
-        """Return the trace with the plans of earlier passes, or a new one if other parameters are tracked.
-
-        If the model was called from compiled code, raise an error, or return it if the step has to raise it.
-        """
-        try:
-            _refuse_compiled(frame)
-        except ModelError as error:
-            return None, self._raise_or_defer(error)
+    def _trace_for(self, params: dict[str, Tensor]) -> Trace:
+        """Return the trace with the plans of earlier passes, or a new one if other parameters are tracked."""
         trace = self._trace
         known = {} if trace is None else trace.tracker.params
         if trace is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
             model = self._model() if self._sharded else None
             trace = self._trace = new_trace(params, self.settings.joint_bias, mixing=True, model=model)
-        return trace, None
+        return trace
 
     def _after_forward(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
         """Finish the pass after the outermost forward call. `output` is `None` if the forward pass has failed."""
@@ -653,35 +647,22 @@ class Watch:
             self.forget()
         self._backward = backward
         first_datum = self.first_datum + sum(waiting.all_data for waiting in self._complete)
-        problem = None
-        if not self.exchange.ranks.are_several:
+        ranks = self.exchange.ranks
+        if not ranks.are_several:
             one.receive_gradient(g, first_datum)
         else:
-            ranks = self.exchange.ranks
             with whole_in_backward(model, ranks, one.sends_vectors) if one.wants_factors else nullcontext():
-                problem = self._receive_beside_others(one, g, first_datum)
+                before = 0
+                if one.place_of_data is not None:
+                    before, one.all_data = one.place_of_data(one.num_data)
+                try:
+                    one.receive_gradient(g, first_datum + before)
+                # Otherwise, other processes would wait for gradients forever. The step raises the error.
+                except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
+                    self._problem = self._problem or problem
         self._complete.append(one)
         if self.compare and self.notes_sizes:
             torch.autograd.Variable._execution_engine.queue_callback(self._note_sizes)
-        self._problem = self._problem or problem
-
-    def _receive_beside_others(self, one: Pass, g: Tensor, first_datum: int) -> Exception | None:
-        """Give a pass its gradient, while other processes do the same with other data.
-
-        An error is returned, not raised: if it ended this backward pass, other processes would wait for gradients
-        forever.
-
-        Returns:
-            The error for the step to raise; `None` if there was none.
-        """
-        before = 0
-        if one.place_of_data is not None:
-            before, one.all_data = one.place_of_data(one.num_data)
-        try:
-            one.receive_gradient(g, first_datum + before)
-        except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
-            return problem
-        return None
 
     def _forget_interrupted(self) -> None:
         """Stop capturing a forward pass that was interrupted from the keyboard: PyTorch calls no hook for it."""
@@ -747,16 +728,6 @@ def _trains(model: nn.Module) -> bool:
         return any(map(torch._C._will_engine_execute_node, edges))
     except RuntimeError:  # PyTorch raises for leaves that are inputs of autograd.grad.
         return False
-
-
-def _refuse_other_thread(call: _Call | None) -> None:
-    """Raise if a pass of another thread is running."""
-    if call is not None:
-        raise ModelError(
-            "The model is called with gradients in two threads at the same time; the optimizer watches one pass "
-            "after the other.",
-            "Train in one thread. Other threads may call the model within torch.no_grad(), or train a copy of it.",
-        )
 
 
 def _is_elsewhere() -> bool:
