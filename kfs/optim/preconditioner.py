@@ -238,8 +238,8 @@ class Preconditioner(Described):
         # CUDA graphs contain no communication.
         self.replay = replay and not is_fully_sharded(model)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
-        self.curvature = Curvature(decay, inverses, inverses_every, patience, kl_clip, ranks)
-        self.curvature.at_owners = is_fully_sharded(model) and not eigen  # All ranks need eigenvectors.
+        at_owners = is_fully_sharded(model) and not eigen  # All ranks need eigenvectors.
+        self.curvature = Curvature(decay, inverses, inverses_every, patience, kl_clip, ranks, at_owners)
         self.pending = PendingChecks(self.curvature.damping)
         self.trend = LossTrend()
         self.steps = 0
@@ -257,12 +257,21 @@ class Preconditioner(Described):
         self.params = Parameters(
             model, self.param_groups, _purpose.close or weakref.WeakMethod(self.close), _purpose.kind
         )
-        module = loss if isinstance(loss, nn.Module) else None
         # `called` is a pair: positional and keyword arguments of the model.
         masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
-        watched = (self.loss, self.settings, self.curvature.costs, self.replay, self.exchange, masks)
-        self.watch = Watch(model, module, self._wanted, *watched, keep_inputs=_purpose.keep_inputs)
-        self.watch.notes_sizes = _purpose.groups is None  # A scaler calls the step of an optimizer itself.
+        self.watch = Watch(
+            model,
+            loss if isinstance(loss, nn.Module) else None,
+            self._wanted,
+            self.loss,
+            self.settings,
+            self.curvature.costs,
+            self.replay,
+            self.exchange,
+            masks,
+            keep_inputs=_purpose.keep_inputs,
+            notes_sizes=_purpose.groups is None,  # A scaler calls the step of an optimizer itself.
+        )
 
     def close(self) -> None:
         """Remove all hooks from the model, and free recordings. Afterwards, `step()` raises."""

@@ -28,7 +28,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from kfs.display.describe import counted
-from kfs.distributed import Ranks
 from kfs.errors import DataError, KfsError, KfsWarning, ModelError
 from kfs.factors.accumulate import FactorSums, PerDatumSums, Statistic
 from kfs.factors.audit import Audit, Audits, Counts, NotRepeatableError, distrust
@@ -369,12 +368,12 @@ class Watch:
     loss: Loss
     settings: Settings
     costs: Costs  # accumulates the time for factors in passes
-    replay: InitVar[bool] = False  # whether passes for factors may be recorded
-    exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # communication with other processes
-    masks: MaskSource = field(default_factory=MaskSource)  # finds a mask in the arguments of the model
-    keep_inputs: bool = False  # whether results include the inputs of all passes
+    replay: InitVar[bool]  # whether passes for factors may be recorded
+    exchange: Exchange  # communication with other processes
+    masks: MaskSource  # finds a mask in the arguments of the model
+    keep_inputs: bool  # whether results include the inputs of all passes
+    notes_sizes: bool  # whether `gradients_are_untouched` is called
     compare: bool = True  # whether passes compare the loss with others, and its scale with the declared one
-    notes_sizes: bool = False  # whether `gradients_are_untouched` is called
     first_datum: int = 0  # number of examples in earlier steps; drawn labels depend on it
     audit: Audit | None = None  # report of the last audit
     in_half_precision: bool = False  # whether the last pass was run with autocast
