@@ -32,7 +32,7 @@ from kfs.optim.loss_check import called_by_scaler
 from kfs.optim.options import Interval, check_call, check_number, check_quadratic_model
 from kfs.optim.preconditioner import Preconditioner, Purpose, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
-from kfs.optim.report import Report
+from kfs.optim.report import Report, description_of, report_of
 from kfs.optim.safety import Events
 from kfs.problem.whole_parameters import is_sharded, model_to_run, whole
 from kfs.runtime import sync
@@ -482,11 +482,12 @@ class KFAC(Described, Optimizer):
               steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
         """
         lr = tuple(float(group["lr"]) for group in self.param_groups)
-        return self.preconditioner.report_with(repr(self), lr, self._rest_name)
+        return report_of(self.preconditioner, repr(self), lr, self._rest_name)
 
     def describe(self) -> Description:
         """Describe model, loss, settings and progress of training."""
-        return self.preconditioner.describe_with(
+        return description_of(
+            self.preconditioner,
             "KFAC",
             ("lr", "damping", "momentum", "weight_decay", "trust"),
             f", quadratic_model={self._quadratic is not None}",

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfs.display.describe import Described, Description, number
+from kfs.display.describe import Described, Description
 from kfs.distributed import Group
 from kfs.errors import DistributedError, KfsWarning, ModelError, StorageError
 from kfs.factors.audit import Audit
@@ -50,7 +50,7 @@ from kfs.optim.options import (
     warmup_interval,
 )
 from kfs.optim.quadratic_model import BatchLoss
-from kfs.optim.report import PARTS, Report, block_row, user_stacklevel
+from kfs.optim.report import Report, description_of, report_of, user_stacklevel
 from kfs.optim.safety import Events, GoodStep, PendingChecks, UsualSizes
 from kfs.optim.step_scale import LossTrend, StepScale
 from kfs.optim.update_rule import total_size
@@ -619,67 +619,11 @@ class Preconditioner(Described):
               fisher='mc', eigen=False
               steps=0, blocks=0, not covered=0, damping_scale=1, events: none
         """
-        return self.report_with(repr(self))
-
-    def report_with(self, summary: str, lr: tuple[float, ...] = (), rest: str = "") -> Report:
-        """Return the report, with facts about an optimizer that uses the natural gradients.
-
-        Args:
-            summary: Description of the optimizer.
-            lr: Learning rate of each group.
-            rest: Name of the optimizer that trains all other parameters.
-        """
-        self._read_flags()
-        curvature, groups = self.curvature, self.params.groups
-        place = {name: i for i, name in enumerate(self.params.tensors)}
-        averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
-        blocks = tuple(map(block_row, averages))
-        covered = {name for row in blocks for name in row.params}
-        others = [n for n, group in groups.items() if group["method"] == "adamw"]
-        waiting = [n for n in self.params.tensors if n not in {*covered, *others, *self.uncovered}]
-        return Report(
-            summary=summary,
-            blocks=blocks,
-            uncovered=dict(self.uncovered),
-            adamw=tuple(others),
-            rest=rest,
-            waiting=tuple(waiting),
-            costs={part: curvature.costs.mean(part) for part in PARTS},
-            num_steps=len(curvature.costs.last),
-            on_host=any(p.device.type != "cpu" for p in self.params.tensors.values()),
-            events=Events(**asdict(curvature.damping.events)),
-            lr=lr,
-            damping=tuple(float(group["damping"]) * curvature.damping.scale for group in self.param_groups),
-            damping_scale=curvature.damping.scale,
-            step_scale=self.scale.value(),
-            history=tuple(self.trend.history),
-        )
+        return report_of(self, repr(self))
 
     def describe(self) -> Description:
         """Describe model, loss, settings and progress of training."""
-        return self.describe_with("Preconditioner", ("damping", "trust"))
-
-    def describe_with(self, name: str, numbers: Sequence[str], options: str = "", progress: str = "") -> Description:
-        """Describe an optimizer that uses the natural gradients.
-
-        Args:
-            name: Its name.
-            numbers: Names of numbers in its parameter groups.
-            options: Further options.
-            progress: Further facts about the progress of training.
-        """
-        tensors, curvature = self.params.tensors.values(), self.curvature
-        size = sum(p.numel() for p in tensors)
-        groups = "; ".join(", ".join(f"{n}={number(g[n])}" for n in numbers) for g in self.param_groups)
-        happened = ", ".join(f"{event} {count}" for event, count in asdict(curvature.damping.events).items() if count)
-        facts = (
-            groups,
-            f"fisher={self.settings.fisher!r}, eigen={curvature.inverses.eigen}{options}",
-            f"steps={self.steps}, blocks={len(curvature.averages)}, not covered={len(self.uncovered)}, {progress}"
-            f"damping_scale={curvature.damping.scale:.3g}, events: {happened or 'none'}",
-        )
-        title = f"{name} for {type(self.model).__name__} ({len(tensors)} parameters, {size:,} numbers)"
-        return Description(f"{title}, {self.loss.name}", facts)
+        return description_of(self, "Preconditioner", ("damping", "trust"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state. Training that resumes from it is identical to training without interruption.

@@ -5,9 +5,9 @@ Costs are averages over the last steps, by part: operations, and seconds on the 
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
@@ -17,7 +17,7 @@ import torch
 
 import kfs
 from kfs.display.charts import draw_training
-from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_size
+from kfs.display.describe import DescribedByTables, Description, Table, counted, number, readable_size
 from kfs.factors.blocks import describe_factor
 from kfs.optim.averages import Average
 from kfs.optim.safety import Events
@@ -25,6 +25,8 @@ from kfs.optim.step_scale import PastStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from kfs.optim.preconditioner import Preconditioner
 
 # Files of this library and of PyTorch.
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (kfs, torch))
@@ -244,3 +246,66 @@ def block_row(average: Average) -> BlockRow:
     damping = None if average.damping is None else float(average.damping.mean())
     A, B = describe_factor(K.A), describe_factor(K.B)
     return BlockRow(layout.name, layout.params, layout.matrix_shape, A, B, nbytes, damping, average.updated)
+
+
+def report_of(preconditioner: "Preconditioner", summary: str, lr: tuple[float, ...] = (), rest: str = "") -> Report:
+    """Return the report of a preconditioner, or of the optimizer that it belongs to.
+
+    Args:
+        preconditioner: The preconditioner.
+        summary: Description of it, or of the optimizer.
+        lr: Learning rate of each group.
+        rest: Name of the optimizer that trains all other parameters.
+    """
+    events = preconditioner.events  # reads flags from the device
+    curvature, params, uncovered = preconditioner.curvature, preconditioner.params, preconditioner.uncovered
+    place = {name: i for i, name in enumerate(params.tensors)}
+    averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
+    blocks = tuple(map(block_row, averages))
+    covered = {name for row in blocks for name in row.params}
+    adamw = tuple(n for n, group in params.groups.items() if group["method"] == "adamw")
+    scale = curvature.damping.scale
+    return Report(
+        summary=summary,
+        blocks=blocks,
+        uncovered=dict(uncovered),
+        adamw=adamw,
+        rest=rest,
+        waiting=tuple(n for n in params.tensors if n not in {*covered, *adamw, *uncovered}),
+        costs={part: curvature.costs.mean(part) for part in PARTS},
+        num_steps=len(curvature.costs.last),
+        on_host=any(p.device.type != "cpu" for p in params.tensors.values()),
+        events=replace(events),
+        lr=lr,
+        damping=tuple(float(group["damping"]) * scale for group in preconditioner.param_groups),
+        damping_scale=scale,
+        step_scale=preconditioner.scale.value(),
+        history=tuple(preconditioner.trend.history),
+    )
+
+
+def description_of(
+    preconditioner: "Preconditioner", name: str, numbers: Sequence[str], options: str = "", progress: str = ""
+) -> Description:
+    """Describe model, loss, settings and progress of a preconditioner, or of the optimizer that it belongs to.
+
+    Args:
+        preconditioner: The preconditioner.
+        name: Its name, or that of the optimizer.
+        numbers: Names of numbers in parameter groups.
+        options: Further options.
+        progress: Further facts about the progress of training.
+    """
+    curvature, damping = preconditioner.curvature, preconditioner.curvature.damping
+    tensors = preconditioner.params.tensors.values()
+    size = sum(p.numel() for p in tensors)
+    happened = ", ".join(f"{event} {count}" for event, count in asdict(damping.events).items() if count)
+    facts = (
+        "; ".join(", ".join(f"{n}={number(group[n])}" for n in numbers) for group in preconditioner.param_groups),
+        f"fisher={preconditioner.settings.fisher!r}, eigen={curvature.inverses.eigen}{options}",
+        f"steps={preconditioner.steps}, blocks={len(curvature.averages)}, "
+        f"not covered={len(preconditioner.uncovered)}, {progress}"
+        f"damping_scale={damping.scale:.3g}, events: {happened or 'none'}",
+    )
+    title = f"{name} for {type(preconditioner.model).__name__} ({len(tensors)} parameters, {size:,} numbers)"
+    return Description(f"{title}, {preconditioner.loss.name}", facts)
