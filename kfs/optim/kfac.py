@@ -8,8 +8,7 @@ by parameter, and one number at the first parameter that carries everything else
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -73,58 +72,57 @@ def _is_for_checkpoint() -> bool:
 
 
 class Rest:
-    """The user's optimizer for parameters that KFAC does not train.
+    """What trains the parameters that KFAC does not: the user's optimizer, or AdamW.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The user's optimizer; `None` for AdamW.
 
     Raises:
         ModelError: If it is not an optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, KFAC | torch.optim.LBFGS):
+        if optimizer is not None and (
+            not isinstance(optimizer, Optimizer) or isinstance(optimizer, KFAC | torch.optim.LBFGS)
+        ):
             raise ModelError(
                 f"rest is a {type(optimizer).__name__}, not another optimizer of torch.optim whose step needs no "
                 "closure.",
                 "Pass an optimizer that trains what KFAC does not: rest=torch.optim.AdamW(model.parameters()).",
             )
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
+        self.name = "AdamW" if optimizer is None else type(optimizer).__name__
 
     def check(self, params: Mapping[str, Tensor]) -> None:
         """Raise if the optimizer lacks some parameters, given by name."""
+        if self.optimizer is None:
+            return
         mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in params.items() if id(p) not in mine]
         if missing:
             raise ModelError(
                 f"KFAC does not train {', '.join(map(repr, missing))}, and the optimizer rest= does not have them.",
-                f"Make it with them, {type(self.optimizer).__name__}(model.parameters()), or call add_param_group() "
+                f"Make it with them, {self.name}(model.parameters()), or call add_param_group() "
                 "of it, or leave rest= out: then AdamW trains them.",
             )
 
     def beside(self, known: Iterable[Tensor]) -> list[Tensor]:
         """Return its parameters with gradients, except some known ones."""
         others = {id(p) for p in known}
-        mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        mine = [p for group in groups for p in group["params"]]
         return [p for p in mine if p.grad is not None and id(p) not in others]
 
     def step(self, hidden: Iterable[Tensor]) -> None:
-        """Take a step without the gradients of some parameters."""
-        with _without_gradients(hidden):
+        """Let the user's optimizer take a step without the gradients of some parameters."""
+        before = [(p, p.grad) for p in hidden]
+        try:
+            for p, _ in before:
+                p.grad = None
             self.optimizer.step()
-
-
-@contextmanager
-def _without_gradients(params: Iterable[Tensor]) -> Iterator[None]:
-    """Hide gradients in this context."""
-    before = [(p, p.grad) for p in params]
-    try:
-        for p, _ in before:
-            p.grad = None
-        yield
-    finally:
-        for p, g in before:
-            p.grad = g
+        finally:
+            for p, g in before:
+                p.grad = g
 
 
 class KFAC(Described, Optimizer):
@@ -254,15 +252,13 @@ class KFAC(Described, Optimizer):
         number = damping.fraction if isinstance(damping, Relative) else damping
         defaults |= {"damping": number, "trust": trust, "method": "kfac"}
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        self._rest = None if rest is None else Rest(rest)
-        self._rest_name = "AdamW" if rest is None else type(rest).__name__
-        if self._rest is not None:
-            self._rest.check(self._asked_for(model_to_run(model)))
+        self._rest = Rest(rest)
+        self._rest.check(self._asked_for(model_to_run(model)))
         purpose = Purpose(
             kind="optimizer",
             groups=self.param_groups,
-            others=f"which are trained by {self._rest_name}",
-            check=None if self._rest is None else self._rest.check,
+            others=f"which are trained by {self._rest.name}",
+            check=self._rest.check,
             close=weakref.WeakMethod(self.close),
             noise=None if quadratic_model else noise,
             keep_inputs=quadratic_model,
@@ -344,8 +340,7 @@ class KFAC(Described, Optimizer):
         if not hasattr(self, "preconditioner"):  # called by the constructor
             return
         try:
-            if self._rest is not None:
-                self._rest.check(self._asked_for(self.preconditioner.model))
+            self._rest.check(self._asked_for(self.preconditioner.model))
             self.preconditioner.read_groups(self.param_groups)
         except ModelError:
             self.param_groups.pop()
@@ -355,7 +350,7 @@ class KFAC(Described, Optimizer):
         """Reset gradients, also those of `rest`, and discard the statistics of passes since the last step."""
         self.preconditioner.watch.forget()
         super().zero_grad(set_to_none)
-        if self._rest is not None:
+        if self._rest.optimizer is not None:
             self._rest.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -392,7 +387,7 @@ class KFAC(Described, Optimizer):
             if closure is not None:
                 batch = BatchLoss(closure, preconditioner.model, preconditioner.params.device, self.exchange.mean)
             result = None if batch is None else batch.result
-            beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
+            beside = self._rest.beside(self._params.tensors.values())
             if beside and called_by_scaler():
                 raise ModelError(
                     "A GradScaler divides the gradients of KFAC's own parameters only, but the optimizer rest= has "
@@ -406,7 +401,7 @@ class KFAC(Described, Optimizer):
             if found is not None:
                 taken = None
                 if self._quadratic is None or batch is None:
-                    own = found.others if self._rest is None else {}
+                    own = found.others if self._rest.optimizer is None else {}
                     with preconditioner.curvature.costs.timed("products"):
                         taken = self._updates.take(self.state, found.natural, own, found.good)
                 else:
@@ -414,8 +409,8 @@ class KFAC(Described, Optimizer):
                 preconditioner.curvature.note_products()
                 preconditioner.finish(found, taken)
                 self._keep_place_for_carrier()
-                if self._rest is not None and taken is not None:
-                    self._step_rest(self._rest, taken)
+                if self._rest.optimizer is not None and taken is not None:
+                    self._step_rest(taken)
             return result
 
     def _try(self, quadratic: QuadraticModel, batch: BatchLoss, found: StepGradients) -> None:
@@ -428,17 +423,17 @@ class KFAC(Described, Optimizer):
         steps = quadratic.steps(natural, D, curvature.dampings(), found.sums)
         noise = batch.round_off / unit
         change = partial(self._change, batch)
-        rest = None if self._rest is None else partial(self._step_rest, self._rest, found.good)
-        beside = [] if self._rest is None else self._rest.beside(params.tensors.values())
+        rest = None if self._rest.optimizer is None else partial(self._step_rest, found.good)
+        beside = self._rest.beside(params.tensors.values())
         trial = tried_updates(params, self.state, steps, natural, found.others, rest, beside, change, noise)
         factor = quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
         curvature.damping.note_trial(trial.share, factor)
 
-    def _step_rest(self, rest: Rest, taken: Tensor) -> None:
+    def _step_rest(self, taken: Tensor) -> None:
         """Let the user's optimizer take its step if this one was taken."""
         if sync.number(taken):
             will_cover = self.preconditioner.will_cover
-            rest.step(p for n, p in self._params.tensors.items() if will_cover(n))
+            self._rest.step(p for n, p in self._params.tensors.items() if will_cover(n))
 
     def _change(self, batch: BatchLoss) -> float:
         """Return the change of the batch loss since its first evaluation. The passes for it compute no factors."""
@@ -482,7 +477,7 @@ class KFAC(Described, Optimizer):
               steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
         """
         lr = tuple(float(group["lr"]) for group in self.param_groups)
-        return report_of(self.preconditioner, repr(self), lr, self._rest_name)
+        return report_of(self.preconditioner, repr(self), lr, self._rest.name)
 
     def describe(self) -> Description:
         """Describe model, loss, settings and progress of training."""
@@ -529,7 +524,7 @@ class KFAC(Described, Optimizer):
         """Whether this step only creates state: the first one, without passes, with gradients and rates of zero."""
         if (
             self.state
-            or self.steps
+            or self.preconditioner.steps
             or self.preconditioner.watch.has_passes
             or any(group["lr"] for group in self.param_groups)
         ):
