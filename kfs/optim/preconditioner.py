@@ -108,9 +108,6 @@ class Purpose:
     keep_inputs: bool = False
 
 
-_ALONE = Purpose()
-
-
 class Preconditioner(Described):
     """Turns gradients into natural gradients, in place, so that any optimizer can take the step.
 
@@ -199,7 +196,7 @@ class Preconditioner(Described):
         audit: bool = True,
         replay: bool = True,
         group: Group | None = None,
-        _purpose: Purpose = _ALONE,
+        _purpose: Purpose | None = None,
     ) -> None:
         """Validate all options, then register hooks on the model. `KFAC` passes its own groups, and a purpose."""
         check_call(model, loss, "Preconditioner")
@@ -230,11 +227,11 @@ class Preconditioner(Described):
         self.settings = options.settings
         options.check()
         number, unit = options.number_and_unit()
-        self._purpose = _purpose
-        self.scale = StepScale(_purpose.noise)
+        self._purpose = purpose = _purpose or Purpose()
+        self.scale = StepScale(purpose.noise)
         defaults = {"damping": number, "trust": trust, "method": "kfac"}
         given = model.parameters() if params is None else params
-        self.param_groups = grouped(given, defaults) if _purpose.groups is None else _purpose.groups
+        self.param_groups = grouped(given, defaults) if purpose.groups is None else purpose.groups
         # CUDA graphs contain no communication.
         self.replay = replay and not is_fully_sharded(model)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
@@ -254,9 +251,8 @@ class Preconditioner(Described):
         self._whole: list[Average] | None = None  # set by `consolidate_state_dict`, valid until the next step
         # The natural gradients of the last step: references to the tensors, and their versions.
         self._written: dict[str, tuple[weakref.ref[Tensor], int]] = {}
-        self.params = Parameters(
-            model, self.param_groups, _purpose.close or weakref.WeakMethod(self.close), _purpose.kind
-        )
+        close = purpose.close or weakref.WeakMethod(self.close)
+        self.params = Parameters(model, self.param_groups, close, purpose.kind)
         # `called` is a pair: positional and keyword arguments of the model.
         masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
         self.watch = Watch(
@@ -269,8 +265,8 @@ class Preconditioner(Described):
             self.replay,
             self.exchange,
             masks,
-            keep_inputs=_purpose.keep_inputs,
-            notes_sizes=_purpose.groups is None,  # A scaler calls the step of an optimizer itself.
+            keep_inputs=purpose.keep_inputs,
+            notes_sizes=purpose.groups is None,  # A scaler calls the step of an optimizer itself.
         )
 
     def close(self) -> None:
