@@ -264,6 +264,7 @@ class Preconditioner(Described):
             self.curvature.costs,
             self.replay,
             self.exchange,
+            self._loss_check,
             masks,
             keep_inputs=purpose.keep_inputs,
             notes_sizes=purpose.groups is None,  # A scaler calls the step of an optimizer itself.
@@ -547,7 +548,6 @@ class Preconditioner(Described):
         if sums is not None:
             # The closure returns the loss on the data of this process only.
             self._loss_check.check(sums, value if self.exchange.ranks.size == 1 else None, are_scaled)
-            self.watch.compare = self._loss_check.steps_left > 0
 
     def _is_steady(self, sums: StepSums | None, lost: Mapping[str, str]) -> bool:
         """Whether the step changes only tensor values, so that the host need not read a flag before it is taken."""

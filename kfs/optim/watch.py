@@ -43,7 +43,7 @@ from kfs.optim.across_ranks import Exchange
 from kfs.optim.averages import Bases, StepSums
 from kfs.optim.factor_graphs import Data, FactorGraph, FactorGraphs, FactorResult, Hook
 from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, local_part, whole_in_backward
-from kfs.optim.loss_check import Targets, shows_targets
+from kfs.optim.loss_check import LossCheck, Targets, shows_targets
 from kfs.optim.report import Costs
 from kfs.optim.update_rule import total_size
 from kfs.problem.data import MaskSource
@@ -143,7 +143,7 @@ class Pass:
         self.owner = weakref.ref(watch)
         self.loss = watch.loss
         self.settings = watch.settings
-        self.compare = watch.compare
+        self.compare = watch.loss_check.steps_left > 0
         self.costs = watch.costs
         self.keep_inputs = watch.keep_inputs
         self.bases = bases
@@ -370,10 +370,10 @@ class Watch:
     costs: Costs  # accumulates the time for factors in passes
     replay: InitVar[bool]  # whether passes for factors may be recorded
     exchange: Exchange  # communication with other processes
+    loss_check: LossCheck  # says whether passes compare the loss with others, and its scale with the declared one
     masks: MaskSource  # finds a mask in the arguments of the model
     keep_inputs: bool  # whether results include the inputs of all passes
     notes_sizes: bool  # whether `gradients_are_untouched` is called
-    compare: bool = True  # whether passes compare the loss with others, and its scale with the declared one
     first_datum: int = 0  # number of examples in earlier steps; drawn labels depend on it
     audit: Audit | None = None  # report of the last audit
     in_half_precision: bool = False  # whether the last pass was run with autocast
@@ -660,7 +660,7 @@ class Watch:
                 except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
                     self._problem = self._problem or problem
         self._complete.append(one)
-        if self.compare and self.notes_sizes:
+        if self.loss_check.steps_left and self.notes_sizes:
             torch.autograd.Variable._execution_engine.queue_callback(self._note_sizes)
 
     def _forget_interrupted(self) -> None:
