@@ -31,7 +31,7 @@ from kfs.optim.loss_check import called_by_scaler
 from kfs.optim.options import Interval, check_call, check_number, check_quadratic_model
 from kfs.optim.preconditioner import Preconditioner, Purpose, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
-from kfs.optim.report import Report, description_of, report_of
+from kfs.optim.report import Report, callers, description_of, report_of
 from kfs.optim.safety import Events
 from kfs.problem.whole_parameters import is_sharded, model_to_run, whole
 from kfs.runtime import sync
@@ -61,14 +61,8 @@ torch.serialization.add_safe_globals([Carrier])
 
 def _is_for_checkpoint() -> bool:
     """Whether a function of `torch.distributed.checkpoint` requests the state, maybe through a wrapping optimizer."""
-    frame = sys._getframe()
-    for _ in range(5):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-    return False
+    names = [frame.f_globals.get("__name__") for frame in islice(callers(sys._getframe(1)), 5)]
+    return "torch.distributed.checkpoint.state_dict" in names
 
 
 class Rest:

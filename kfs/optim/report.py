@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (kfs, torch))
 
 
+def callers(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yield a frame of the interpreter, by default the current one, and its callers."""
+    frame = frame or sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def user_stacklevel() -> int:
     """Return the `stacklevel` with which the caller warns about the line of the user's program that led to it."""
     level = 1

@@ -10,7 +10,6 @@ A `Pass` is one forward pass with its backward pass. `Watch` keeps the results o
 them. A forward pass without a backward pass has no result.
 """
 
-import sys
 import threading
 import warnings
 import weakref
@@ -44,7 +43,7 @@ from kfs.optim.averages import Bases, StepSums
 from kfs.optim.factor_graphs import Data, FactorGraph, FactorGraphs, FactorResult, Hook
 from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, local_part, whole_in_backward
 from kfs.optim.loss_check import LossCheck, Targets, shows_targets
-from kfs.optim.report import Costs
+from kfs.optim.report import Costs, callers
 from kfs.optim.update_rule import total_size
 from kfs.problem.data import MaskSource
 from kfs.problem.isolation import evaluating, is_evaluating, restored
@@ -500,7 +499,7 @@ class Watch:
             )
         self.was_called = True
         self.in_half_precision = torch.is_autocast_enabled("cuda")
-        self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
+        self._call = _Call(next((f for f in callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
         self._call.watched = one = self._new_pass(module, (args, kwargs), self._call.frame)
         return None if one is None else one.start()
 
@@ -669,7 +668,7 @@ class Watch:
         if call is None or call.frame is None:
             return
         # A call in another thread is not interrupted as long as that thread is alive.
-        if any(frame is call.frame for frame in _callers()) if call.is_mine else call.thread.is_alive():
+        if any(frame is call.frame for frame in callers()) if call.is_mine else call.thread.is_alive():
             return
         if call.watched is not None and call.is_mine:  # The passes of a thread end with it.
             call.watched.stop()
@@ -738,21 +737,13 @@ def _is_elsewhere() -> bool:
     return is_evaluating() or torch._C._current_graph_task_id() != -1
 
 
-def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
-    """Yield a frame, by default the current one, and its callers."""
-    frame = frame or sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _refuse_compiled(frame: FrameType | None) -> None:
     """Raise if the model is called from compiled code, which hides its operations.
 
     Raises:
         ModelError: If a caller is compiled code.
     """
-    names = [caller.f_code.co_name for caller in _callers(frame)]
+    names = [caller.f_code.co_name for caller in callers(frame)]
     if any(name.startswith("torch_dynamo_resume") or name == "compile_wrapper" for name in names):
         raise ModelError(
             "The model is compiled, but the optimizer was made for the model before that.",
