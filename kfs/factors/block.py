@@ -20,7 +20,7 @@ from kfs.distributed import Ranks
 from kfs.distributed.distribution import REPLICATED, Distribution, Owned
 from kfs.errors import DistributedError, ModelError, ShapeError
 from kfs.factors.accumulate.across_ranks import choose_owners
-from kfs.factors.accumulate.block_sums import BlockMap, BlockSums
+from kfs.factors.accumulate.block_sums import BlockSums
 from kfs.factors.audit import Audit, merge_audits
 from kfs.factors.blocks import chosen
 from kfs.factors.blocks.decompositions import computable
@@ -29,7 +29,7 @@ from kfs.factors.blocks.factor import Factor
 from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.stack import check_coverage, layouts_of_unused_rows
 from kfs.factors.checkpoint import details
-from kfs.factors.layout import Layout, Side, by_parameter
+from kfs.factors.layout import BlockMap, Layout, Side, by_parameter
 from kfs.factors.settings import Settings
 from kfs.files import with_tensors
 from kfs.operators.space import Space

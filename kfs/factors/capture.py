@@ -33,7 +33,6 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from kfs.errors import ModelError
-from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.accumulate.statistic import Adder, Statistic, all_of
 from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks
 from kfs.factors.rows.row_map import AuditResult, Receiver, RowMap, RowQuery, RowSource, StridedRows
@@ -43,6 +42,7 @@ from kfs.factors.trace.trace import MOST_PLANS, Trace, no_rule
 from kfs.problem.data import Batch
 from kfs.problem.isolation import uncompiled
 from kfs.problem.risk import EmpiricalRisk
+from kfs.runtime.precision import full_precision
 from kfs.runtime.sync import DeferredChecks
 
 

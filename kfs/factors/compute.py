@@ -402,6 +402,7 @@ def sweep(
             progress = Progress()
             for _ in Passes(risk, sums, settings, progress).over(risk.batches(task)):
                 pass
+        progress.read_counts()
         if journal is not None:
             journal.close(progress, sums)
         if ranks.are_several:
@@ -507,7 +508,6 @@ class Passes:
                     if pausing:
                         around.close()
                     yield batch
-        progress.read_counts()
         if _wrong(self._padding):
             audits.distrust()
         progress.audit = audits.report

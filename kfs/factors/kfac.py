@@ -142,7 +142,8 @@ class KFAC(BlockDiagonal):
             # first.
             if risk.ranks.are_several:
                 check_same(risk.ranks, "settings", {"Settings": Same(settings.all(), _SAME_SETTINGS)})
-            _check_names(risk, settings)
+            if isinstance(sharing, Mapping):
+                _check_names(risk, sharing)
             checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
             self._set(compute_factors(risk, settings, checkpoint))
             warn_of_wide(self._factors.sums, settings, stacklevel=3)
@@ -312,10 +313,9 @@ class KFAC(BlockDiagonal):
         return cls.from_factors(Factors.from_state(state, space, ranks or Ranks()))
 
 
-def _check_names(risk: EmpiricalRisk, settings: Settings) -> None:
+def _check_names(risk: EmpiricalRisk, sharing: Mapping[str, Sharing]) -> None:
     """Raise if `sharing` names parameters that do not exist."""
-    if isinstance(settings.sharing, Mapping):
-        known = set(risk.params) | {name.rpartition(".")[0] for name in risk.params}
-        unknown = [name for name in settings.sharing if name not in known]
-        if unknown:
-            raise ModelError(f"sharing has unknown names {unknown}.", suggest(unknown, sorted(known)))
+    known = set(risk.params) | {name.rpartition(".")[0] for name in risk.params}
+    unknown = [name for name in sharing if name not in known]
+    if unknown:
+        raise ModelError(f"sharing has unknown names {unknown}.", suggest(unknown, sorted(known)))

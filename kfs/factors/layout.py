@@ -1,4 +1,4 @@
-r"""How a parameter becomes a matrix.
+r"""How a parameter becomes a matrix, and which block it belongs to (`BlockMap`).
 
 A block's parameter is read as a matrix $M$ of shape `[d_B, d_A]`, with rows on the gradient side and columns on the
 input side, and the block maps it to $B M A$. A bias is the last column of $M$. With groups of channels, a parameter
@@ -195,6 +195,60 @@ class Layout:
             return W, None
         b = columns[self.bias]
         return W, b[:, rows] if self.bias_has_rows else b
+
+
+class BlockMap:
+    """The layouts of all blocks.
+
+    Attributes:
+        both_ways: Weights that are used both directly and transposed, after their bias has joined the block. This is a
+            conflict, because the bias is used in one of these ways only.
+    """
+
+    def __init__(self, layouts: Iterable[Layout] = ()) -> None:
+        self.both_ways: set[str] = set()
+        self._layouts: dict[Key, Layout] = {}
+        self._blocks_of: dict[str, list[Layout]] = {}
+        for layout in layouts:
+            self.admit(layout)
+
+    def place(self, layout: Layout, bias: str | None) -> tuple[Layout, Side]:
+        """Return the layout of a weight's block, and the side that inputs belong to.
+
+        A given bias joins the block unless that contradicts earlier uses. If the transposed weight was used before (an
+        embedding whose transpose computes the logits), the inputs belong to the side of the gradients, `"B"`.
+        """
+        there = self._layouts.get(layout.key)
+        if there is not None:
+            if there.order != layout.order and there.order == layout.turned_order:
+                if there.bias is None:
+                    return there, "B"
+                self.both_ways.add(layout.weight)
+            return replace(layout, bias=there.bias), "A"
+        if bias is None:
+            return layout, "A"
+        taken = any(other.weight != layout.weight for other in self._blocks_of.get(bias, ()))
+        return layout if taken else replace(layout, bias=bias), "A"
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether a block is compatible with all others that contain its parameters."""
+        if layout.key in self._layouts:
+            return layout == self._layouts[layout.key]
+        start, stop = layout.rows
+        others = [other for name in layout.params for other in self._blocks_of.get(name, ())]
+        return all(
+            other.weight == layout.weight and (other.rows[1] <= start or stop <= other.rows[0]) for other in others
+        )
+
+    def admit(self, layout: Layout) -> bool:
+        """Add a block if it fits, and return whether it does."""
+        if not self.fits(layout):
+            return False
+        if layout.key not in self._layouts:
+            self._layouts[layout.key] = layout
+            for name in layout.params:
+                self._blocks_of.setdefault(name, []).append(layout)
+        return True
 
 
 def by_parameter(names: Iterable[str]) -> Callable[[Layout], tuple[int, tuple[int, int]]]:

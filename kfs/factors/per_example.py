@@ -23,7 +23,7 @@ from torch import Tensor
 from kfs.display.describe import Described, Description, Table, counted, kind, times
 from kfs.display.suggestions import ByName, few, suggest
 from kfs.errors import DataError, ModelError, ShapeError
-from kfs.factors.accumulate import Captured, KeptGradients, full_precision
+from kfs.factors.accumulate import Captured, KeptGradients
 from kfs.factors.accumulate.row_products import (
     PlainVectors,
     RowProducts,
@@ -46,6 +46,7 @@ from kfs.operators.derivatives import leaves_and_rest, pull_back
 from kfs.problem.data import Batch
 from kfs.problem.risk import EmpiricalRisk, check_risk
 from kfs.runtime.nested import tensors_in
+from kfs.runtime.precision import full_precision
 from kfs.runtime.sync import numbers
 
 Basis = Eigenbasis | Congruence

@@ -19,9 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kfs.factors.accumulate import PlainVectors, RowProducts, at_a_time, full_precision
+from kfs.factors.accumulate import PlainVectors, RowProducts, at_a_time
 from kfs.factors.blocks import Structure
 from kfs.factors.per_example import Basis, BlockGradients
+from kfs.runtime.precision import full_precision
 
 
 @dataclass(frozen=True)

@@ -586,7 +586,7 @@ _WAYS_OUT = {
 }
 _MADE_WITH = "settings of the optimizer"
 _STEP = "a step of the optimizer"
-_NO_SETTINGS = {"self", "model", "loss", "params", "rest", "group"}
+_NO_SETTINGS = {"self", "model", "loss", "params", "rest", "group", "_purpose"}
 P = ParamSpec("P")
 R = TypeVar("R")
 

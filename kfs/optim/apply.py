@@ -24,7 +24,7 @@ from kfs.optim.fsdp import local_part
 from kfs.optim.options import Parameters
 from kfs.optim.preconditioner import Preconditioner
 from kfs.optim.quadratic_model import Trial, try_step
-from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers
+from kfs.optim.step_scale import displacement_factor, inner_product, next_numbers
 from kfs.optim.update_rule import ParameterGroup, Scalar, Tensors, adamw_step, correction, natural_step
 from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 from kfs.runtime import sync
@@ -44,6 +44,8 @@ class UpdateBatch:
 
     Attributes:
         names: Their names.
+        params: The parameters.
+        states: Their state.
         numbers: Learning rate and decay factor, as in `ParameterGroup`.
         momentum: Fraction of the averages that is kept.
         decays: Whether weights decay.
@@ -51,16 +53,33 @@ class UpdateBatch:
     """
 
     names: tuple[str, ...]
+    params: tuple[Tensor, ...]
+    states: tuple[dict[str, Any], ...]
     numbers: tuple[float, float]
     momentum: float
     decays: bool
     age: Tensor
 
-    def add_to_age(self, params: Parameters, state: State, taken: Tensor) -> None:
+    def part_of(self, name: str) -> list[Tensor]:
+        """Return an entry of the state of all parameters; for sharded ones, the part of this process."""
+        return [local_part(mine[name]) for mine in self.states]
+
+    def add_to_age(self, taken: Tensor) -> None:
         """Increment the age if a step was taken. Other parameters that share it keep the old one."""
         age = self.age + taken
-        for name in self.names:
-            state[params.tensors[name]]["age"] = age
+        for mine in self.states:
+            mine["age"] = age
+
+    def group(
+        self, average: str, numbers: Iterator[Scalar], grads: Mapping[str, Tensor], corrected: Scalar
+    ) -> ParameterGroup:
+        """Return parameters with gradients, averages and numbers; for sharded ones, the part of this process."""
+        averages = self.part_of(average)
+        own = [grads[n].to(m.dtype) for n, m in zip(self.names, averages, strict=True)]
+        lr, kept = next(numbers), next(numbers)
+        # The host knows which weights do not decay, and skips their multiplication by one.
+        left = kept if self.decays else 1.0
+        return ParameterGroup([local_part(p) for p in self.params], own, averages, self.momentum, lr, left, corrected)
 
 
 def update_batches(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[UpdateBatch]:
@@ -81,7 +100,9 @@ def update_batches(params: Parameters, state: State, names: Iterable[str], adamw
         # Weights decay relative to lr, as for all parameters.
         numbers = (lr * float(group["adamw_lr"]) if adamw else lr, 1 - lr * decay)
         momentum = _BETAS[0] if adamw else float(group["momentum"])
-        result.append(UpdateBatch(tuple(same), numbers, momentum, decay != 0, state[params.tensors[same[0]]]["age"]))
+        tensors = tuple(params.tensors[name] for name in same)
+        states = tuple(state[p] for p in tensors)
+        result.append(UpdateBatch(tuple(same), tensors, states, numbers, momentum, decay != 0, states[0]["age"]))
     return result
 
 
@@ -91,12 +112,10 @@ def all_numbers(parts: Iterable[UpdateBatch]) -> list[float]:
 
 
 def natural_updates(
-    params: Parameters,
-    state: State,
     parts: Sequence[UpdateBatch],
     ages: Sequence[Tensor],
     numbers: Iterator[Scalar],
-    grads: dict[str, Tensor],
+    grads: Mapping[str, Tensor],
     preconditioner: Preconditioner,
     taken: Tensor,
     scale: Tensor | None,
@@ -111,103 +130,81 @@ def natural_updates(
     """
     if not parts:
         return
-    on_device = sync.is_asynchronous(taken.device)
+    params, curvature = preconditioner.params, preconditioner.curvature
     allowed = None if scale is None else next(numbers)
-    shares = [
-        _share(params, state, part, "average", numbers, grads, correction(part.momentum, age + 2))
+    groups = [
+        part.group("average", numbers, grads, correction(part.momentum, age + 2))
         for part, age in zip(parts, ages, strict=True)
     ]
-    if on_device:
-        shares = [share._replace(taken=taken) for share in shares]
-    names = [name for part in parts for name in part.names]
+    if sync.is_asynchronous(taken.device):
+        groups = [group._replace(taken=taken) for group in groups]
     scaled = scale
     if scale is not None and allowed is not None:
-        means = [[local_part(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
-        shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
-        communication = preconditioner.curvature.communication(params)
-        scaled = _scaled(scale, shares, parts, communication, allowed, taken)
-        shares = [_with_scale(share, scaled[2].exp()) for share in shares]
+        pairs = zip(groups, parts, strict=True)
+        groups = [group._replace(mean_steps=part.part_of("mean_step")) for group, part in pairs]
+        scaled = _scaled(scale, groups, parts, curvature.communication(params), allowed, taken)
+        groups = [_with_scale(group, scaled[2].exp()) for group in groups]
+    names = [name for part in parts for name in part.names]
 
     def multiplied(u: Tensors) -> Tensors:
-        lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
+        lrs = dict(zip(names, (group.lr for group in groups for _ in group.params), strict=True))
         ahead = dict(zip(names, u, strict=True))
         half = preconditioner.watch.in_half_precision
-        return list(preconditioner.curvature.natural_gradient(ahead, params, lrs, taken, half).values())
+        return list(curvature.natural_gradient(ahead, params, lrs, taken, half).values())
 
-    natural_step(shares, multiplied)
+    natural_step(groups, multiplied)
     if scale is not None and scaled is not None:
         scale.copy_(torch.where(taken, scaled, scale))
 
 
 def _scaled(
     scale: Tensor,
-    shares: Iterable[ParameterGroup],
+    groups: Iterable[ParameterGroup],
     parts: Iterable[UpdateBatch],
     communication: ReplicatedInverses,
     allowed: Scalar,
     taken: Tensor,
 ) -> Tensor:
     """Return the numbers of the step scale, updated with the overshoot of the latest steps unless it is not finite."""
-    overshoot = 0.5 * scale[2].exp() * communication.sum_of_parts(_slope(shares, parts, communication))
+    overshoot = 0.5 * scale[2].exp() * communication.sum_of_parts(_slope(groups, parts, communication))
     return torch.where(taken & overshoot.isfinite(), next_numbers(scale, overshoot, allowed), scale)
 
 
-def _with_scale(share: ParameterGroup, factor: Tensor) -> ParameterGroup:
+def _with_scale(group: ParameterGroup, factor: Tensor) -> ParameterGroup:
     """Multiply the learning rate of a group by a factor, for steps and for weight decay."""
-    decays = not (isinstance(share.kept, float) and share.kept == 1)
-    return share._replace(lr=share.lr * factor, kept=1 - (1 - share.kept) * factor if decays else 1.0)
+    decays = not (isinstance(group.kept, float) and group.kept == 1)
+    return group._replace(lr=group.lr * factor, kept=1 - (1 - group.kept) * factor if decays else 1.0)
 
 
-def _slope(shares: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], communication: ReplicatedInverses) -> Tensor:
+def _slope(groups: Iterable[ParameterGroup], parts: Iterable[UpdateBatch], communication: ReplicatedInverses) -> Tensor:
     """Return the slope of the loss from averaged to current parameters, over the parts of this process.
 
     A part that several processes hold is divided by their number.
     """
     slopes = []
-    for share, part in zip(shares, parts, strict=True):
+    for group, part in zip(groups, parts, strict=True):
         alike: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for name, g, step in zip(part.names, share.grads, share.mean_steps or (), strict=True):
+        for name, g, step in zip(part.names, group.grads, group.mean_steps or (), strict=True):
             alike.setdefault(communication.copies(name), []).append((g, step))
         for copies, pairs in alike.items():
-            slopes.append(displacement_factor(share.lr) * inner_product(*zip(*pairs, strict=True)) / copies)
+            slopes.append(displacement_factor(group.lr) * inner_product(*zip(*pairs, strict=True)) / copies)
     return torch.stack(slopes).sum()
 
 
 def adamw_updates(
-    params: Parameters,
-    state: State,
     parts: Sequence[UpdateBatch],
     ages: Sequence[Tensor],
     numbers: Iterator[Scalar],
-    grads: dict[str, Tensor],
+    grads: Mapping[str, Tensor],
     taken: Tensor,
 ) -> None:
     """Update other parameters by AdamW. On an accelerator, nothing changes unless the step is `taken`."""
     on_device = sync.is_asynchronous(taken.device)
     for part, age in zip(parts, ages, strict=True):
         of_gradients, of_squares = (correction(beta, age + 1) for beta in _BETAS)
-        share = _share(params, state, part, "exp_avg", numbers, grads, of_gradients)
-        squares = [local_part(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
-        adamw_step(share._replace(taken=taken if on_device else None), squares, _BETAS[1], of_squares)
-
-
-def _share(
-    params: Parameters,
-    state: State,
-    part: UpdateBatch,
-    average: str,
-    numbers: Iterator[Scalar],
-    grads: dict[str, Tensor],
-    corrected: Scalar,
-) -> ParameterGroup:
-    """Return parameters with gradients, averages and numbers; for sharded ones, the part of this process."""
-    tensors = [params.tensors[n] for n in part.names]
-    averages = [local_part(state[p][average]) for p in tensors]
-    own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
-    lr, kept = next(numbers), next(numbers)
-    # The host knows which weights do not decay, and skips their multiplication by one.
-    left = kept if part.decays else 1.0
-    return ParameterGroup([local_part(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
+        group = part.group("exp_avg", numbers, grads, of_gradients)
+        squares = part.part_of("exp_avg_sq")
+        adamw_step(group._replace(taken=taken if on_device else None), squares, _BETAS[1], of_squares)
 
 
 class Updates:
@@ -215,12 +212,10 @@ class Updates:
 
     Args:
         preconditioner: Multiplies with inverses.
-        scale: The scale of steps; `None` for whole steps.
     """
 
-    def __init__(self, preconditioner: Preconditioner, scale: StepScale | None) -> None:
+    def __init__(self, preconditioner: Preconditioner) -> None:
         self._preconditioner = preconditioner
-        self._scale = scale
         self._replayer: Replayer | None = None
         self._taken: Tensor | None = None  # flag of the last step, in memory that recordings write
 
@@ -229,9 +224,7 @@ class Updates:
         if self._replayer is not None:
             self._replayer.close()
 
-    def take(
-        self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], good: Tensor, allowed: float
-    ) -> Tensor:
+    def take(self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], good: Tensor) -> Tensor:
         """Take a step.
 
         Args:
@@ -239,19 +232,19 @@ class Updates:
             natural: Gradients of covered parameters.
             rest: Gradients of parameters that AdamW trains.
             good: Flag: whether all gradients are usable. Only a GPU evaluates it; otherwise, the host has checked it.
-            allowed: The largest allowed overshoot of the latest steps, if steps have a scale.
 
         Returns:
             The flag whether the step was taken. The next step overwrites it.
         """
         preconditioner, params = self._preconditioner, self._preconditioner.params
+        step_scale, trend = preconditioner.scale, preconditioner.trend
+        allowed = step_scale.allowed(trend.mean, trend.progress, preconditioner.param_groups)
+        scale = None if step_scale.noise is None else step_scale.numbers_on(good.device)
         parts = update_batches(params, state, natural, adamw=False)
         others = update_batches(params, state, rest, adamw=True)
         grads = {**natural, **rest}
-        scale = None if self._scale is None else self._scale.numbers_on(good.device)
-        if scale is not None:
-            for name in natural:
-                keep_mean_step(state, params.tensors[name])
+        for name in natural if scale is not None else ():
+            keep_mean_step(state, params.tensors[name])
 
         if self._replayer is None or self._taken is None or self._taken.device != good.device:
             self._replayer = Replayer("Updates", log, good.device, preconditioner.replay)
@@ -271,42 +264,34 @@ class Updates:
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                natural_updates(params, state, parts, own_ages, values, mine, preconditioner, taken, scale)
-            adamw_updates(params, state, others, other_ages, values, mine, taken)
+                natural_updates(parts, own_ages, values, mine, preconditioner, taken, scale)
+            adamw_updates(others, other_ages, values, mine, taken)
 
         is_enabled = self._replayer.is_enabled
-        guard = Guard(place=self._place(state, parts, others, grads, unit, half)) if is_enabled else NO_GUARD
-        numbers = [1 / unit, *([] if scale is None or not parts else [allowed]), *all_numbers(parts)]
-        numbers += all_numbers(others)
+        guard = Guard(place=self._place([*parts, *others], grads, unit, half)) if is_enabled else NO_GUARD
+        numbers = [1 / unit, *([] if scale is None or not parts else [allowed])]
+        numbers += all_numbers([*parts, *others])
         ages = [part.age for part in (*parts, *others)]
         try:
             self._replayer.run(RunKey(), update, (list(grads.values()), good, ages), guard, numbers)
         except StepNotFiniteError:
-            preconditioner.curvature.note_overflow()
+            preconditioner.curvature.damping.note_overflow()
             return taken.fill_(False)
         # Autograd does not notice that a CUDA graph changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
         for part in (*parts, *others):
-            part.add_to_age(params, state, taken)
+            part.add_to_age(taken)
         return taken
 
-    def _place(
-        self,
-        state: State,
-        parts: list[UpdateBatch],
-        others: list[UpdateBatch],
-        grads: dict[str, Tensor],
-        unit: float,
-        half: bool,
-    ) -> Hashable:
+    def _place(self, parts: Sequence[UpdateBatch], grads: Mapping[str, Tensor], unit: float, half: bool) -> Hashable:
         """Return everything that a recording depends on: updates at the same place perform the same operations."""
         params, curvature = self._preconditioner.params, self._preconditioner.curvature
         stacks = curvature.inverses.stacks(curvature.averages.values())
-        tensors = [t for n in grads for t in (params.tensors[n], *_tensors_in(state[params.tensors[n]]))]
+        pairs = [(p, mine) for part in parts for p, mine in zip(part.params, part.states, strict=True)]
         return (
-            tuple((part.names, part.momentum, part.decays) for part in (*parts, *others)),
+            tuple((part.names, part.momentum, part.decays) for part in parts),
             tuple(params.groups[n]["trust"] for n in grads),
-            tuple(t.data_ptr() for t in tensors),
+            tuple(t.data_ptr() for p, mine in pairs for t in (p, *_tensors_in(mine))),
             tuple((g.dtype, g.stride()) for g in grads.values()),
             tuple(one.stack.structure.like.data_ptr() for one in stacks),  # A recording keeps them alive.
             (unit == 1, half, uses_tf32()),
@@ -353,9 +338,9 @@ def tried_updates(
     if step_rest is None:
         parts = update_batches(params, state, rest, adamw=True)
         taken = torch.tensor(True)
-        adamw_updates(params, state, parts, [part.age for part in parts], iter(all_numbers(parts)), rest, taken)
+        adamw_updates(parts, [part.age for part in parts], iter(all_numbers(parts)), rest, taken)
         for part in parts:
-            part.add_to_age(params, state, taken)
+            part.add_to_age(taken)
     else:
         step_rest()
     moved = [*(params.tensors[n] for n in old), *beside]

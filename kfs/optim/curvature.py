@@ -1,44 +1,35 @@
-"""The curvature of all blocks: averages of factors, damped inverses, products with them, and pending checks.
+"""The curvature of all blocks: averages of factors, damped inverses, and products with them.
 
 Non-finite numbers never enter an average. If an inverse cannot be computed, the previous one stays in use. Such events
-are counted and logged. After several of them in a row, damping is raised.
+are counted (`kfs.optim.safety`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfs.distributed import Ranks, all_true, largest
 from kfs.errors import KfsError
-from kfs.factors.accumulate import BlockMap, BlockSums
+from kfs.factors.accumulate import BlockSums
 from kfs.factors.block import Block
 from kfs.factors.blocks import BlockError
 from kfs.factors.compute import shared_with
-from kfs.factors.layout import Key
+from kfs.factors.layout import BlockMap, Key
 from kfs.optim import across_ranks
 from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
 from kfs.optim.averages import Average, Bases, StepSums, add_factors, norms_of
 from kfs.optim.inverses import Groups, Inverses, inverted_together
-from kfs.optim.last_good_step import GoodStep, LastGoodStep, UsualSizes
 from kfs.optim.options import Interval, Parameters, interval_at
-from kfs.optim.quadratic_model import Trial
-from kfs.optim.report import Costs, Events
+from kfs.optim.report import Costs
+from kfs.optim.safety import DampingPolicy, UsualSizes
 from kfs.optim.update_rule import Scalar, total_size
 from kfs.runtime import sync
-from kfs.runtime.sync import Message
 
-_DAMPING_RISE = 10.0
-# Limits of the factor that multiplies dampings. Beyond them, it has no further effect on steps, and may overflow.
-_SMALLEST_SCALE, _LARGEST_SCALE = 1e-10, 1e10
 # Factors of a batch are refused if they are more than this many times larger than the largest so far.
 _FACTORS_LIMIT = 1e4
-# After this many steps without new factors, flags of the oldest are read. The latest may not have arrived yet.
-_MOST = 64
-_LEFT = 16
-_RECOVERY = 20  # A raise of damping is undone after this many times `patience` successes in a row.
 
 
 class StepNotFiniteError(Exception):
@@ -58,18 +49,15 @@ class Curvature:
     at_owners: bool = False  # whether averages and the inverse of a block are kept on one rank only
     averages: dict[Key, Average] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)  # parameters that had a gradient before they had any factors
-    damping_scale: float = 1.0  # multiplies all dampings
-    events: Events = field(default_factory=Events)
+    damping: DampingPolicy = field(init=False)  # counts events, and raises dampings
     costs: Costs = field(default_factory=Costs)
     sizes: UsualSizes = field(init=False)  # of factors
     _communication: ReplicatedInverses | None = None
     _ahead: dict[Key, across_ranks.Arrival] = field(default_factory=dict)  # inverses that are not due yet
-    _troubles: int = 0  # events in a row
-    _successes: int = 0  # steps without event in a row
-    _rises: int = 0  # raises of damping that were not undone yet
     _credit: float = 0.0  # budget for inverses that earlier steps did not use
 
     def __post_init__(self) -> None:
+        self.damping = DampingPolicy(self.patience, self.averages)
         self.sizes = UsualSizes(_FACTORS_LIMIT, self.patience)
 
     @property
@@ -127,7 +115,7 @@ class Curvature:
         if finite is not None:
             good = finite if usable is None else finite & usable
         elif not sums.finite or (usable is not None and not usable):
-            self.note_added(False)
+            self.damping.note_added(False)
             return False
         # A weight that is used in a different way than before, such as by rows, has different blocks now.
         block_map = BlockMap(block.layout for block in blocks.values())
@@ -155,7 +143,7 @@ class Curvature:
         self._ahead.clear()
         self.forget(without)
         if good is None:
-            self.note_added(True)
+            self.damping.note_added(True)
             return True
         return good
 
@@ -178,19 +166,6 @@ class Curvature:
             norms = next(iter(totals.values())).new_tensor([sums.norms[one] for one in totals])
         names = tuple(" ".join((kind, *side, "of", key[0], str(key[1]))) for key, side, kind in totals)
         return self.sizes.check(names, norms / (sums.examples or 1.0), finite)[1]
-
-    def note_added(self, good: bool) -> None:
-        """Count sums that were added or refused. After many that were added in a row, undo one raise of damping."""
-        if not good:
-            text = "statistics of a batch are not finite, or absurdly large, and were not used"
-            self.note_trouble("refused_statistics", text)
-            return
-        self._troubles = 0
-        self._successes += 1
-        if self._rises and self._successes >= _RECOVERY * self.patience:
-            self._successes = 0
-            self._rises -= 1
-            self.scale_damping(1 / _DAMPING_RISE)
 
     def note_failures(self) -> None:
         """Count failed inverses that were not noticed yet. This synchronizes with the latest inverses."""
@@ -363,33 +338,6 @@ class Curvature:
         """Return, for each parameter, the damping that was added to the eigenvalues of its block."""
         return {n: a.damping.mean() for a in self.averages.values() if a.damping is not None for n in a.layout.params}
 
-    def note_trouble(self, name: str, text: str) -> None:
-        """Count an event, by its name in `Events`, and raise damping after several in a row."""
-        self.events.note(name, text)
-        self._successes = 0
-        self._troubles += 1
-        if self._troubles < self.patience:
-            return
-        self._troubles = 0
-        if self.damping_scale < _LARGEST_SCALE:
-            self._rises += 1
-            self.scale_damping(_DAMPING_RISE)
-            times = f"damping rises to {self.damping_scale:g} times its value"
-            self.events.note("raised_damping", f"{times}, after {self.patience} such events in a row")
-
-    def note_overflow(self) -> None:
-        """Count a step that was skipped because products with inverses are not finite."""
-        self.note_trouble("skipped_steps", "products with inverses are not finite, and the step was skipped")
-
-    def note_trial(self, trial: Trial, factor: float) -> None:
-        """Multiply dampings by a factor, and count a step that was shortened or taken back."""
-        self.scale_damping(factor)
-        if not trial.share:
-            self.events.note("rejected_steps", "the loss does not fall along a step, which was taken back")
-        elif trial.share < 1:
-            text = f"the loss falls only along {trial.share:.2g} of a step, which was shortened"
-            self.events.note("shortened_steps", text)
-
     def forget(self, names: Iterable[str]) -> None:
         """Remove the blocks of some parameters."""
         gone = set(names)
@@ -399,12 +347,6 @@ class Curvature:
         for key in keys:
             del self.averages[key]
             self.inverses.forget()
-
-    def scale_damping(self, factor: float) -> None:
-        """Multiply all dampings by a factor, within limits. Inverses change when they are recomputed."""
-        self.damping_scale = min(max(self.damping_scale * factor, _SMALLEST_SCALE), _LARGEST_SCALE)
-        for average in self.averages.values():
-            average.changed = True
 
     def _invert(self, together: Sequence[Average], step: int, groups: Groups) -> None:
         """Compute the inverses of some blocks, or keep the previous ones."""
@@ -453,7 +395,7 @@ class Curvature:
         return found is not None and found.fits(average, *self._dampings_of([average], groups))
 
     def _dampings_of(self, together: Iterable[Average], groups: Groups) -> list[float]:
-        return [float(groups[a.layout.weight]["damping"]) * self.damping_scale for a in together]
+        return [float(groups[a.layout.weight]["damping"]) * self.damping.scale for a in together]
 
     def _note_attempt(self, average: Average, step: int) -> None:
         """Record an attempt to invert, even a failed one.
@@ -468,15 +410,13 @@ class Curvature:
         """Count an inverse that could not be computed."""
         average.failed = True
         text = f"the inverse of block {average.layout.name!r} failed{why}, and the last one stays"
-        self.note_trouble("failed_inverses", text)
+        self.damping.note_trouble("failed_inverses", text)
 
     def state(self, averages: Iterable[Average]) -> dict[str, Any]:
         """Return the state for a checkpoint, given averages over the data of all processes."""
         return {
             "averages": [average.state() for average in averages],
-            "damping_scale": self.damping_scale,
-            "events": asdict(self.events),
-            "in_a_row": [self._troubles, self._successes, self._rises],
+            **self.damping.state(),
             "credit": self._credit,
             "awaited": sorted(self.awaited),
             "sizes": self.sizes.state(),
@@ -485,14 +425,13 @@ class Curvature:
     def restore(self, state: Any, device: torch.device) -> None:
         """Restore `state`, with copies of tensors on a device. Owners, or rank 0, get the averages."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
-        self.averages = {average.layout.key: average for average in averages}
+        self.averages.clear()  # `damping` has the same mapping.
+        self.averages |= {average.layout.key: average for average in averages}
         if self.at_owners:
             self._choose_owners()
         else:
             self.train_with(self.ranks)
-        self.damping_scale = float(state["damping_scale"])
-        self.events = Events(**state["events"])
-        self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
+        self.damping.restore(state)
         self._credit = float(state["credit"])
         self.awaited = set(state["awaited"])
         self.sizes.restore(state["sizes"])
@@ -556,65 +495,3 @@ def _all_vanish(groups: Iterable[Iterable[Tensor]], ranks: Ranks) -> list[bool]:
     """Return, for each group of tensors, whether all entries are zero on all ranks. Synchronizes with the device."""
     flags = [~torch.stack([t.any() for t in tensors]).any() for tensors in groups]
     return all_true(ranks, torch.stack(flags)).tolist() if flags else []
-
-
-class _PendingStep(NamedTuple):
-    """A step with flags that the host has not read."""
-
-    fine: GoodStep  # the last good step, if gradients were usable
-    # In this order: gradients usable, gradients finite, step taken, and, if there were new factors, factors added.
-    flags: Message
-
-
-@dataclass(eq=False)
-class PendingChecks:
-    """Steps with flags that are still on the device."""
-
-    curvature: Curvature
-    last_good_step: LastGoodStep
-    _steps: list[_PendingStep] = field(default_factory=list)
-
-    def add(self, fine: GoodStep, flags: list[Tensor]) -> None:
-        """Send the flags of a step to the host.
-
-        Args:
-            fine: Describes the step.
-            flags: Whether gradients are finite and of a usual size, whether they are finite, whether the step was
-                taken, and, if there were new factors, whether they were added.
-        """
-        self._steps.append(_PendingStep(fine, Message(torch.stack(flags))))
-        if len(self._steps) >= _MOST:
-            self._read(len(self._steps) - _LEFT)
-
-    def read_all(self) -> None:
-        """Read all flags, and count failures."""
-        self._read(len(self._steps))
-        self.curvature.note_failures()
-
-    def forget(self) -> None:
-        """Discard all steps, after another state was loaded."""
-        self._steps.clear()
-
-    def _read(self, count: int) -> None:
-        """Read the flags of the oldest steps."""
-        steps = self._steps[:count]
-        del self._steps[:count]
-        for one in steps:
-            good, finite, taken, *added = one.flags.read()
-            if good:
-                self.last_good_step.note(one.fine)
-            else:
-                self.note_skipped(finite)
-            if added and good:
-                self.curvature.note_added(added[0])
-            if good and not taken:
-                self.curvature.note_overflow()
-
-    def note_skipped(self, finite: bool) -> None:
-        """Count a step that was skipped: its loss or gradients are not finite, or its gradients are far too large."""
-        if finite:
-            text = "gradients are absurdly larger than all before, and the step was skipped"
-            self.curvature.events.note("refused_gradients", text)
-            return
-        self.curvature.note_trouble("skipped_steps", "the loss or gradients are not finite, and the step was skipped")
-        self.last_good_step.note_skipped()

@@ -79,9 +79,8 @@ log = logging.getLogger("kfs.optim")
 _MOST_GRAPHS = 2
 # Sums of watched and recorded passes, possibly in half precision, may have this relative difference.
 _TOLERANCE = 1e-2
-Autocast = tuple[bool, torch.dtype]
-# The data of a pass: arguments of the model, number of examples, targets, index of the first example.
-Data = tuple[Any, int, Tensor, int]
+# The data of a pass: arguments of the model, targets, index of the first example.
+Data = tuple[Any, Tensor, int]
 
 
 class PassKey(NamedTuple):
@@ -90,83 +89,49 @@ class PassKey(NamedTuple):
     replayer: Replayer  # has the recording
     run: RunKey  # The kind is precision, and which modules are in training mode; the shape is that of the arguments.
     guard: Guard
+    autocast: tuple[bool, torch.dtype]  # whether the user's pass runs with autocast, and its dtype
 
 
 @dataclass(eq=False)
-class FactorPass:
-    """A pass that computes factors, with everything that it needs except data.
+class FactorGraph:
+    """A pass that computes factors for inputs of one shape, with everything that it needs except data.
 
     Attributes:
+        key: Key of the pass.
         model: Called with the arguments.
         loss: The declared loss.
         settings: Which curvature matrix to compute, and how.
         trace: Contains the plans.
         known: Result of the audit.
-        autocast: Whether the user's pass ran with autocast, and its dtype.
         masks: Finds a mask in the arguments.
-    """
-
-    model: nn.Module
-    loss: Loss
-    settings: Settings
-    trace: Trace
-    known: AuditResult | None
-    autocast: Autocast
-    masks: MaskSource
-
-    def run(self, arguments: Any, num_data: int, y: Tensor, first: Tensor, sums: FactorSums) -> dict[str, str]:
-        """Overwrite `sums` with the sums of a batch, and return parameters that have none, with reasons.
-
-        Numbers of positions that depend on data stay on the device, because a graph cannot send them to the host.
-        """
-        # Reset sums in place: a graph writes to the same memory every time.
-        reset(sums)
-        # Run the model in a captured pass.
-        device = self.trace.device_type
-        masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, num_data), device=self.trace.device)
-        one = CapturedPass(self.trace, [sums], num_data, self.settings.batch_axis, self.known, masks=masks)
-        args, kwargs = one.mark(arguments)
-        with torch.enable_grad(), torch.autocast(device, self.autocast[1], self.autocast[0]), evaluating():
-            with one:
-                f = prediction_in(self.model(*args, **kwargs), self.loss.output)
-            one.finish_forward(f)
-        # Send vectors back through its graph.
-        with torch.no_grad():
-            at_once = columns_at_once(self.settings, f.device) if self.settings.columns_at_once else 1
-            values = computable(f.detach())
-            vectors = backpropagated_vectors(self.loss, values, y, self.settings, first, at_once)
-            one.send_back(f, (columns.to(f.dtype) for columns in vectors))
-            for total in (total for block in sums.blocks.values() for total in block.sums):
-                total.complete(roughly=True)
-        return not_covered(one.tracker.params, sums.blocks.values(), one.unexplained, sums.conflicts)
-
-
-@dataclass(eq=False)
-class FactorGraph:
-    """A pass for inputs of one shape that is recorded, or will be.
-
-    Attributes:
-        key: Key of the pass.
-        one: How to run the pass.
         num_data: Number of examples.
-        targets: Shape and dtype of the targets.
+        targets: Shape and dtype of the targets; `None` before the first run.
         sums: Sums that the pass overwrites.
         uncovered: Parameters without sums, with reasons.
         user: The result that currently refers to the sums.
     """
 
     key: PassKey
-    one: FactorPass
+    model: nn.Module
+    loss: Loss
+    settings: Settings
+    trace: Trace
+    known: AuditResult | None
+    masks: MaskSource
     num_data: int
-    targets: tuple[torch.Size, torch.dtype]
-    sums: FactorSums
+    targets: tuple[torch.Size, torch.dtype] | None = None
+    sums: FactorSums = field(init=False)
     uncovered: dict[str, str] = field(default_factory=dict)
     user: "weakref.ref[FactorResult] | None" = None
 
+    def __post_init__(self) -> None:
+        self.sums = FactorSums(self.settings)
+
     def replay(self, arguments: Any, y: Tensor, first_datum: int) -> "FactorResult":
         """Return the sums for new data."""
+        self.targets = self.targets or (y.shape, y.dtype)
         if (y.shape, y.dtype) != self.targets:
-            sums = FactorSums(self.sums.settings)
+            sums = FactorSums(self.settings)
             return FactorResult(sums, self._run(arguments, y, first_datum, sums))
         before = None if self.user is None else self.user()
         if before is not None:
@@ -177,16 +142,39 @@ class FactorGraph:
         def body(inputs: tuple[Any, Tensor], numbers: Sequence[float | Tensor]) -> None:
             self.uncovered |= self._run(*inputs, numbers[0], self.sums)
 
-        replayer, run, guard = self.key
-        replayer.run(run, body, (arguments, y), guard, [first_datum], host=self.sums)
+        key = self.key
+        key.replayer.run(key.run, body, (arguments, y), key.guard, [first_datum], host=self.sums)
         result = FactorResult(self.sums, self.uncovered)
         self.user = weakref.ref(result)
         return result
 
     def _run(self, arguments: Any, y: Tensor, first: float | Tensor, sums: FactorSums) -> dict[str, str]:
-        """Run the pass. A recording has the index of the first example on the device."""
-        first = first if isinstance(first, Tensor) else torch.full((), first, device=y.device)
-        return self.one.run(arguments, self.num_data, y, first.long(), sums)
+        """Overwrite `sums` with the sums of a batch, and return parameters that have none, with reasons.
+
+        A recording has the index of the first example on the device. Numbers of positions that depend on data stay
+        there, because a graph cannot send them to the host.
+        """
+        # Reset sums in place: a graph writes to the same memory every time.
+        reset(sums)
+        # Run the model in a captured pass.
+        enabled, dtype = self.key.autocast
+        masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, self.num_data), device=self.trace.device)
+        one = CapturedPass(self.trace, [sums], self.num_data, self.settings.batch_axis, self.known, masks=masks)
+        args, kwargs = one.mark(arguments)
+        with torch.enable_grad(), torch.autocast(self.trace.device_type, dtype, enabled), evaluating():
+            with one:
+                f = prediction_in(self.model(*args, **kwargs), self.loss.output)
+            one.finish_forward(f)
+        # Send vectors back through its graph.
+        with torch.no_grad():
+            at_once = columns_at_once(self.settings, f.device) if self.settings.columns_at_once else 1
+            first = first if isinstance(first, Tensor) else torch.full((), first, device=y.device)
+            values = computable(f.detach())
+            vectors = backpropagated_vectors(self.loss, values, y, self.settings, first.long(), at_once)
+            one.send_back(f, (columns.to(f.dtype) for columns in vectors))
+            for total in (total for block in sums.blocks.values() for total in block.sums):
+                total.complete(roughly=True)
+        return not_covered(one.tracker.params, sums.blocks.values(), one.unexplained, sums.conflicts)
 
 
 @dataclass(eq=False)
@@ -213,12 +201,11 @@ class FactorGraphs:
     """Decides which passes can be recorded, and compares their sums with those of watched passes."""
 
     def __init__(self, settings: Settings, replay: bool) -> None:
-        self._settings = settings
         # These Fisher types send no vectors back: the user's passes are enough.
         self._enabled = replay and settings.fisher not in {"empirical", "forward-only"}
         self._replayer: Replayer | None = None
 
-    def key(self, model: nn.Module, trace: Trace, arguments: Any, autocast: Autocast) -> PassKey | None:
+    def key(self, model: nn.Module, trace: Trace, arguments: Any) -> PassKey | None:
         """Return the key of the recording for a pass; `None` if the pass cannot be recorded."""
         tensors = tensors_in(arguments)
         if not self._enabled or not tensors:
@@ -234,8 +221,10 @@ class FactorGraphs:
         # of its time, such as a temperature.
         place = id(trace), tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
         guard = Guard(model, place=place, why="the model has hooks" if has_hooks(model, Hook) else "")
+        kind = trace.device_type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         mode = autocast, uses_tf32(), tuple(module.training for module in model.modules())
-        return PassKey(self._replayer, RunKey(mode, shape), guard)
+        return PassKey(self._replayer, RunKey(mode, shape), guard, autocast)
 
     def find(self, key: PassKey) -> FactorGraph | None:
         """Return the recording for a pass, if there is one and the model has not changed."""
@@ -256,40 +245,32 @@ class FactorGraphs:
         if self._replayer is not None:
             self._replayer.close()
 
-    def record(
-        self,
-        key: PassKey,
-        one: FactorPass,
-        data: Data,
-        watched: dict[Key, BlockSums],
-    ) -> None:
+    def record(self, one: FactorGraph, data: Data, watched: dict[Key, BlockSums]) -> None:
         """Rehearse, or record, a pass like one that was watched.
 
         Args:
-            key: Key of such passes.
-            one: How to run them.
+            one: The pass.
             data: Data of the watched pass (see `Data`).
             watched: Sums of the watched pass.
         """
         # The model may have changed after the watched pass.
-        if not key.replayer.is_repeated(key.run, key.guard) or key.guard.difference(Guard(one.model)):
+        replayer, run, guard, _ = one.key
+        if not replayer.is_repeated(run, guard) or guard.difference(Guard(one.model)):
             return
         with allow_sync(), unchanged_attributes(one.model):
             try:
-                why = self._compared(key, one, data, watched)
+                why = self._compared(one, data, watched)
             except Exception as error:  # noqa: BLE001 (whatever it is, passes can be watched)
                 why = why_not(error)
         if why:
-            key.replayer.refuse(key.run.kind, why)
+            replayer.refuse(run.kind, why)
 
-    def _compared(self, key: PassKey, one: FactorPass, data: Data, watched: dict[Key, BlockSums]) -> str:
+    def _compared(self, one: FactorGraph, data: Data, watched: dict[Key, BlockSums]) -> str:
         """Run a pass, and compare its sums with the watched ones. Return the reason why it cannot be recorded."""
-        arguments, num_data, y, first_datum = data
-        graph: FactorGraph | None = key.replayer.kept(key.run)
-        if graph is None:
-            sums = FactorSums(self._settings)
-            graph = key.replayer.keep(key.run, FactorGraph(key, one, num_data, (y.shape, y.dtype), sums))
-        graph.key = key
+        replayer, run = one.key.replayer, one.key.run
+        graph: FactorGraph = replayer.kept(run) or replayer.keep(run, one)
+        graph.key = one.key
+        arguments, y, first_datum = data
         random, other_random = random_state(y.device), other_random_state()
         versions = [b._version for b in one.model.buffers()]
         with restored(one.model, y.device, refuse=False):

@@ -8,11 +8,9 @@ by parameter, and one number at the first parameter that carries everything else
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
-from math import inf
 from typing import Any
 
 import torch
@@ -30,11 +28,11 @@ from kfs.optim.apply import Updates, keep_mean_step, new_age, read_state, start_
 from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.fsdp import local_part
 from kfs.optim.loss_check import called_by_scaler
-from kfs.optim.options import Interval, check_call, check_groups, check_number, check_quadratic_model
-from kfs.optim.preconditioner import Others, Preconditioner, StepGradients
+from kfs.optim.options import Interval, check_call, check_number, check_quadratic_model
+from kfs.optim.preconditioner import Preconditioner, Purpose, StepGradients
 from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
-from kfs.optim.report import Events, Report
-from kfs.optim.step_scale import StepScale
+from kfs.optim.report import Report, callers, description_of, report_of
+from kfs.optim.safety import Events
 from kfs.problem.whole_parameters import is_sharded, model_to_run, whole
 from kfs.runtime import sync
 from kfs.runtime.nested import mapped
@@ -63,69 +61,62 @@ torch.serialization.add_safe_globals([Carrier])
 
 def _is_for_checkpoint() -> bool:
     """Whether a function of `torch.distributed.checkpoint` requests the state, maybe through a wrapping optimizer."""
-    frame = sys._getframe()
-    for _ in range(5):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-    return False
+    names = [frame.f_globals.get("__name__") for frame in islice(callers(sys._getframe(1)), 5)]
+    return "torch.distributed.checkpoint.state_dict" in names
 
 
 class Rest:
-    """The user's optimizer for parameters that KFAC does not train.
+    """What trains the parameters that KFAC does not: the user's optimizer, or AdamW.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The user's optimizer; `None` for AdamW.
 
     Raises:
         ModelError: If it is not an optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, KFAC | torch.optim.LBFGS):
+        if optimizer is not None and (
+            not isinstance(optimizer, Optimizer) or isinstance(optimizer, KFAC | torch.optim.LBFGS)
+        ):
             raise ModelError(
                 f"rest is a {type(optimizer).__name__}, not another optimizer of torch.optim whose step needs no "
                 "closure.",
                 "Pass an optimizer that trains what KFAC does not: rest=torch.optim.AdamW(model.parameters()).",
             )
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
+        self.name = "AdamW" if optimizer is None else type(optimizer).__name__
 
     def check(self, params: Mapping[str, Tensor]) -> None:
         """Raise if the optimizer lacks some parameters, given by name."""
+        if self.optimizer is None:
+            return
         mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in params.items() if id(p) not in mine]
         if missing:
             raise ModelError(
                 f"KFAC does not train {', '.join(map(repr, missing))}, and the optimizer rest= does not have them.",
-                f"Make it with them, {type(self.optimizer).__name__}(model.parameters()), or call add_param_group() "
+                f"Make it with them, {self.name}(model.parameters()), or call add_param_group() "
                 "of it, or leave rest= out: then AdamW trains them.",
             )
 
     def beside(self, known: Iterable[Tensor]) -> list[Tensor]:
         """Return its parameters with gradients, except some known ones."""
         others = {id(p) for p in known}
-        mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        mine = [p for group in groups for p in group["params"]]
         return [p for p in mine if p.grad is not None and id(p) not in others]
 
     def step(self, hidden: Iterable[Tensor]) -> None:
-        """Take a step without the gradients of some parameters."""
-        with _without_gradients(hidden):
+        """Let the user's optimizer take a step without the gradients of some parameters."""
+        before = [(p, p.grad) for p in hidden]
+        try:
+            for p, _ in before:
+                p.grad = None
             self.optimizer.step()
-
-
-@contextmanager
-def _without_gradients(params: Iterable[Tensor]) -> Iterator[None]:
-    """Hide gradients in this context."""
-    before = [(p, p.grad) for p in params]
-    try:
-        for p, _ in before:
-            p.grad = None
-        yield
-    finally:
-        for p, g in before:
-            p.grad = g
+        finally:
+            for p, g in before:
+                p.grad = g
 
 
 class KFAC(Described, Optimizer):
@@ -255,15 +246,20 @@ class KFAC(Described, Optimizer):
         number = damping.fraction if isinstance(damping, Relative) else damping
         defaults |= {"damping": number, "trust": trust, "method": "kfac"}
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        check_groups(self.param_groups)
-        self._rest = None if rest is None else Rest(rest)
-        if self._rest is not None:
-            self._rest.check(self._asked_for(model_to_run(model)))
+        self._rest = Rest(rest)
+        self._rest.check(self._asked_for(model_to_run(model)))
+        purpose = Purpose(
+            kind="optimizer",
+            groups=self.param_groups,
+            others=f"which are trained by {self._rest.name}",
+            check=self._rest.check,
+            close=weakref.WeakMethod(self.close),
+            noise=None if quadratic_model else noise,
+            keep_inputs=quadratic_model,
+        )
         self.preconditioner = Preconditioner(
             model,
             loss,
-            # PyTorch only warns of parameters that are twice in a list.
-            [{**group, "params": list(dict.fromkeys(group["params"]))} for group in self.param_groups],
             damping=damping,
             trust=trust,
             kl_clip=kl_clip,
@@ -283,23 +279,15 @@ class KFAC(Described, Optimizer):
             audit=audit,
             replay=replay,
             group=group,
+            _purpose=purpose,
         )
-        self.preconditioner.read_groups(self.param_groups)  # Schedules change these; it has copies.
         self.exchange = self.preconditioner.exchange
         self._params = self.preconditioner.params
-        self._params.close = weakref.WeakMethod(self.close)
-        self._params.kind = "optimizer"
-        self.preconditioner.watch.notes_sizes = False
-        self.preconditioner.others = Others("which are trained by AdamW")
-        if self._rest is not None:
-            name = type(self._rest.optimizer).__name__
-            self.preconditioner.others = Others(f"which are trained by {name}", self._rest.check)
+        self._scale = self.preconditioner.scale
         self._quadratic: QuadraticModel | None = None
         if quadratic_model:
             self._quadratic = QuadraticModel(self.preconditioner.model, self.preconditioner.loss, self.exchange)
-            self.preconditioner.watch.keep_inputs = True
-        self._scale = None if noise is None or quadratic_model else StepScale(noise)
-        self._updates = Updates(self.preconditioner, self._scale)
+        self._updates = Updates(self.preconditioner)
         self._whole: dict[int, Tensor] | None = None  # see `consolidate_state_dict`; valid until the next step
 
     def _asked_for(self, model: nn.Module) -> dict[str, Tensor]:
@@ -346,8 +334,7 @@ class KFAC(Described, Optimizer):
         if not hasattr(self, "preconditioner"):  # called by the constructor
             return
         try:
-            if self._rest is not None:
-                self._rest.check(self._asked_for(self.preconditioner.model))
+            self._rest.check(self._asked_for(self.preconditioner.model))
             self.preconditioner.read_groups(self.param_groups)
         except ModelError:
             self.param_groups.pop()
@@ -357,7 +344,7 @@ class KFAC(Described, Optimizer):
         """Reset gradients, also those of `rest`, and discard the statistics of passes since the last step."""
         self.preconditioner.watch.forget()
         super().zero_grad(set_to_none)
-        if self._rest is not None:
+        if self._rest.optimizer is not None:
             self._rest.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -394,7 +381,7 @@ class KFAC(Described, Optimizer):
             if closure is not None:
                 batch = BatchLoss(closure, preconditioner.model, preconditioner.params.device, self.exchange.mean)
             result = None if batch is None else batch.result
-            beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
+            beside = self._rest.beside(self._params.tensors.values())
             if beside and called_by_scaler():
                 raise ModelError(
                     "A GradScaler divides the gradients of KFAC's own parameters only, but the optimizer rest= has "
@@ -403,57 +390,44 @@ class KFAC(Described, Optimizer):
                 )
             of_rest = [local_part(p.grad).to_dense() for p in beside if p.grad is not None]
             trial = None if self._quadratic is None else batch
-            found = preconditioner.learn(result, trial, self._scale, of_rest=of_rest)
+            found = preconditioner.learn(result, trial, of_rest=of_rest)
             # The host may find that gradients are not good. Otherwise, the device skips the step if they are not.
             if found is not None:
-                taken = self._update(found, batch)
+                taken = None
+                if self._quadratic is None or batch is None:
+                    own = found.others if self._rest.optimizer is None else {}
+                    with preconditioner.curvature.costs.timed("products"):
+                        taken = self._updates.take(self.state, found.natural, own, found.good)
+                else:
+                    self._try(self._quadratic, batch, found)
+                preconditioner.curvature.note_products()
                 preconditioner.finish(found, taken)
                 self._keep_place_for_carrier()
-                if self._rest is not None and taken is not None:
-                    self._step_rest(self._rest, taken)
+                if self._rest.optimizer is not None and taken is not None:
+                    self._step_rest(taken)
             return result
 
-    def _update(self, found: StepGradients, batch: BatchLoss | None) -> Tensor | None:
-        """Update parameters: with curvature by the natural gradient, others by AdamW or the user's optimizer.
+    def _try(self, quadratic: QuadraticModel, batch: BatchLoss, found: StepGradients) -> None:
+        """Try the step of a quadratic model, and one for other parameters, and shorten them until the loss falls."""
+        params, curvature, unit = self._params, self.preconditioner.curvature, self.preconditioner.unit
+        natural = {n: g / unit for n, g in found.natural.items()}
+        with curvature.costs.timed("products"):
+            # No trust region: the quadratic model chooses the length of the step.
+            D = curvature.precondition(natural, params.tensors, params.groups, limit=False)
+        steps = quadratic.steps(natural, D, curvature.dampings(), found.sums)
+        noise = batch.round_off / unit
+        change = partial(self._change, batch)
+        rest = None if self._rest.optimizer is None else partial(self._step_rest, found.good)
+        beside = self._rest.beside(params.tensors.values())
+        trial = tried_updates(params, self.state, steps, natural, found.others, rest, beside, change, noise)
+        factor = quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
+        curvature.damping.note_trial(trial.share, factor)
 
-        Returns:
-            The flag whether the step was taken; `None` with a quadratic model, which has also tried a step of the
-            user's optimizer.
-        """
-        preconditioner, curvature = self.preconditioner, self.preconditioner.curvature
-        natural, others = found.natural, found.others
-        own = others if self._rest is None else {}
-        taken: Tensor | None
-        if self._quadratic is None or batch is None:
-            with curvature.costs.timed("products"):
-                allowed = inf
-                if self._scale is not None:
-                    trend = preconditioner.trend
-                    allowed = self._scale.allowed(trend.mean, trend.progress, self.param_groups)
-                taken = self._updates.take(self.state, natural, own, found.good, allowed)
-        else:
-            taken = None
-            unit = preconditioner.unit
-            natural = {n: g / unit for n, g in natural.items()}
-            with curvature.costs.timed("products"):
-                # No trust region: the quadratic model chooses the length of the step.
-                D = curvature.precondition(natural, self._params.tensors, self._params.groups, limit=False)
-            steps = self._quadratic.steps(natural, D, curvature.dampings(), found.sums)
-            noise = batch.round_off / unit
-            change = partial(self._change, batch)
-            rest = None if self._rest is None else partial(self._step_rest, self._rest, found.good)
-            beside = [] if self._rest is None else self._rest.beside(self._params.tensors.values())
-            trial = tried_updates(self._params, self.state, steps, natural, others, rest, beside, change, noise)
-            factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
-            curvature.note_trial(trial, factor)
-        curvature.note_products()
-        return taken
-
-    def _step_rest(self, rest: Rest, taken: Tensor) -> None:
+    def _step_rest(self, taken: Tensor) -> None:
         """Let the user's optimizer take its step if this one was taken."""
         if sync.number(taken):
             will_cover = self.preconditioner.will_cover
-            rest.step(p for n, p in self._params.tensors.items() if will_cover(n))
+            self._rest.step(p for n, p in self._params.tensors.items() if will_cover(n))
 
     def _change(self, batch: BatchLoss) -> float:
         """Return the change of the batch loss since its first evaluation. The passes for it compute no factors."""
@@ -480,7 +454,7 @@ class KFAC(Described, Optimizer):
     @property
     def step_scale(self) -> float:
         """The factor that currently multiplies learning rates. Reading it synchronizes with a GPU."""
-        return 1.0 if self._scale is None else self._scale.value()
+        return self._scale.value()
 
     def report(self) -> Report:
         """Return a report of covered parameters, costs of recent steps, and events; `print` shows it as a table.
@@ -497,12 +471,12 @@ class KFAC(Described, Optimizer):
               steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
         """
         lr = tuple(float(group["lr"]) for group in self.param_groups)
-        rest = "AdamW" if self._rest is None else type(self._rest.optimizer).__name__
-        return self.preconditioner.report_with(repr(self), lr, self.step_scale, rest)
+        return report_of(self.preconditioner, repr(self), lr, self._rest.name)
 
     def describe(self) -> Description:
         """Describe model, loss, settings and progress of training."""
-        return self.preconditioner.describe_with(
+        return description_of(
+            self.preconditioner,
             "KFAC",
             ("lr", "damping", "momentum", "weight_decay", "trust"),
             f", quadratic_model={self._quadratic is not None}",
@@ -536,7 +510,7 @@ class KFAC(Described, Optimizer):
     def _own_state(self, averages: Iterable[Average]) -> dict[str, Any]:
         """Return all state that does not belong to one parameter, given averages over all processes."""
         return self.preconditioner.state(averages) | {
-            "step_scale": None if self._scale is None else self._scale.state(),
+            "step_scale": self._scale.state(),
             "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
         }
 
@@ -544,7 +518,7 @@ class KFAC(Described, Optimizer):
         """Whether this step only creates state: the first one, without passes, with gradients and rates of zero."""
         if (
             self.state
-            or self.steps
+            or self.preconditioner.steps
             or self.preconditioner.watch.has_passes
             or any(group["lr"] for group in self.param_groups)
         ):
@@ -559,7 +533,7 @@ class KFAC(Described, Optimizer):
         for p, group in trained:
             adamw = group["method"] == "adamw" or "exp_avg" in self.state[p]
             start_averages(self.state, p, adamw, age)
-            if self._scale is not None and not adamw:
+            if self._scale.noise is not None and not adamw:
                 keep_mean_step(self.state, p)
         self._keep_place_for_carrier()
 
@@ -584,7 +558,7 @@ class KFAC(Described, Optimizer):
                 adamw[name] = {key: mine[key] for key in ("exp_avg", "exp_avg_sq", "age")}
                 # Replace it by the entries of a new optimizer.
                 mine = {key: value for key, value in mine.items() if key == _CARRIER}
-                names = ("average",) if self._scale is None else ("average", "mean_step")
+                names = ("average",) if self._scale.noise is None else ("average", "mean_step")
                 mine |= {"age": new_age(self.preconditioner.params.device)} | {
                     key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names
                 }
@@ -661,8 +635,7 @@ class KFAC(Described, Optimizer):
         read_state(self.state, self.param_groups, state_dict)
         self.preconditioner.restore(mine)
         self._whole = None
-        if self._scale is not None and mine["step_scale"] is not None:
-            self._scale.restore(mine["step_scale"])
+        self._scale.restore(mine["step_scale"])
         if self._quadratic is not None:
             self._quadratic.previous = copied_to(self.preconditioner.params.device, mine["previous"])
         self.preconditioner.read_groups(self.param_groups)

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import log2
-from types import FrameType
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from kfs.losses.huber import Huber
 from kfs.losses.poisson import Poisson
 from kfs.losses.square import Square
 from kfs.optim.averages import StepSums
-from kfs.optim.report import user_stacklevel
+from kfs.optim.report import callers, user_stacklevel
 
 _SOFTMAX = (CrossEntropy, TokenCrossEntropy)
 _SHOWN = (*_SOFTMAX, BinaryCrossEntropy, KLDivergence)
@@ -376,10 +375,8 @@ def _is_power_of_two(factor: float) -> bool:
 def called_by_scaler() -> bool:
     """Whether an enabled gradient scaler calls the step: it has multiplied the loss, and then divided the gradients."""
     file = sys.modules[GradScaler.__module__].__file__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in callers():
         if frame.f_code.co_filename == file:
             scaler = frame.f_locals.get("self")
             return isinstance(scaler, GradScaler) and scaler.is_enabled()
-        frame = frame.f_back
     return False

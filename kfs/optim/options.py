@@ -196,9 +196,7 @@ def grouped(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str
         group["params"] = [p[1] if isinstance(p, tuple) else p for p in some]  # Named parameters are pairs.
         for name, value in defaults.items():
             group.setdefault(name, value)
-    if not any(group["params"] for group in groups):
-        raise ModelError("There are no parameters.", "Pass parameters of the model, or leave params= out.")
-    if max(Counter(id(p) for group in groups for p in group["params"]).values()) > 1:
+    if max(Counter(id(p) for group in groups for p in group["params"]).values(), default=0) > 1:
         raise ModelError("Some parameters were passed more than once.", "Pass each parameter once, in one group.")
     return groups
 
@@ -275,25 +273,29 @@ class Parameters:
     Args:
         model: The model that contains them.
         groups: The optimizer's parameter groups.
-        close: A method that closes the optimizer. It is called when another optimizer takes the model over. Only a weak
-            reference to it is stored.
+        close: Weak reference to the method that closes the optimizer, for another one that takes the model over.
         kind: The name of its kind, for messages.
 
     Attributes:
         tensors: Parameters by name.
         groups: Parameter groups by name of the parameter.
         closed: Whether the optimizer was closed, so that other optimizers may own the parameters.
-        close: Weak reference to the method that closes the optimizer.
     """
 
-    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], close: Callable[[], None], kind: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        close: "weakref.WeakMethod[Callable[[], None]]",
+        kind: str,
+    ) -> None:
         """Look up names, and take the parameters over from an earlier optimizer of the same model."""
         refuse_scripted(model, [("", model)])  # scripted parts of a model are trained by AdamW
         self.closed = False
         self.kind = kind
         self._taken_over = False
         self._model = model
-        self.close = weakref.WeakMethod(close)
+        self._close = close
         self.read(groups, take_over=True)
 
     def read(self, groups: list[dict[str, Any]], take_over: bool = False) -> None:
@@ -310,6 +312,8 @@ class Parameters:
         reshard(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}
         found = [(p, group) for group in groups for p in group["params"]]
+        if not found:
+            raise ModelError("There are no parameters.", "Pass parameters of the model, or leave params= out.")
         strange = [list(p.shape) for p, _ in found if id(p) not in names]
         if strange:
             raise ModelError(
@@ -416,7 +420,7 @@ class Parameters:
         """Return other open optimizers that own some of these parameters, and the method that closes each of them."""
         owners = {owner() for p in params if (owner := _OWNERS.get(p)) is not None} - {None, self}
         open_ones = [owner for owner in owners if not owner.closed]
-        return {owner: close for owner in open_ones if (close := owner.close()) is not None}
+        return {owner: close for owner in open_ones if (close := owner._close()) is not None}
 
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:

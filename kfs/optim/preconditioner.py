@@ -15,8 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfs.display.describe import Described, Description, number
+from kfs.display.describe import Described, Description
 from kfs.distributed import Group
 from kfs.errors import DistributedError, KfsWarning, ModelError, StorageError
 from kfs.factors.audit import Audit
@@ -35,10 +34,9 @@ from kfs.factors.settings import Fisher, Sharing
 from kfs.losses import describe
 from kfs.optim.across_ranks import Exchange, agreed, made_by_all, sum_over_ranks
 from kfs.optim.averages import Average, Bases, StepSums, Unit
-from kfs.optim.curvature import Curvature, PendingChecks, StepNotFiniteError, lost_parameters
+from kfs.optim.curvature import Curvature, StepNotFiniteError, lost_parameters
 from kfs.optim.fsdp import is_fully_sharded, local_part
 from kfs.optim.inverses import Inverses
-from kfs.optim.last_good_step import GoodStep, LastGoodStep, LossTrend, UsualSizes
 from kfs.optim.loss_check import LossCheck
 from kfs.optim.options import (
     IN_GROUPS,
@@ -52,8 +50,9 @@ from kfs.optim.options import (
     warmup_interval,
 )
 from kfs.optim.quadratic_model import BatchLoss
-from kfs.optim.report import PARTS, Events, Report, block_row, user_stacklevel
-from kfs.optim.step_scale import StepScale
+from kfs.optim.report import Report, description_of, report_of, user_stacklevel
+from kfs.optim.safety import Events, GoodStep, PendingChecks, UsualSizes
+from kfs.optim.step_scale import LossTrend, StepScale
 from kfs.optim.update_rule import total_size
 from kfs.optim.watch import Watch
 from kfs.problem.data import MaskSource
@@ -86,17 +85,27 @@ class StepGradients(NamedTuple):
     fine: GoodStep
 
 
-@dataclass
-class Others:
-    """The treatment of parameters that turn out not to be covered.
+@dataclass(frozen=True)
+class Purpose:
+    """What a preconditioner is made for: to be used alone, or by an optimizer such as `KFAC`.
 
     Attributes:
-        what: Description for a warning.
+        kind: Name of what the user has, for messages.
+        groups: Parameter groups of the optimizer, which schedules change.
+        others: What happens to parameters that turn out not to be covered, for a warning.
         check: Raises an error if nothing trains some parameters, given by name; `None` if there is always something.
+        close: Weak reference to a method that closes the optimizer, for another one that takes the model over.
+        noise: Setting of the scale of steps (see `StepScale`).
+        keep_inputs: Whether the inputs of all passes of a step are needed.
     """
 
-    what: str = "whose gradients are left as they are"
+    kind: str = "preconditioner"
+    groups: list[dict[str, Any]] | None = None
+    others: str = "whose gradients are left as they are"
     check: Callable[[Mapping[str, Tensor]], None] | None = None
+    close: "weakref.WeakMethod[Callable[[], None]] | None" = None
+    noise: float | None = None
+    keep_inputs: bool = False
 
 
 class Preconditioner(Described):
@@ -187,8 +196,9 @@ class Preconditioner(Described):
         audit: bool = True,
         replay: bool = True,
         group: Group | None = None,
+        _purpose: Purpose | None = None,
     ) -> None:
-        """Validate all options, then register hooks on the model."""
+        """Validate all options, then register hooks on the model. `KFAC` passes its own groups, and a purpose."""
         check_call(model, loss, "Preconditioner")
         options = Options(
             damping=damping,
@@ -217,15 +227,17 @@ class Preconditioner(Described):
         self.settings = options.settings
         options.check()
         number, unit = options.number_and_unit()
+        self._purpose = purpose = _purpose or Purpose()
+        self.scale = StepScale(purpose.noise)
         defaults = {"damping": number, "trust": trust, "method": "kfac"}
-        self.param_groups = grouped(model.parameters() if params is None else params, defaults)
+        given = model.parameters() if params is None else params
+        self.param_groups = grouped(given, defaults) if purpose.groups is None else purpose.groups
         # CUDA graphs contain no communication.
         self.replay = replay and not is_fully_sharded(model)
         inverses = Inverses(damping_method or ("exact" if eigen else "factored"), unit, eigen, self.replay)
-        self.curvature = Curvature(decay, inverses, inverses_every, patience, kl_clip, ranks)
-        self.curvature.at_owners = is_fully_sharded(model) and not eigen  # All ranks need eigenvectors.
-        self.last_good_step = LastGoodStep(patience)
-        self.pending = PendingChecks(self.curvature, self.last_good_step)
+        at_owners = is_fully_sharded(model) and not eigen  # All ranks need eigenvectors.
+        self.curvature = Curvature(decay, inverses, inverses_every, patience, kl_clip, ranks, at_owners)
+        self.pending = PendingChecks(self.curvature.damping)
         self.trend = LossTrend()
         self.steps = 0
         self.uncovered: dict[str, str] = {}
@@ -237,20 +249,30 @@ class Preconditioner(Described):
         self._declared: set[Key] = set()  # blocks that were already checked for wide factors
         self._paused = False
         self._whole: list[Average] | None = None  # set by `consolidate_state_dict`, valid until the next step
-        self.others = Others()
         # The natural gradients of the last step: references to the tensors, and their versions.
         self._written: dict[str, tuple[weakref.ref[Tensor], int]] = {}
-        self.params = Parameters(model, self.param_groups, self.close, "preconditioner")
-        module = loss if isinstance(loss, nn.Module) else None
+        close = purpose.close or weakref.WeakMethod(self.close)
+        self.params = Parameters(model, self.param_groups, close, purpose.kind)
         # `called` is a pair: positional and keyword arguments of the model.
         masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
-        watched = (self.loss, self.settings, False, self.curvature.costs, self.replay, self.exchange, masks)
-        self.watch = Watch(model, module, self._wanted, *watched)
-        self.watch.notes_sizes = True
+        self.watch = Watch(
+            model,
+            loss if isinstance(loss, nn.Module) else None,
+            self._wanted,
+            self.loss,
+            self.settings,
+            self.curvature.costs,
+            self.replay,
+            self.exchange,
+            self._loss_check,
+            masks,
+            keep_inputs=purpose.keep_inputs,
+            notes_sizes=purpose.groups is None,  # A scaler calls the step of an optimizer itself.
+        )
 
     def close(self) -> None:
         """Remove all hooks from the model, and free recordings. Afterwards, `step()` raises."""
-        self.pending.read_all()
+        self._read_flags()
         self.watch.close()
         self.curvature.inverses.forget()
         self.params.closed = True
@@ -309,7 +331,7 @@ class Preconditioner(Described):
             with self.curvature.costs.timed("products"), tf32(True if half else None):
                 steps = self.curvature.natural_gradient(u, self.params, dict.fromkeys(u, 1.0), taken, half)
         except StepNotFiniteError:
-            self.curvature.note_overflow()
+            self.curvature.damping.note_overflow()
             return None
         on_device = sync.is_asynchronous(taken.device)
         for name, step in steps.items():
@@ -343,7 +365,6 @@ class Preconditioner(Described):
         self,
         result: Any = None,
         batch: BatchLoss | None = None,
-        scale: StepScale | None = None,
         are_scaled: bool | None = None,
         of_rest: Sequence[Tensor] = (),
     ) -> StepGradients | None:
@@ -352,7 +373,6 @@ class Preconditioner(Described):
         Args:
             result: Return value of the closure.
             batch: The loss on the batch, for a quadratic model. It must be finite, and all inverses are recomputed.
-            scale: Multiplies learning rates.
             are_scaled: As in `LossCheck.check`.
             of_rest: Gradients of parameters that only another optimizer has. They must be good, too.
 
@@ -365,25 +385,25 @@ class Preconditioner(Described):
         # Gradients are usable if they are finite and not far larger than before. The result stays on the device.
         measured = [*grads.values(), *of_rest]
         size = total_size(measured).reshape(1) if measured else torch.zeros(1, device=self.params.device)
-        of_others = (partial(self._facts, scale), self.params.tensors, grads, self.curvature.averages)
-        sums, size = self.exchange.merged(self.watch.collect(), *of_others, self.settings.products, size)
+        mine = self.watch.collect(), self._facts, self.params.tensors, grads
+        sums, size = self.exchange.merged(*mine, self.curvature.averages, self.settings.products, size)
         # Adding factors requires the outcomes of earlier steps, which may still be on the device.
         has_factors = sums is not None and sums.has_factors
         if has_factors:
-            self.pending.read_all()
-            self.last_good_step.check(self.params.tensors)
+            self._read_flags()
+            self.pending.check(self.params.tensors)
         if not grads and not of_rest:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
         self._check(sums, result, are_scaled)
         finite, good = self._gradient_sizes.check(("gradients",), size, learn=has_factors)
-        fine = GoodStep.of(self.steps, result, self.param_groups[0], self.curvature.damping_scale)
+        fine = GoodStep.of(self.steps, result, self.param_groups[0], self.curvature.damping.scale)
         lost: dict[str, str] = {}
         if sums is not None:
             known, ranks = self.curvature.averages, self.exchange.ranks
             lost = lost_parameters(sums, self.params.trainable(), grads, known, ranks)
-        if lost and self.others.check is not None:
-            self.others.check({n: self.params.tensors[n] for n in lost})
-        self._note_loss(sums, scale)
+        if lost and self._purpose.check is not None:
+            self._purpose.check({n: self.params.tensors[n] for n in lost})
+        self._note_loss(sums)
         # Reading a flag from a GPU synchronizes. In a steady step, the device evaluates the flags itself.
         waits = not sync.is_asynchronous(good.device) or batch is not None or not self._is_steady(sums, lost)
         # If the host decides, it skips the step here.
@@ -391,9 +411,9 @@ class Preconditioner(Described):
             is_fine = batch is None or isfinite(batch.value)
             if not good or not is_fine:
                 self.pending.note_skipped(is_fine and bool(finite))
-                self.last_good_step.check(self.params.tensors)
+                self.pending.check(self.params.tensors)
                 return None
-            self.last_good_step.note(fine)
+            self.pending.note_good(fine)
         costs = self.curvature.costs
         with costs.timed("factors"):
             added = None if sums is None else self._add_sums(sums, lost, None if waits else good)
@@ -427,6 +447,11 @@ class Preconditioner(Described):
         self.curvature.costs.end_step()
         self.steps += 1
 
+    def _read_flags(self) -> None:
+        """Read all flags from the device, and count failures."""
+        self.pending.read_all()
+        self.curvature.note_failures()
+
     def read_groups(self, groups: list[dict[str, Any]]) -> None:
         """Use other parameter groups of the same model from now on."""
         self.params.read(groups)
@@ -443,7 +468,7 @@ class Preconditioner(Described):
             self._paused = False
             self.watch.collect()
 
-    def _note_loss(self, sums: StepSums | None, scale: StepScale | None) -> None:
+    def _note_loss(self, sums: StepSums | None) -> None:
         """Record the loss of a step with new factors, and warn if the run is getting worse."""
         if sums is None or not sums.has_factors or not sums.examples:
             return
@@ -453,13 +478,13 @@ class Preconditioner(Described):
             ranks = self.exchange.ranks.size if self.loss.reduction == "mean" else 1
             R = self.loss.reduction_factor(sums.count) * ranks
             loss = 0.5 * sums.square / (R**2 * sums.examples)
-        trouble = self.trend.note(self.steps, loss, 1.0 if scale is None else scale.value())
+        trouble = self.trend.note(self.steps, loss, self.scale.value())
         if trouble:
-            if not self.curvature.events.rising_losses:
+            if not self.curvature.damping.events.rising_losses:
                 way_out = "Use a smaller lr, warm-up, a larger damping or a smaller trust, or go back to a checkpoint."
                 text = f"{trouble[0].upper()}{trouble[1:]}. {way_out}"
                 warnings.warn(text, KfsWarning, stacklevel=user_stacklevel())
-            self.curvature.events.note("rising_losses", trouble)
+            self.curvature.damping.events.note("rising_losses", trouble)
 
     def _wanted(self) -> tuple[dict[str, Tensor], Bases] | None:
         """Return the parameters to track in the starting forward pass, and bases; `None` if factors are not needed."""
@@ -489,7 +514,7 @@ class Preconditioner(Described):
         later = range(self.steps + 1, self.steps + 1000)
         return next((step for step in later if step % interval_at(self._factors_every, step) == 0), -1)
 
-    def _facts(self, scale: StepScale | None) -> dict[str, dict[str, Any]]:
+    def _facts(self) -> dict[str, dict[str, Any]]:
         """Return values that must agree between processes at this step, by kind and name."""
         next_due = self._next_with_factors()
         # On a GPU, steps without factors do not communicate. Their schedule is compared in advance.
@@ -510,8 +535,8 @@ class Preconditioner(Described):
             "steps": self.steps,
             "data": self.watch.first_datum,
             "unit": self.unit,
-            "damping_scale": self.curvature.damping_scale,
-            "step_scale": None if scale is None else round(scale.value(), 6),
+            "damping_scale": self.curvature.damping.scale,
+            "step_scale": round(self.scale.value(), 6),
         }
         return {"Numbers of steps and data": numbers, "Options of parameter groups": options, "Schedules": due}
 
@@ -529,7 +554,6 @@ class Preconditioner(Described):
         if sums is not None:
             # The closure returns the loss on the data of this process only.
             self._loss_check.check(sums, value if self.exchange.ranks.size == 1 else None, are_scaled)
-            self.watch.compare = self._loss_check.steps_left > 0
 
     def _is_steady(self, sums: StepSums | None, lost: Mapping[str, str]) -> bool:
         """Whether the step changes only tensor values, so that the host need not read a flag before it is taken."""
@@ -561,7 +585,7 @@ class Preconditioner(Described):
         new = [block for key, block in sums.blocks.items() if key not in self._declared]
         self._declared |= sums.blocks.keys()
         if lost:
-            text = f"KFAC does not cover some parameters, {self.others.what} ({listed(lost)})."
+            text = f"KFAC does not cover some parameters, {self._purpose.others} ({listed(lost)})."
             warnings.warn(text, KfsWarning, stacklevel=user_stacklevel())
         if new:
             warn_of_wide(new, self.settings, stacklevel=user_stacklevel() + 1)
@@ -570,8 +594,8 @@ class Preconditioner(Described):
     @property
     def events(self) -> Events:
         """Counts of handled problems: bad gradients, refused statistics, failed inverses. Synchronizes with a GPU."""
-        self.pending.read_all()
-        return self.curvature.events
+        self._read_flags()
+        return self.curvature.damping.events
 
     @property
     def audit(self) -> Audit | None:
@@ -581,7 +605,7 @@ class Preconditioner(Described):
     @property
     def damping_scale(self) -> float:
         """The factor that currently multiplies all dampings."""
-        return self.curvature.damping_scale
+        return self.curvature.damping.scale
 
     def report(self) -> Report:
         """Return a report of covered parameters, costs of recent steps, and events; `print` shows it as a table.
@@ -597,68 +621,11 @@ class Preconditioner(Described):
               fisher='mc', eigen=False
               steps=0, blocks=0, not covered=0, damping_scale=1, events: none
         """
-        return self.report_with(repr(self))
-
-    def report_with(self, summary: str, lr: tuple[float, ...] = (), step_scale: float = 1.0, rest: str = "") -> Report:
-        """Return the report, with facts about an optimizer that uses the natural gradients.
-
-        Args:
-            summary: Description of the optimizer.
-            lr: Learning rate of each group.
-            step_scale: Factor on learning rates.
-            rest: Name of the optimizer that trains all other parameters.
-        """
-        self.pending.read_all()
-        curvature, groups = self.curvature, self.params.groups
-        place = {name: i for i, name in enumerate(self.params.tensors)}
-        averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
-        blocks = tuple(map(block_row, averages))
-        covered = {name for row in blocks for name in row.params}
-        others = [n for n, group in groups.items() if group["method"] == "adamw"]
-        waiting = [n for n in self.params.tensors if n not in {*covered, *others, *self.uncovered}]
-        return Report(
-            summary=summary,
-            blocks=blocks,
-            uncovered=dict(self.uncovered),
-            adamw=tuple(others),
-            rest=rest,
-            waiting=tuple(waiting),
-            costs={part: curvature.costs.mean(part) for part in PARTS},
-            num_steps=len(curvature.costs.last),
-            on_host=any(p.device.type != "cpu" for p in self.params.tensors.values()),
-            events=Events(**asdict(curvature.events)),
-            lr=lr,
-            damping=tuple(float(group["damping"]) * curvature.damping_scale for group in self.param_groups),
-            damping_scale=curvature.damping_scale,
-            step_scale=step_scale,
-            history=tuple(self.trend.history),
-        )
+        return report_of(self, repr(self))
 
     def describe(self) -> Description:
         """Describe model, loss, settings and progress of training."""
-        return self.describe_with("Preconditioner", ("damping", "trust"))
-
-    def describe_with(self, name: str, numbers: Sequence[str], options: str = "", progress: str = "") -> Description:
-        """Describe an optimizer that uses the natural gradients.
-
-        Args:
-            name: Its name.
-            numbers: Names of numbers in its parameter groups.
-            options: Further options.
-            progress: Further facts about the progress of training.
-        """
-        tensors, curvature = self.params.tensors.values(), self.curvature
-        size = sum(p.numel() for p in tensors)
-        groups = "; ".join(", ".join(f"{n}={number(g[n])}" for n in numbers) for g in self.param_groups)
-        happened = ", ".join(f"{event} {count}" for event, count in asdict(curvature.events).items() if count)
-        facts = (
-            groups,
-            f"fisher={self.settings.fisher!r}, eigen={curvature.inverses.eigen}{options}",
-            f"steps={self.steps}, blocks={len(curvature.averages)}, not covered={len(self.uncovered)}, {progress}"
-            f"damping_scale={curvature.damping_scale:.3g}, events: {happened or 'none'}",
-        )
-        title = f"{name} for {type(self.model).__name__} ({len(tensors)} parameters, {size:,} numbers)"
-        return Description(f"{title}, {self.loss.name}", facts)
+        return description_of(self, "Preconditioner", ("damping", "trust"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state. Training that resumes from it is identical to training without interruption.
@@ -681,7 +648,7 @@ class Preconditioner(Described):
         Raises:
             DistributedError: If `consolidate_state_dict()` was not called since the last step.
         """
-        self.pending.read_all()
+        self._read_flags()
         if self._whole is not None:
             return self._whole
         if self.exchange.ranks.size > 1 and self.curvature.averages:
@@ -702,7 +669,7 @@ class Preconditioner(Described):
 
     def summed_averages(self) -> list[Average]:
         """Return averages over the data of all processes. All processes must call this."""
-        self.pending.read_all()
+        self._read_flags()
         return sum_over_ranks(self.exchange.ranks, self.curvature.averages.values())
 
     def state(self, averages: Iterable[Average]) -> dict[str, Any]:

@@ -1,14 +1,13 @@
-"""Events and costs of an optimizer, and its report: tables in a terminal, or HTML in a notebook.
+"""Costs of an optimizer, and its report: tables in a terminal, or HTML in a notebook.
 
 Costs are averages over the last steps, by part: operations, and seconds on the host. Accelerators are not synchronized.
 """
 
-import logging
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
@@ -18,17 +17,27 @@ import torch
 
 import kfs
 from kfs.display.charts import draw_training
-from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_size
+from kfs.display.describe import DescribedByTables, Description, Table, counted, number, readable_size
 from kfs.factors.blocks import describe_factor
 from kfs.optim.averages import Average
-from kfs.optim.last_good_step import PastStep
+from kfs.optim.safety import Events
+from kfs.optim.step_scale import PastStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-log = logging.getLogger("kfs.optim")
+    from kfs.optim.preconditioner import Preconditioner
+
 # Files of this library and of PyTorch.
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (kfs, torch))
+
+
+def callers(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yield a frame of the interpreter, by default the current one, and its callers."""
+    frame = frame or sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def user_stacklevel() -> int:
@@ -39,39 +48,6 @@ def user_stacklevel() -> int:
         frame = frame.f_back
         level += 1
     return level
-
-
-@dataclass
-class Events:
-    """How often something went wrong.
-
-    Attributes:
-        skipped_steps: Steps skipped because the loss, gradients or products with inverses were not finite.
-        refused_gradients: Steps skipped because gradients were more than 100 times larger than before.
-        refused_statistics: Factors that were not added to averages, because they were not finite, or more than 10,000
-            times larger than before.
-        failed_inverses: Decompositions that failed. The previous inverse stayed in use.
-        raised_damping: Raises of damping, after several skipped steps, refused statistics or failed inverses in a row.
-        shortened_steps: With a quadratic model, steps that were shortened because the loss on the batch did not fall.
-        rejected_steps: Steps that were taken back because the loss did not fall, however short they were.
-        rising_losses: How often the loss had been far above its lowest value for many steps.
-    """
-
-    skipped_steps: int = 0
-    refused_gradients: int = 0
-    refused_statistics: int = 0
-    failed_inverses: int = 0
-    raised_damping: int = 0
-    shortened_steps: int = 0
-    rejected_steps: int = 0
-    rising_losses: int = 0
-
-    def note(self, name: str, text: str) -> None:
-        """Count an event. Log the first, second, fourth, eighth, ... of its kind."""
-        count = getattr(self, name) + 1
-        setattr(self, name, count)
-        if count & (count - 1) == 0:  # a power of two
-            log.warning("kfs.optim: %s%s.", text, "" if count == 1 else f" ({count} times so far)")
 
 
 Part = Literal["factors", "inverses", "products", "trials"]
@@ -282,3 +258,66 @@ def block_row(average: Average) -> BlockRow:
     damping = None if average.damping is None else float(average.damping.mean())
     A, B = describe_factor(K.A), describe_factor(K.B)
     return BlockRow(layout.name, layout.params, layout.matrix_shape, A, B, nbytes, damping, average.updated)
+
+
+def report_of(preconditioner: "Preconditioner", summary: str, lr: tuple[float, ...] = (), rest: str = "") -> Report:
+    """Return the report of a preconditioner, or of the optimizer that it belongs to.
+
+    Args:
+        preconditioner: The preconditioner.
+        summary: Description of it, or of the optimizer.
+        lr: Learning rate of each group.
+        rest: Name of the optimizer that trains all other parameters.
+    """
+    events = preconditioner.events  # reads flags from the device
+    curvature, params, uncovered = preconditioner.curvature, preconditioner.params, preconditioner.uncovered
+    place = {name: i for i, name in enumerate(params.tensors)}
+    averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
+    blocks = tuple(map(block_row, averages))
+    covered = {name for row in blocks for name in row.params}
+    adamw = tuple(n for n, group in params.groups.items() if group["method"] == "adamw")
+    scale = curvature.damping.scale
+    return Report(
+        summary=summary,
+        blocks=blocks,
+        uncovered=dict(uncovered),
+        adamw=adamw,
+        rest=rest,
+        waiting=tuple(n for n in params.tensors if n not in {*covered, *adamw, *uncovered}),
+        costs={part: curvature.costs.mean(part) for part in PARTS},
+        num_steps=len(curvature.costs.last),
+        on_host=any(p.device.type != "cpu" for p in params.tensors.values()),
+        events=replace(events),
+        lr=lr,
+        damping=tuple(float(group["damping"]) * scale for group in preconditioner.param_groups),
+        damping_scale=scale,
+        step_scale=preconditioner.scale.value(),
+        history=tuple(preconditioner.trend.history),
+    )
+
+
+def description_of(
+    preconditioner: "Preconditioner", name: str, numbers: Sequence[str], options: str = "", progress: str = ""
+) -> Description:
+    """Describe model, loss, settings and progress of a preconditioner, or of the optimizer that it belongs to.
+
+    Args:
+        preconditioner: The preconditioner.
+        name: Its name, or that of the optimizer.
+        numbers: Names of numbers in parameter groups.
+        options: Further options.
+        progress: Further facts about the progress of training.
+    """
+    curvature, damping = preconditioner.curvature, preconditioner.curvature.damping
+    tensors = preconditioner.params.tensors.values()
+    size = sum(p.numel() for p in tensors)
+    happened = ", ".join(f"{event} {count}" for event, count in asdict(damping.events).items() if count)
+    facts = (
+        "; ".join(", ".join(f"{n}={number(group[n])}" for n in numbers) for group in preconditioner.param_groups),
+        f"fisher={preconditioner.settings.fisher!r}, eigen={curvature.inverses.eigen}{options}",
+        f"steps={preconditioner.steps}, blocks={len(curvature.averages)}, "
+        f"not covered={len(preconditioner.uncovered)}, {progress}"
+        f"damping_scale={damping.scale:.3g}, events: {happened or 'none'}",
+    )
+    title = f"{name} for {type(preconditioner.model).__name__} ({len(tensors)} parameters, {size:,} numbers)"
+    return Description(f"{title}, {preconditioner.loss.name}", facts)

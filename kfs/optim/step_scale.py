@@ -19,6 +19,8 @@ overshoot may be at most twice the recent decrease of the loss. The *scale* mult
 of $c$ over some steps exceeds the allowed value, the scale falls, and otherwise it rises, up to one. If a schedule has
 lowered the learning rate, noise ends with it sooner or later, and more is allowed: by the square of the factor.
 
+`LossTrend` averages losses: it says how much the loss has fallen lately, and notices a run that gets worse.
+
 Overshoot becomes visible only after it has done harm. So the first steps are short, whatever the learning rate is, and
 the scale rises fast while there is no overshoot: a warm-up of seven steps. After overshoot that was far too large, the
 scale rises slowly, since the same step length would do the same harm again: networks that memorize their data have no
@@ -29,8 +31,8 @@ avoid all noise, and noise can be undone by shorter steps at the end (Wu et al.,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf, log
+from dataclasses import asdict, dataclass, field
+from math import inf, isfinite, log, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +61,20 @@ _TINY = 1e-6
 # Overshoot is far too large if it is this many times the allowed one. Then the scale rises slowly, by this number.
 _FAR_TOO_LARGE = 3.0
 _SLOW_RISE = 0.01
+# Fraction of the average of losses that is kept in every step.
+_KEPT_OF_LOSSES = 0.9
+# A loss is far above the lowest one if it exceeds it by this fraction, and by this many standard errors.
+_MARGIN = 0.1
+_ERRORS = 4.0
+_LOSSES_FOR_VARIANCE = 20
+_FEW_LOSSES = 10  # Of fewer losses, the average is mostly noise.
+_WORSE_STEPS = 50  # A run gets worse if losses are far above the lowest one for this many steps.
+_MOST_PAST_STEPS = 2000  # number of losses that are stored
+# Progress is the difference of two averages over all losses, in which the n-th loss is weighted by n to these powers:
+# most of the weight is around 86 % and around 94 % of the losses so far, regardless of their number.
+_EARLIER = 5
+_LATER = 15
+_FEW_FOR_PROGRESS = 15
 # Smaller tensors are concatenated before they are multiplied, because there are many of them.
 _SMALL = 2**16
 
@@ -136,15 +152,115 @@ def next_numbers(numbers: Tensor, overshoot: Tensor, allowed: Scalar) -> Tensor:
     return torch.stack([mean, weight, logarithm, ceiling, steps])
 
 
+class PastStep(NamedTuple):
+    """A step with a known loss."""
+
+    step: int
+    loss: float  # on its batch
+    scale: float  # how much of the step was taken
+
+
+@dataclass(eq=False)
+class LossTrend:
+    """Losses so far, to detect a run that gets worse.
+
+    A run gets worse if, for many steps, the loss has lost half of its improvement, is a tenth above its lowest value,
+    and is higher than noise explains. Losses are averaged over about ten steps.
+
+    Attributes:
+        history: Steps with new factors; if there are many, every second one is dropped.
+        mean: The current average; infinite if it is unknown.
+        progress: How much the loss has fallen lately; infinite if few losses are known.
+    """
+
+    history: list[PastStep] = field(default_factory=list)
+    mean: float = inf
+    progress: float = inf
+    _earlier: float = 0.0
+    _later: float = 0.0
+    _first: float = inf
+    _lowest: float = inf
+    _lowest_at: int = 0
+    _variance: float = 0.0  # of losses around their trend
+    _previous: float = inf  # the last loss
+    _weight: float = 0.0  # fraction of the average that does not come from its start
+    _last: int = 0  # step of the last loss
+    _count: int = 0  # of losses
+    _worse_since: int | None = None
+
+    def note(self, step: int, loss: float, scale: float) -> str:
+        """Record the loss of a step. If the run gets worse, return a description, otherwise an empty string."""
+        if not isfinite(loss):
+            return ""
+        self.history.append(PastStep(step, loss, scale))
+        if len(self.history) > _MOST_PAST_STEPS:
+            del self.history[1::2]
+        noise = self._average(step, loss)
+        if self._count < _FEW_LOSSES:
+            return ""
+        if not isfinite(self._first):
+            self._first = self.mean
+        if self.mean < self._lowest:
+            self._lowest = self.mean
+            self._lowest_at = step
+        # The lowest of many averages is below their mean by chance, by about this many standard errors.
+        errors = _ERRORS + sqrt(2 * log(self._count))
+        margin = max((self._first - self._lowest) / 2, _MARGIN * self._lowest, errors * noise)
+        if self.mean <= self._lowest + margin:
+            self._worse_since = None
+            return ""
+        if self._worse_since is None:
+            self._worse_since = step
+        if step - self._worse_since < _WORSE_STEPS:
+            return ""
+        steps = step - self._worse_since
+        self._worse_since = None  # It is reported again if it continues.
+        return (
+            f"the loss has been rising: it is {self.mean:.3g} at step {step} and has been far above its lowest value, "
+            f"{self._lowest:.3g} at step {self._lowest_at}, for {steps} steps (it began at {self._first:.3g})"
+        )
+
+    def _average(self, step: int, loss: float) -> float:
+        """Update all averages with a loss, and return the standard error of their mean."""
+        if self._count == 0:
+            self.mean = self._previous = loss
+        # The mean.
+        self._count += 1
+        kept = _KEPT_OF_LOSSES ** max(1, step - self._last)
+        self._weight = kept * self._weight + 1 - kept
+        self.mean += (1 - kept) / self._weight * (loss - self.mean)
+        self._last = step
+        # The variance. It is computed from differences, which a trend changes little, and over more losses than the
+        # mean, since a few of them may be close to each other by chance.
+        square = (loss - self._previous) ** 2 / 2
+        self._variance += (square - self._variance) / min(max(1, self._count - 1), _LOSSES_FOR_VARIANCE)
+        self._previous = loss
+        # Progress.
+        self._earlier += (self.mean - self._earlier) * (_EARLIER + 1) / (_EARLIER + self._count)
+        self._later += (self.mean - self._later) * (_LATER + 1) / (_LATER + self._count)
+        if self._count >= _FEW_FOR_PROGRESS:
+            self.progress = self._earlier - self._later
+        return sqrt(self._variance * (1 - kept) / (1 + kept))
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that is saved in a checkpoint."""
+        return asdict(self) | {"history": [tuple(one) for one in self.history]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "LossTrend":
+        """Restore a trend from `state`."""
+        return cls(**{**state, "history": [PastStep(*one) for one in state["history"]]})
+
+
 @dataclass(eq=False)
 class StepScale:
     """How much of each step is taken.
 
     Attributes:
-        noise: Allowed overshoot, as a fraction of the loss.
+        noise: Allowed overshoot, as a fraction of the loss; `None` for whole steps.
     """
 
-    noise: float
+    noise: float | None
     _numbers: Tensor = field(default_factory=lambda: torch.zeros(len(Numbers._fields), dtype=torch.float64))
     _peak: float = 0.0  # the largest learning rate so far
 
@@ -161,6 +277,8 @@ class StepScale:
             progress: How much the loss has fallen lately; infinite if it is unknown.
             groups: Parameter groups, with the current learning rates.
         """
+        if self.noise is None:
+            return inf
         lr = max(float(group["lr"]) for group in groups)
         if self._peak == 0 and lr > _FIRST_LR:
             self._numbers[2] = log(_FIRST_LR / lr)
@@ -173,13 +291,16 @@ class StepScale:
 
     def value(self) -> float:
         """Return the scale. This synchronizes with the device."""
-        return read_numbers([self._numbers[2].exp()])[0]
+        return 1.0 if self.noise is None else read_numbers([self._numbers[2].exp()])[0]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any] | None:
         """Return everything that is saved in a checkpoint. This synchronizes with the device."""
+        if self.noise is None:
+            return None
         return {"numbers": read_numbers(list(self._numbers)), "peak": self._peak}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`."""
-        self._numbers = torch.tensor(state["numbers"], dtype=torch.float64)
-        self._peak = float(state["peak"])
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Restore `state`. The run that saved it may have taken whole steps."""
+        if self.noise is not None and state is not None:
+            self._numbers = torch.tensor(state["numbers"], dtype=torch.float64)
+            self._peak = float(state["peak"])

@@ -10,7 +10,6 @@ A `Pass` is one forward pass with its backward pass. `Watch` keeps the results o
 them. A forward pass without a backward pass has no result.
 """
 
-import sys
 import threading
 import warnings
 import weakref
@@ -28,7 +27,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from kfs.display.describe import counted
-from kfs.distributed import Ranks
 from kfs.errors import DataError, KfsError, KfsWarning, ModelError
 from kfs.factors.accumulate import FactorSums, PerDatumSums, Statistic
 from kfs.factors.audit import Audit, Audits, Counts, NotRepeatableError, distrust
@@ -42,10 +40,10 @@ from kfs.factors.trace import Interception, Trace
 from kfs.losses import Loss
 from kfs.optim.across_ranks import Exchange
 from kfs.optim.averages import Bases, StepSums
-from kfs.optim.factor_graphs import Autocast, Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
+from kfs.optim.factor_graphs import Data, FactorGraph, FactorGraphs, FactorResult, Hook
 from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, local_part, whole_in_backward
-from kfs.optim.loss_check import Targets, shows_targets
-from kfs.optim.report import Costs
+from kfs.optim.loss_check import LossCheck, Targets, shows_targets
+from kfs.optim.report import Costs, callers
 from kfs.optim.update_rule import total_size
 from kfs.problem.data import MaskSource
 from kfs.problem.isolation import evaluating, is_evaluating, restored
@@ -136,22 +134,10 @@ def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 # These Fisher types need no vectors: the user's backward pass provides the gradients.
 _WITHOUT_VECTORS = {"empirical", "forward-only"}
-
-
-def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
-    """Return the number of examples in the arguments of a model; `None` if no tensor has a batch axis.
-
-    Args:
-        arguments: Arguments of the model.
-        axis: The batch axis.
-        place: Among the tensors with a batch axis, the index of one with a row per example.
-    """
-    lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
-    return lengths[place] if place < len(lengths) else None
-
-
 # Arguments with which a model may return its loss without predictions; the second one is TRL's.
 _FOR_LOSS = ("labels", "fused_lm_head")
+# A model, whether autocast is enabled for it, and in which dtype.
+Apart = tuple[nn.Module, bool, torch.dtype]
 
 
 def without_labels(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -160,39 +146,58 @@ def without_labels(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
     return args, {key: value for key, value in kwargs.items() if key not in _FOR_LOSS}
 
 
-@dataclass(eq=False)
 class Pass:
-    """A forward pass of the model, and the backward pass that follows it."""
+    """A forward pass of the model, and the backward pass that follows it.
 
-    owner: "weakref.ref[Any]"  # the `Watch` that created it
-    loss: Loss  # the declared loss
-    settings: Settings
-    trace: InitVar[Trace | None]  # tracks parameters; `None` to count examples only
-    known: InitVar[AuditResult | None]  # result of the audit
-    bases: Bases  # eigenbases for sums of squared gradients
-    arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
-    keep_inputs: bool  # whether the result includes the arguments
-    place: int = 0  # index of the argument tensor with one row per example
-    compare: bool = False  # whether to compare the loss with others, and its scale with the declared one
-    graph: FactorGraph | None = None  # recording that computes the sums, so that the pass is not captured
-    costs: Costs = field(default_factory=Costs)  # accumulates the time for factors in the user's backward pass
-    masks: MaskSource = field(default_factory=MaskSource)  # finds a mask in the arguments
-    # Maps the number of examples to an offset, which is the number of examples on lower ranks, and the total number.
-    place_of_data: Callable[[int], tuple[int, int]] | None = None
-    wants_factors: bool = False  # whether factors are computed, at least by other processes
-    has_gradient: bool = False  # whether a gradient of the predictions has arrived
-    # The model, and its autocast, to compute predictions apart if the user's pass returns only a loss.
-    apart: tuple[nn.Module, Autocast] | None = None
-    # If passes like this one are to be recorded: their key, how to run them, and the data of this one.
-    to_record: tuple[PassKey, FactorPass, Data | None] | None = None
+    Args:
+        watch: The `Watch` that creates it, with the loss, settings and options. Only a weak reference to it is stored.
+        arguments: Positional and keyword arguments of the model.
+        trace: Tracks parameters; `None` to count examples only.
+        known: Result of the audit.
+        bases: Eigenbases for sums of squared gradients.
+        graph: Recording that computes the sums, so that the pass is not captured.
+        wants_factors: Whether factors are computed, at least by other processes.
+        apart: What computes predictions apart if the user's pass returns only a loss.
 
-    def __post_init__(self, trace: Trace | None, known: AuditResult | None, arguments: tuple[Any, Any]) -> None:
+    Attributes:
+        has_gradient: Whether a gradient of the predictions has arrived.
+        problem: An error that is raised when a gradient arrives: passes without one are harmless.
+        to_record: Pass to record or rehearse with the same data, if passes like this one repeat.
+        data: The data of this pass, if it has arrived, for `to_record`.
+    """
+
+    def __init__(
+        self,
+        watch: "Watch",
+        arguments: tuple[Any, Any],
+        trace: Trace | None,
+        known: AuditResult | None,
+        bases: Bases,
+        graph: FactorGraph | None,
+        wants_factors: bool,
+        apart: Apart | None,
+    ) -> None:
+        self.owner = weakref.ref(watch)
+        self.apart = apart
+        self.loss = watch.loss
+        self.settings = watch.settings
+        self.compare = watch.loss_check.steps_left > 0
+        self.costs = watch.costs
+        self.keep_inputs = watch.keep_inputs
+        self.bases = bases
+        self.graph = graph
         self.audited = known
-        axis = self.settings.batch_axis or 0
-        num_data = number_of_data(arguments, axis, self.place)
+        self.wants_factors = wants_factors
+        self.has_gradient = False
+        self.to_record: FactorGraph | None = None
+        self.data: Data | None = None
+        num_data = watch.number_of_data(arguments)
         self.num_data = 1 if num_data is None else num_data
         self.all_data = self.num_data  # including examples of other processes
-        self.problem: Exception | None = None  # It is raised when a gradient arrives: passes without one are harmless.
+        # Maps the number of examples to the number on lower ranks, and the total number, on which drawn labels depend.
+        draws = wants_factors and self.settings.fisher == "mc"
+        self.place_of_data = watch.exchange.numbering() if draws else None
+        self.problem: Exception | None = None
         if num_data is None:
             self.problem = DataError(
                 "The model was called without any tensor that has a batch axis.",
@@ -205,17 +210,17 @@ class Pass:
         self._context = ExitStack()
         self._sums = FactorSums(self.settings)
         self._statistics: list[Statistic] = [self._sums]
-        if self.bases:
-            layouts = {key: layout for key, (layout, _) in self.bases.items()}
-            squares = {key: squares for key, (_, squares) in self.bases.items()}
+        if bases:
+            layouts = {key: layout for key, (layout, _) in bases.items()}
+            squares = {key: squares for key, (_, squares) in bases.items()}
             self._statistics.append(PerDatumSums(self.settings, layouts, squares))
         self._replayed: FactorResult | None = None
         self._captured: CapturedPass | None = None
         self.padding: DeferredChecks | None = None  # records padding that no rule about rows explains
-        if trace is not None:
+        if trace is not None and graph is None:
             # Which targets are counted is known once the gradient of the loss arrives.
             masks = BatchMasks(
-                mask=self.masks.find(arguments, self.num_data),
+                mask=watch.masks.find(arguments, self.num_data),
                 pending=self.loss.class_axis is not None,
                 device=trace.device,
             )
@@ -302,13 +307,12 @@ class Pass:
         self._f = f.detach()
         return f
 
-    def _predict_apart(self, model: nn.Module, autocast: Autocast, g: Tensor) -> Tensor:
+    def _predict_apart(self, model: nn.Module, enabled: bool, dtype: torch.dtype, g: Tensor) -> Tensor:
         """Compute predictions without labels, and return the gradient of the loss there; NaN if `g` is not finite."""
         y = self.targets.y
         if y is None:
             raise self.loss.unknown_targets()
         args, kwargs = self._arguments if self._captured is None else self._captured.mark(self._arguments)
-        enabled, dtype = autocast
         with (
             restored(model, g.device, refuse=False),
             torch.enable_grad(),
@@ -380,7 +384,7 @@ class Pass:
             first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if on_device else first_datum
             vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once)
             if self.to_record is not None:
-                self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
+                self.data = self._arguments, y, first_datum
             # The user's backward pass needs the graph afterwards.
             one.send_back(self._edge, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
 
@@ -435,13 +439,13 @@ class Watch:
     wanted: InitVar[Callable[[], tuple[dict[str, Tensor], Bases] | None]]
     loss: Loss
     settings: Settings
-    keep_inputs: bool  # whether results include the inputs of all passes
     costs: Costs  # accumulates the time for factors in passes
-    replay: InitVar[bool] = False  # whether passes for factors may be recorded
-    exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # communication with other processes
-    masks: MaskSource = field(default_factory=MaskSource)  # finds a mask in the arguments of the model
-    compare: bool = True  # whether passes compare the loss with others, and its scale with the declared one
-    notes_sizes: bool = False  # whether `gradients_are_untouched` is called
+    replay: InitVar[bool]  # whether passes for factors may be recorded
+    exchange: Exchange  # communication with other processes
+    loss_check: LossCheck  # says whether passes compare the loss with others, and its scale with the declared one
+    masks: MaskSource  # finds a mask in the arguments of the model
+    keep_inputs: bool  # whether results include the inputs of all passes
+    notes_sizes: bool  # whether `gradients_are_untouched` is called
     first_datum: int = 0  # number of examples in earlier steps; drawn labels depend on it
     audit: Audit | None = None  # report of the last audit
     in_half_precision: bool = False  # whether the last pass was run with autocast
@@ -491,12 +495,16 @@ class Watch:
             raise problem
         passes = self._complete
         self._complete = []
+        model = self._model()
         with self.costs.timed("factors"):
             results = [one.collect() for one in passes]
             for one, result in zip(passes, results, strict=True):
-                self._distrust_audit_of(one)
-                if one.to_record is not None and one.to_record[2] is not None:
-                    self._graphs.record(*one.to_record[:2], one.to_record[2], result.blocks)
+                # There was padding that the audited data lacked: measure in every later batch which rows count.
+                failed = None if one.padding is None else one.padding.first_failure()
+                if failed is not None and model is not None and one.audited is not None:
+                    distrust(model, one.audited)
+                if one.to_record is not None and one.data is not None:
+                    self._graphs.record(one.to_record, one.data, result.blocks)
             for other in results[1:]:
                 results[0].merge(other)
         return results[0] if results else None
@@ -526,14 +534,6 @@ class Watch:
         grads = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
         return numbers([total_size([local_part(g).to_dense()]) for g in grads])
 
-    def _distrust_audit_of(self, one: Pass) -> None:
-        """If a pass had padding that the audited data lacked, measure in every later batch which rows count."""
-        model, padding = self._model(), one.padding
-        if model is None or one.audited is None or padding is None:
-            return
-        if padding.first_failure() is not None:
-            distrust(model, one.audited)
-
     def forget(self) -> None:
         """Discard passes that were not collected."""
         self._complete.clear()
@@ -544,6 +544,16 @@ class Watch:
         one = None if self._latest is None else self._latest()
         if one is not None:
             one.targets.give(y)
+
+    def number_of_data(self, arguments: Any) -> int | None:
+        """Return the number of examples in the arguments of the model; `None` if no tensor has a batch axis."""
+        lengths = self._lengths_of(arguments)
+        return lengths[self._place] if self._place < len(lengths) else None
+
+    def _lengths_of(self, arguments: Any) -> list[int]:
+        """Return the lengths of all tensors in the arguments of the model along the batch axis."""
+        axis = self.settings.batch_axis or 0
+        return [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Start a pass before the outermost forward call of the model."""
@@ -556,68 +566,54 @@ class Watch:
             return None
         if not torch.is_grad_enabled() or _is_elsewhere():
             return None
-        _refuse_other_thread(call)
+        if call is not None:
+            raise ModelError(
+                "The model is called with gradients in two threads at the same time; the optimizer watches one pass "
+                "after the other.",
+                "Train in one thread. Other threads may call the model within torch.no_grad(), or train a copy of it.",
+            )
         self.was_called = True
         self.in_half_precision = torch.is_autocast_enabled("cuda")
-        self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
-        # Find out whether this pass computes factors, counts examples, or is not needed.
+        self._call = _Call(next((f for f in callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
+        self._call.watched = one = self._new_pass(module, (args, kwargs), self._call.frame)
+        return None if one is None else one.start()
+
+    def _new_pass(self, module: nn.Module, arguments: tuple[Any, Any], frame: FrameType | None) -> Pass | None:
+        """Return the pass that begins: it computes factors, or counts examples; `None` if it is not needed."""
         method = self._wanted()
         wanted = None if method is None else method()
-        trace = None
-        bases: Bases = {}
-        problem = None
-        if wanted is not None:
-            params, bases = wanted
-            trace, problem = self._trace_for(params, self._call.frame)
-        elif self.loss.reduction != "sum":
-            # Without factors, examples are counted only if the loss is a sum over them.
-            return None
-        arguments = (args, kwargs)
-        has_labels = isinstance(kwargs.get("labels"), Tensor)
+        if wanted is None and self.loss.reduction != "sum":
+            return None  # Without factors, examples are counted only if the loss is a sum over them.
+        params, bases = ({}, {}) if wanted is None else wanted
+        trace = key = graph = known = problem = None
+        has_labels = isinstance(arguments[1].get("labels"), Tensor)
         apart = has_labels and self._apart
-        if number_of_data(arguments, self.settings.batch_axis or 0, self._place) == 0:
-            trace = None  # An empty batch has no curvature.
-            bases = {}
-        # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
-        kind = "cuda" if trace is None else trace.device_type
-        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        key = None if trace is None or bases or apart else self._graphs.key(module, trace, arguments, autocast)
-        graph = None if key is None else self._graphs.find(key)
-        # Otherwise, the first pass with such arguments is audited before the user's own call.
-        known = None
-        if graph is None and problem is None:
-            try:
+        try:
+            if wanted is not None:
+                _refuse_compiled(frame)
+                if self.number_of_data(arguments) != 0:  # An empty batch has no curvature.
+                    trace = self._trace_for(params)
+            # Use a recorded pass if there is one for these arguments. Sums in eigenbases are not recorded.
+            if trace is not None and not bases and not apart:
+                key = self._graphs.key(module, trace, arguments)
+                graph = None if key is None else self._graphs.find(key)
+            # Otherwise, the first pass with such arguments is audited before the user's own call.
+            if graph is None:
                 with _outside_of_passes():
                     known = self._known(module, trace, without_labels(arguments) if apart else arguments, wanted)
                 apart = has_labels and self._apart
-            except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
-                trace, problem = None, self._raise_or_defer(error)
-                bases = {}
-        one = Pass(
-            weakref.ref(self),
-            self.loss,
-            self.settings,
-            trace if graph is None else None,
-            known,
-            bases,
-            arguments,
-            self.keep_inputs,
-            self._place,
-            self.compare,
-            graph,
-            self.costs,
-            wants_factors=wanted is not None,
-            masks=self.masks,
-            place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
-            apart=(module, autocast) if apart else None,
-        )
+        except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
+            trace, problem = None, self._raise_or_defer(error)
+        bases = {} if trace is None else bases
+        kind = "cuda" if trace is None else trace.device_type
+        of_model = (module, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) if apart else None
+        one = Pass(self, arguments, trace, known, bases, graph, wanted is not None, of_model)
         one.problem = problem or one.problem
         # Record passes like this one if they repeat.
         if trace is not None and graph is None and key is not None and not apart and self._graphs.wants(key):
-            factors = FactorPass(module, self.loss, self.settings, trace, known, autocast, self.masks)
-            one.to_record = key, factors, None
-        self._call.watched = one
-        return one.start()
+            declared = self.loss, self.settings
+            one.to_record = FactorGraph(key, module, *declared, trace, known, self.masks, one.num_data)
+        return one
 
     def _raise_or_defer(self, error: BaseException) -> Exception:
         """Return an error for the step to raise, or raise it now on all processes.
@@ -644,7 +640,7 @@ class Watch:
         if not self._sharded or wanted is None:
             return self._audited(model, audits, arguments)
         ranks = self.exchange.ranks
-        num_data = number_of_data(arguments, self.settings.batch_axis or 0, self._place)
+        num_data = self.number_of_data(arguments)
         is_needed = audits is not None and num_data is not None and not audits.are_done(arguments, num_data)
         if not any(ranks.gather("audits", is_needed)):
             return self._audited(model, audits, arguments)
@@ -659,19 +655,18 @@ class Watch:
         Returns:
             The result; `None` if no audit is wanted, or if the model returns nothing that can be trained.
         """
-        axis = self.settings.batch_axis or 0
-        num_data = number_of_data(arguments, axis, self._place)
+        num_data = self.number_of_data(arguments)
         if audits is None or num_data is None:
             return None
+        run = partial(_predictions, model, self.loss.output)
         try:
             try:
-                known = audits.of(partial(_predictions, model, self.loss.output), arguments, num_data)
+                known = audits.of(run, arguments, num_data)
             except _OtherNumberError as error:  # as in a batch of graphs, where the nodes come first
-                lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
+                lengths = self._lengths_of(arguments)
                 if error.num_data not in lengths:
                     return None
                 self._place = lengths.index(error.num_data)
-                run = partial(_predictions, model, self.loss.output)
                 known = audits.of(run, arguments, error.num_data)
         except _NoPredictionsError:
             return self._audited_apart(model, audits, arguments)
@@ -691,21 +686,14 @@ class Watch:
         self._apart = known is not None
         return known
 
-    def _trace_for(self, params: dict[str, Tensor], frame: FrameType | None) -> tuple[Trace | None, Exception | None]:
-        """Return the trace with the plans of earlier passes, or a new one if other parameters are tracked.
-
-        If the model was called from compiled code, raise an error, or return it if the step has to raise it.
-        """
-        try:
-            _refuse_compiled(frame)
-        except ModelError as error:
-            return None, self._raise_or_defer(error)
+    def _trace_for(self, params: dict[str, Tensor]) -> Trace:
+        """Return the trace with the plans of earlier passes, or a new one if other parameters are tracked."""
         trace = self._trace
         known = {} if trace is None else trace.tracker.params
         if trace is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
             model = self._model() if self._sharded else None
             trace = self._trace = new_trace(params, self.settings.joint_bias, mixing=True, model=model)
-        return trace, None
+        return trace
 
     def _after_forward(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
         """Finish the pass after the outermost forward call. `output` is `None` if the forward pass has failed."""
@@ -746,35 +734,22 @@ class Watch:
             self.forget()
         self._backward = backward
         first_datum = self.first_datum + sum(waiting.all_data for waiting in self._complete)
-        problem = None
-        if not self.exchange.ranks.are_several:
+        ranks = self.exchange.ranks
+        if not ranks.are_several:
             one.receive_gradient(g, first_datum)
         else:
-            ranks = self.exchange.ranks
             with whole_in_backward(model, ranks, one.sends_vectors) if one.wants_factors else nullcontext():
-                problem = self._receive_beside_others(one, g, first_datum)
+                before = 0
+                if one.place_of_data is not None:
+                    before, one.all_data = one.place_of_data(one.num_data)
+                try:
+                    one.receive_gradient(g, first_datum + before)
+                # Otherwise, other processes would wait for gradients forever. The step raises the error.
+                except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
+                    self._problem = self._problem or problem
         self._complete.append(one)
-        if self.compare and self.notes_sizes:
+        if self.loss_check.steps_left and self.notes_sizes:
             torch.autograd.Variable._execution_engine.queue_callback(self._note_sizes)
-        self._problem = self._problem or problem
-
-    def _receive_beside_others(self, one: Pass, g: Tensor, first_datum: int) -> Exception | None:
-        """Give a pass its gradient, while other processes do the same with other data.
-
-        An error is returned, not raised: if it ended this backward pass, other processes would wait for gradients
-        forever.
-
-        Returns:
-            The error for the step to raise; `None` if there was none.
-        """
-        before = 0
-        if one.place_of_data is not None:
-            before, one.all_data = one.place_of_data(one.num_data)
-        try:
-            one.receive_gradient(g, first_datum + before)
-        except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
-            return problem
-        return None
 
     def _forget_interrupted(self) -> None:
         """Stop capturing a forward pass that was interrupted from the keyboard: PyTorch calls no hook for it."""
@@ -782,7 +757,7 @@ class Watch:
         if call is None or call.frame is None:
             return
         # A call in another thread is not interrupted as long as that thread is alive.
-        if any(frame is call.frame for frame in _callers()) if call.is_mine else call.thread.is_alive():
+        if any(frame is call.frame for frame in callers()) if call.is_mine else call.thread.is_alive():
             return
         if call.watched is not None and call.is_mine:  # The passes of a thread end with it.
             call.watched.stop()
@@ -842,16 +817,6 @@ def _trains(model: nn.Module) -> bool:
         return False
 
 
-def _refuse_other_thread(call: _Call | None) -> None:
-    """Raise if a pass of another thread is running."""
-    if call is not None:
-        raise ModelError(
-            "The model is called with gradients in two threads at the same time; the optimizer watches one pass "
-            "after the other.",
-            "Train in one thread. Other threads may call the model within torch.no_grad(), or train a copy of it.",
-        )
-
-
 def _is_elsewhere() -> bool:
     """Whether a pass is not part of training: in a functorch transform, a trace, an evaluation or a backward pass."""
     if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
@@ -861,21 +826,13 @@ def _is_elsewhere() -> bool:
     return is_evaluating() or torch._C._current_graph_task_id() != -1
 
 
-def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
-    """Yield a frame, by default the current one, and its callers."""
-    frame = frame or sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _refuse_compiled(frame: FrameType | None) -> None:
     """Raise if the model is called from compiled code, which hides its operations.
 
     Raises:
         ModelError: If a caller is compiled code.
     """
-    names = [caller.f_code.co_name for caller in _callers(frame)]
+    names = [caller.f_code.co_name for caller in callers(frame)]
     if any(name.startswith("torch_dynamo_resume") or name == "compile_wrapper" for name in names):
         raise ModelError(
             "The model is compiled, but the optimizer was made for the model before that.",

@@ -66,7 +66,7 @@ def explained() -> Iterator[None]:
         first = message.partition(". ")[0].rstrip(".")  # a list of all supported backends follows
         for kind, symptoms in _STORED_OTHERWISE.items():
             if any(symptom in first for symptom in symptoms):
-                raise _stored_otherwise(kind, first) from error
+                raise stored_otherwise(kind, first) from error
         if isinstance(error, CheckpointError) or any(symptom in message for symptom in _NO_DERIVATIVE):
             raise ModelError(
                 f"PyTorch cannot differentiate an operation of the model as needed: {message}",
@@ -75,13 +75,7 @@ def explained() -> Iterator[None]:
         raise
 
 
-def refuse_sparse_and_nested(t: Tensor) -> None:
-    """Raise an error if a tensor is sparse or nested."""
-    if t.is_nested or t.layout is not torch.strided:
-        raise _stored_otherwise("nested" if t.is_nested else "sparse", "it is combined with a parameter")
-
-
-def _stored_otherwise(kind: str, where: str) -> ModelError:
+def stored_otherwise(kind: str, where: str) -> ModelError:
     """Return the error for a `"sparse"` or `"nested"` tensor."""
     ways_out = {
         "sparse": "Make it dense first, in the data or in the model: x.to_dense().",

@@ -1,4 +1,4 @@
-"""Numerical precision: dtypes of sums, tolerances for comparisons, and the TF32 switch."""
+"""Numerical precision: dtypes of sums, tolerances for comparisons, and switches of TF32 and `autocast`."""
 
 from typing import Any
 
@@ -65,3 +65,23 @@ class tf32:  # noqa: N801 (used like a function)
     def __exit__(self, *_: object) -> None:
         if self.changes:
             setattr(_matmul, _SWITCH, self.before)
+
+
+class full_precision:  # noqa: N801 (used like a function; a generator would take several times as long)
+    """Context that disables gradients and `autocast`, so that sums are computed in the precision of their storage."""
+
+    def __init__(self, kind: str) -> None:
+        # There is no `autocast` on `meta`.
+        self.kind = "cpu" if kind == "meta" else kind
+
+    def __enter__(self) -> None:
+        self.autocast = torch.is_autocast_enabled(self.kind)
+        self.grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        if self.autocast:
+            torch.set_autocast_enabled(self.kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self.grad)
+        if self.autocast:
+            torch.set_autocast_enabled(self.kind, True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfs.losses import TokenCrossEntropy, categorical, describe
+from kfs.losses import TokenCrossEntropy, cross_entropy, describe
 from kfs.losses.draws import Draws
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def data(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_draws_bit_for_bit(
     dtype: torch.dtype, bytes_at_a_time: int, weight: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", bytes_at_a_time)
+    monkeypatch.setattr(cross_entropy, "_TEMPORARY_BYTES", bytes_at_a_time)
     draws = Draws(3, 10, 1)
     f, y = data(dtype)
     weights = torch.ones(5) if weight is None else weight
@@ -91,7 +91,7 @@ def test_draws_for_tokens_bit_for_bit(
     dtype: torch.dtype, bytes_at_a_time: int, shift: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Classes are adjacent in memory, where the softmax of a row does not depend on the others."""
-    monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", bytes_at_a_time)
+    monkeypatch.setattr(cross_entropy, "_TEMPORARY_BYTES", bytes_at_a_time)
     f, y = data(dtype)
     draws = Draws(3, 10, 1)
     logits = f.transpose(1, 2).contiguous()  # [N, S, C]
@@ -169,7 +169,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_for_language_models(dtype: torch.dtype, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is the only new tensor of the logits' size; products, which need probabilities, have two."""
-    monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", 8 * 50 * 2)
+    monkeypatch.setattr(cross_entropy, "_TEMPORARY_BYTES", 8 * 50 * 2)
     f = torch.randn(4, 10, 50).to(dtype)
     y = torch.randint(50, (4, 10))
     loss = TokenCrossEntropy(shift=shift)
@@ -198,10 +198,10 @@ def test_two_steps(classes: int, block: int, temporary: int, monkeypatch: pytest
     u = torch.rand(3, 1, 50, generator=generator, dtype=torch.float64)
     u[:, :, 0], u[:, :, 1] = 1e-300, 1 - 2**-53
     labels = [[drawn(sigma[n, :, s], float(u[n, 0, s])) for s in range(50)] for n in range(3)]
-    monkeypatch.setattr(categorical, "_MANY_CLASSES", 8)
-    monkeypatch.setattr(categorical, "_BLOCK", block)
-    monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", temporary)
-    found = categorical.subtract_draws_(sigma.clone(), u)
+    monkeypatch.setattr(cross_entropy, "_MANY_CLASSES", 8)
+    monkeypatch.setattr(cross_entropy, "_BLOCK", block)
+    monkeypatch.setattr(cross_entropy, "_TEMPORARY_BYTES", temporary)
+    found = cross_entropy.subtract_draws_(sigma.clone(), u)
     assert (found - sigma).argmin(1).tolist() == labels
 
 
@@ -211,7 +211,7 @@ def test_many_classes() -> None:
     f[:, 3_000] = 8.5  # as likely as the 5,000 others together, up to rounding by 2 %
     sigma = f.softmax(1)
     u = Draws(0, 0, 0).uniform(1, (1, 2_000), CPU)
-    labels = (categorical.subtract_draws_(sigma.clone(), u) - sigma).argmin(1)
+    labels = (cross_entropy.subtract_draws_(sigma.clone(), u) - sigma).argmin(1)
     share, expected = (
         float((labels == 3_000).double().mean()),
         float(sigma[0, 3_000, 0] / sigma[0, :, 0].double().sum()),
@@ -224,11 +224,11 @@ def test_many_classes() -> None:
 def test_classes_without_probability(dtype: torch.dtype) -> None:
     """The sum of a block is rounded. A draw at its end must still select a class with positive probability."""
     generator = torch.Generator().manual_seed(0)
-    f = 3 * torch.randn(1, 32, categorical._BLOCK, generator=generator)
+    f = 3 * torch.randn(1, 32, cross_entropy._BLOCK, generator=generator)
     f[:, :, 200:] = -torch.inf  # the last classes of every block
     sigma = f.to(dtype).flatten(1).softmax(1)
     sums = sigma.unflatten(1, (32, -1)).sum(2, dtype=torch.promote_types(dtype, torch.float32)).double().cumsum(1)
     u = sums / sums[:, -1:]
     rows = sigma.unsqueeze(2).expand(1, -1, 32).contiguous()
-    labels = (categorical.subtract_draws_(rows.clone(), u.unsqueeze(1)) - rows).argmin(1)
+    labels = (cross_entropy.subtract_draws_(rows.clone(), u.unsqueeze(1)) - rows).argmin(1)
     assert (sigma[0, labels[0]] > 0).all()

@@ -177,13 +177,13 @@ _MUTANTS = [
         "sign of the margin",
     ),
     losses(
-        "losses/categorical.py",
+        "losses/cross_entropy.py",
         "product.sum(axis, keepdim=True), value=-1)",
         "product.sum(axis, keepdim=True), value=1)",
         "sign in the covariance of labels",
     ),
     losses(
-        "losses/categorical.py", "reached = u * cumulative[..., -1:]", "reached = u", "draws not scaled to the total"
+        "losses/cross_entropy.py", "reached = u * cumulative[..., -1:]", "reached = u", "draws not scaled to the total"
     ),
     losses(
         "losses/draws.py",
@@ -989,14 +989,14 @@ _MUTANTS = [
         ("tests/optim/test_step_scale.py",),
     ),
     optim(
-        "optim/last_good_step.py",
+        "optim/safety.py",
         'group["damping"] * damping_scale)',
         'group["damping"])',
         "damping scale missing in a message",
         ("tests/optim/test_last_good_step.py",),
     ),
     optim(
-        "optim/last_good_step.py",
+        "optim/safety.py",
         "forgotten = (refusals - _FORGOTTEN * good).clamp(min=0)",
         "forgotten = refusals * ~good",
         "one usual size forgets all refusals",

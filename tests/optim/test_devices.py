@@ -9,7 +9,7 @@ from torch import nn
 
 from kfs.factors.blocks.decompositions import inverse
 from kfs.optim import KFAC, Preconditioner
-from kfs.optim.report import Events
+from kfs.optim.safety import Events
 from kfs.optim.update_rule import limited
 from kfs.runtime.precision import tf32
 from kfs.runtime.sync import Message

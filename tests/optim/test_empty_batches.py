@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.optim import KFAC
-from kfs.optim.report import Events
+from kfs.optim.safety import Events
 from tests.optim.training import data, mlp, train, weights
 
 LOSS = nn.CrossEntropyLoss()

@@ -10,8 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
-from kfs.optim.last_good_step import UsualSizes
-from kfs.optim.report import Events
+from kfs.optim.safety import Events, UsualSizes
 from tests.optim.reference import Reference
 from tests.optim.training import data, mlp, train, weights
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from kfs.errors import SolverError
 from kfs.optim import KFAC
-from kfs.optim.report import Events
+from kfs.optim.safety import Events
 from tests.optim.training import data, mlp, train
 
 LOSS = nn.CrossEntropyLoss()

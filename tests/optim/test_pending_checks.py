@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import SolverError
-from kfs.optim import KFAC, Preconditioner, curvature
+from kfs.optim import KFAC, Preconditioner, safety
 from kfs.optim.curvature import Curvature
-from kfs.optim.report import Events
+from kfs.optim.safety import Events
 from kfs.runtime.sync import Message
 from tests.factors.test_no_waiting import NoWaiting
 from tests.optim.test_recorded import CASES, trained
@@ -239,7 +239,7 @@ def test_bad_factors(fisher: Any, eigen: bool) -> None:
     step(model, optimizer, "factors")
     assert not torch.equal(weights(model), moved)
     step(model, optimizer)
-    assert optimizer.preconditioner.curvature.events.refused_statistics == 0
+    assert optimizer.preconditioner.curvature.damping.events.refused_statistics == 0
     assert optimizer.events == Events(refused_statistics=1)
     for average, (factors, corrected, weight, uses) in zip(averages, before, strict=True):
         assert torch.equal(average.factors.A.values, factors.A.values)
@@ -306,8 +306,8 @@ def test_runs_that_diverge() -> None:
 
 def test_long_runs_without_new_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags do not pile up, and the latest ones are not waited for."""
-    monkeypatch.setattr(curvature, "_MOST", 8)
-    monkeypatch.setattr(curvature, "_LEFT", 3)
+    monkeypatch.setattr(safety, "_MOST", 8)
+    monkeypatch.setattr(safety, "_LEFT", 3)
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1000, replay=False)
     counts = []
@@ -316,7 +316,7 @@ def test_long_runs_without_new_factors(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(len(optimizer.preconditioner.pending._steps))
     assert max(counts) == 7
     assert min(counts[8:]) == 3
-    assert optimizer.preconditioner.curvature.events.skipped_steps == 1
+    assert optimizer.preconditioner.curvature.damping.events.skipped_steps == 1
 
 
 @pytest.mark.parametrize("replay", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import kfs
 from kfs.errors import KfsWarning, LossError, ModelError, SolverError, StorageError
 from kfs.optim import KFAC, Preconditioner
-from kfs.optim.report import Events
+from kfs.optim.safety import Events
 from tests.factors.test_no_waiting import NoWaiting
 from tests.optim.test_report import Mixed
 from tests.optim.training import Layers, data, mlp, weights
@@ -681,7 +681,7 @@ def test_on_an_accelerator() -> None:
             assert all(map(torch.equal, gradients(model), before))
             continue
         optimizer.step()
-    assert preconditioner.curvature.events.skipped_steps < 2
+    assert preconditioner.curvature.damping.events.skipped_steps < 2
     assert preconditioner.events == Events(skipped_steps=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Preconditioner, "_is_steady", lambda *_: False)

@@ -62,7 +62,7 @@ def test_damping_that_rises(tapes: list[Tapes]) -> None:
     assert all(recorded_groups(optimizer))
     before = [a.damping.clone() for a in optimizer.preconditioner.curvature.averages.values() if a.damping is not None]
     made = sum(len(tape.made) for tape in tapes)
-    optimizer.preconditioner.curvature.scale_damping(100.0)
+    optimizer.preconditioner.curvature.damping.multiply(100.0)
     optimizer.preconditioner.curvature.update_inverses(100, optimizer._params.groups, force=True)
     after = [a.damping for a in optimizer.preconditioner.curvature.averages.values() if a.damping is not None]
     for one, other in zip(before, after, strict=True):

@@ -14,7 +14,7 @@ from kfs.optim import KFAC
 from kfs.optim.curvature import Curvature
 from kfs.optim.inverses import Inverses
 from kfs.optim.quadratic_model import Trial, try_step
-from kfs.optim.report import Events
+from kfs.optim.safety import Events
 from tests.optim.training import data, mlp, train, weights
 from tests.optim.unseen import averages_of
 
@@ -255,12 +255,12 @@ def test_damping_has_limits() -> None:
     """However often it is multiplied."""
     curvature = Curvature(0.9, Inverses("factored", "relative", False), 10, 1)
     for _ in range(100):
-        curvature.note_trouble("skipped_steps", "something is wrong")
-    assert curvature.damping_scale == 1e10
-    assert curvature.events.raised_damping == 10
+        curvature.damping.note_trouble("skipped_steps", "something is wrong")
+    assert curvature.damping.scale == 1e10
+    assert curvature.damping.events.raised_damping == 10
     for _ in range(100):
-        curvature.scale_damping(0.5)
-    assert curvature.damping_scale == 1e-10
+        curvature.damping.multiply(0.5)
+    assert curvature.damping.scale == 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

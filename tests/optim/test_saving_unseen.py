@@ -79,4 +79,4 @@ def test_reports_and_closing_look() -> None:
     step(model, optimizer, "gradient")
     optimizer.close()
     assert not optimizer.preconditioner.pending._steps
-    assert optimizer.preconditioner.curvature.events.skipped_steps == 2
+    assert optimizer.preconditioner.curvature.damping.events.skipped_steps == 2

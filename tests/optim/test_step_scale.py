@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from kfs.errors import KfsWarning, ModelError
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
-from kfs.optim.last_good_step import LossTrend
-from kfs.optim.step_scale import StepScale, next_numbers
+from kfs.optim.step_scale import LossTrend, StepScale, next_numbers
 from kfs.optim.update_rule import KEPT_OF_STEPS
 from tests.optim.training import data, mlp, train, weights
 
@@ -65,7 +64,6 @@ def test_overshoot_is_that_of_the_definition(reduction: str) -> None:
         overshoot = overshoot_by_definition(seen, g.flatten()) / (64 if reduction == "sum" else 1)
         mean, weight = 0.8 * mean + 0.2 * overshoot, 0.8 * weight + 0.2
         seen.append(weights(model))
-    assert optimizer._scale is not None
     found = optimizer._scale.numbers_on(torch.device("cpu"))
     expected = torch.tensor([mean, weight, 0.0, 0.0, 12.0], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -241,7 +239,6 @@ def test_weight_decay_has_the_same_scale() -> None:
     """Weights decay by the scaled learning rate; decay is not a step, and causes no overshoot."""
     model = mlp()
     optimizer = KFAC(model, LOSS, lr=0.5, weight_decay=0.1, noise=1e-6, fisher="type-2")
-    assert optimizer._scale is not None
     optimizer._scale.restore({"numbers": [0.0, 0.0, -1.0, 0.0, 0.0], "peak": 0.5})
     X, y = data()
     other = copy.deepcopy(model)
@@ -298,7 +295,6 @@ def test_bad_batches_do_not_count() -> None:
     model = mlp()
     optimizer = KFAC(model, LOSS)
     train(model, optimizer, [(X, y)] * 4, LOSS)
-    assert optimizer._scale is not None
     before = optimizer._scale.numbers_on(torch.device("cpu")).clone()
     averages = [state["mean_step"].clone() for state in optimizer.state.values()]
     train(model, optimizer, [(X * torch.nan, y)], LOSS)
@@ -308,7 +304,7 @@ def test_bad_batches_do_not_count() -> None:
 
 def test_a_quadratic_model_has_steps_of_its_own() -> None:
     """Whatever `noise` is, steps are those that the model asks for."""
-    assert KFAC(mlp(), LOSS, quadratic_model=True, noise=1e-6)._scale is None
+    assert KFAC(mlp(), LOSS, quadratic_model=True, noise=1e-6)._scale.noise is None
 
 
 @pytest.mark.parametrize("noise", [0.0, -1.0, torch.nan, "little"])

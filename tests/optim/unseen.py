@@ -50,7 +50,7 @@ def check_failures(device: str) -> None:
     train(model, optimizer, [(X, y)], LOSS)
     assert torch.equal(average.inverse.to_dense(), kept)
     average.factors.A.values.copy_(good)
-    assert optimizer.preconditioner.curvature.events.failed_inverses == 0  # `optimizer.events` would look
+    assert optimizer.preconditioner.curvature.damping.events.failed_inverses == 0  # `optimizer.events` would look
     train(model, optimizer, [(X, y)] * 9, LOSS)
     assert optimizer.events.failed_inverses == 1
     assert not average.failed

@@ -1,10 +1,10 @@
 """Running sums over data: outer products of inputs and of gradients, and moments of the gradients of every example."""
 
 from kfs.factors.accumulate.across_ranks import joined_blocks, parts_of, without_numbers
-from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, read_counts
+from kfs.factors.accumulate.block_sums import BlockSums, read_counts
 from kfs.factors.accumulate.factor_sums import FactorSums
 from kfs.factors.accumulate.inputs import Use
-from kfs.factors.accumulate.outer_products import OuterProductSum, add_gram, full_precision, mirror
+from kfs.factors.accumulate.outer_products import OuterProductSum, add_gram, mirror
 from kfs.factors.accumulate.per_example import Captured, KeptGradients, Moment, PerDatumSums, Squares
 from kfs.factors.accumulate.row_products import (
     PlainVectors,
@@ -26,7 +26,6 @@ from kfs.factors.rows.row_map import Receiver
 
 __all__ = [
     "Adder",
-    "BlockMap",
     "BlockSums",
     "Captured",
     "FactorSums",
@@ -47,7 +46,6 @@ __all__ = [
     "add_gram",
     "add_up_totals",
     "at_a_time",
-    "full_precision",
     "in_block",
     "joined_blocks",
     "mirror",

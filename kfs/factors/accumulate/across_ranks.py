@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kfs.distributed import Ranks
 from kfs.distributed.assignment import Part, eigenvalues, place
-from kfs.factors.accumulate.block_sums import BlockMap, BlockSums, RoleSums, merge, read_counts
-from kfs.factors.layout import Key, Side
+from kfs.factors.accumulate.block_sums import BlockSums, RoleSums, merge, read_counts
+from kfs.factors.layout import BlockMap, Key, Side
 from kfs.factors.settings import Products
 from kfs.runtime.sync import numbers
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kfs.factors.accumulate.outer_products import OuterProductSum
-from kfs.factors.layout import Key, Layout, Side
+from kfs.factors.layout import BlockMap, Key, Layout, Side
 from kfs.factors.settings import Products
 from kfs.files import UnfitError
 from kfs.runtime import sync
@@ -300,7 +300,7 @@ def read_counts(blocks: Iterable[BlockSums]) -> None:
         role.counts_are_read = True
 
 
-def merge(blocks: dict[Key, BlockSums], more: Iterable[BlockSums], block_map: "BlockMap") -> set[tuple[str, str]]:
+def merge(blocks: dict[Key, BlockSums], more: Iterable[BlockSums], block_map: BlockMap) -> set[tuple[str, str]]:
     """Add the sums of more blocks, over other data, to `blocks` with the layouts of `block_map`.
 
     Returns:
@@ -320,57 +320,3 @@ def merge(blocks: dict[Key, BlockSums], more: Iterable[BlockSums], block_map: "B
 def _trace(s: OuterProductSum) -> Tensor:
     """Return the trace in float64, in which products of traces do not overflow."""
     return s.entries.sum(dtype=torch.float64)
-
-
-class BlockMap:
-    """The layouts of all blocks.
-
-    Attributes:
-        both_ways: Weights that are used both directly and transposed, after their bias has joined the block. This is a
-            conflict, because the bias is used in one of these ways only.
-    """
-
-    def __init__(self, layouts: Iterable[Layout] = ()) -> None:
-        self.both_ways: set[str] = set()
-        self._layouts: dict[Key, Layout] = {}
-        self._blocks_of: dict[str, list[Layout]] = {}
-        for layout in layouts:
-            self.admit(layout)
-
-    def place(self, layout: Layout, bias: str | None) -> tuple[Layout, Side]:
-        """Return the layout of a weight's block, and the side that inputs belong to.
-
-        A given bias joins the block unless that contradicts earlier uses. If the transposed weight was used before (an
-        embedding whose transpose computes the logits), the inputs belong to the side of the gradients, `"B"`.
-        """
-        there = self._layouts.get(layout.key)
-        if there is not None:
-            if there.order != layout.order and there.order == layout.turned_order:
-                if there.bias is None:
-                    return there, "B"
-                self.both_ways.add(layout.weight)
-            return replace(layout, bias=there.bias), "A"
-        if bias is None:
-            return layout, "A"
-        taken = any(other.weight != layout.weight for other in self._blocks_of.get(bias, ()))
-        return layout if taken else replace(layout, bias=bias), "A"
-
-    def fits(self, layout: Layout) -> bool:
-        """Whether a block is compatible with all others that contain its parameters."""
-        if layout.key in self._layouts:
-            return layout == self._layouts[layout.key]
-        start, stop = layout.rows
-        others = [other for name in layout.params for other in self._blocks_of.get(name, ())]
-        return all(
-            other.weight == layout.weight and (other.rows[1] <= start or stop <= other.rows[0]) for other in others
-        )
-
-    def admit(self, layout: Layout) -> bool:
-        """Add a block if it fits, and return whether it does."""
-        if not self.fits(layout):
-            return False
-        if layout.key not in self._layouts:
-            self._layouts[layout.key] = layout
-            for name in layout.params:
-                self._blocks_of.setdefault(name, []).append(layout)
-        return True

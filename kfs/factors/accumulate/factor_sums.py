@@ -17,7 +17,7 @@ from kfs.errors import DataError, ModelError
 from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
 from kfs.factors.accumulate.block_sums import BlockSums, RoleSums, merge, read_counts
 from kfs.factors.accumulate.inputs import Vectors
-from kfs.factors.accumulate.outer_products import OuterProductSum, check_products, full_precision
+from kfs.factors.accumulate.outer_products import OuterProductSum, check_products
 from kfs.factors.accumulate.statistic import (
     Adder,
     Place,
@@ -31,7 +31,7 @@ from kfs.factors.layout import Key, Side
 from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
 from kfs.factors.settings import Settings
 from kfs.runtime.memory import beyond_memory
-from kfs.runtime.precision import at_least_float32
+from kfs.runtime.precision import at_least_float32, full_precision
 
 # Dense factors with fewer numbers than this always fit.
 _MANY = 2**26

@@ -388,23 +388,3 @@ class OuterProductSum:
 @lru_cache(maxsize=64)
 def _ones(size: int, dtype: torch.dtype) -> Tensor:
     return torch.ones(size, dtype=dtype)
-
-
-class full_precision:  # noqa: N801 (used like a function; a generator would take several times as long)
-    """Context that disables gradients and `autocast`, so that sums are computed in the precision of their storage."""
-
-    def __init__(self, kind: str) -> None:
-        # There is no `autocast` on `meta`.
-        self.kind = "cpu" if kind == "meta" else kind
-
-    def __enter__(self) -> None:
-        self.autocast = torch.is_autocast_enabled(self.kind)
-        self.grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        if self.autocast:
-            torch.set_autocast_enabled(self.kind, False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self.grad)
-        if self.autocast:
-            torch.set_autocast_enabled(self.kind, True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from kfs.distributed import Ranks
 from kfs.errors import ModelError
 from kfs.factors.accumulate.inputs import Rows, Use, add_rotated_squares
-from kfs.factors.accumulate.outer_products import HALF, full_precision
+from kfs.factors.accumulate.outer_products import HALF
 from kfs.factors.accumulate.row_products import PlainVectors, RowProducts
 from kfs.factors.accumulate.statistic import (
     Adder,
@@ -41,7 +41,7 @@ from kfs.factors.layout import Key, Layout
 from kfs.factors.rows.row_map import Receiver, RowMap, StridedRows
 from kfs.factors.settings import Settings
 from kfs.runtime.nested import mapped
-from kfs.runtime.precision import at_least_float32, tf32
+from kfs.runtime.precision import at_least_float32, full_precision, tf32
 
 
 class Moment(ABC):

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from kfs.distributed import Ranks, add_up, add_up_at
 from kfs.distributed.collectives import fill_lower_triangle, upper_triangle
-from kfs.factors.accumulate.block_sums import BlockMap
 from kfs.factors.accumulate.inputs import Inputs
-from kfs.factors.layout import Key, Layout, Side
+from kfs.factors.layout import BlockMap, Key, Layout, Side
 from kfs.factors.rows.row_map import Receiver, RowMap
 
 # Adds the inputs of a use of one plan, and returns the callback for its gradients. The row map is `None` if nothing

@@ -38,10 +38,11 @@ from kfs.factors.blocks.damping import (
     absolute_damping,
     damped_inverse,
     damping_by_name,
+    formula_of,
     traces_and_rows,
 )
 from kfs.factors.blocks.dense import Dense
-from kfs.factors.blocks.display import Listed, describe_blocks, formula_of_both, kind_of, plot_spectra, shown
+from kfs.factors.blocks.display import Listed, describe_blocks, formula_of_both, kind_of, plot_spectra
 from kfs.factors.blocks.eigenbasis import Eigenbasis
 from kfs.factors.blocks.kronecker import Kronecker
 from kfs.factors.blocks.kronecker_sum import plus, product
@@ -177,7 +178,8 @@ class BlockDiagonal(LinearOperator):
 
     def _map_damped(self, function: Callable[[Structure, Tensor], Structure], damping: Damping) -> "BlockDiagonal":
         """Return the operator after applying a function to all structures and their dampings, `[stack]`."""
-        numbers = damping_by_name(damping, {block.layout.name for block in self._listed()})
+        mine = [name for stack in self.own_stacks for name in stack.names]
+        numbers = damping_by_name(damping, set(self.distribution.union("blocks", mine)))
         # Only blocks of zeros need the mean, but a process does not know whether others have such blocks.
         mean = self.mean_eigenvalue() if any(isinstance(d, Relative) for d in numbers.values()) else 0.0
 
@@ -495,7 +497,7 @@ class BlockDiagonal(LinearOperator):
             self._check_symmetric("inverted with damping")
         made = self._map_damped(lambda structure, d: damped_inverse(structure, d, method), damping)
         how = "" if method == "exact" else f", {method!r}"
-        return made.called(f"{bracketed(self)}.inverse({shown(damping)}{how})")
+        return made.called(f"{bracketed(self)}.inverse({formula_of(damping)}{how})")
 
     def solve(self, b: Vec, damping: Damping = 0.0, method: Method = "exact") -> Vec:
         """Return `self.inverse(damping, method) @ b`. To solve for several `b`, compute the inverse once."""
@@ -511,7 +513,7 @@ class BlockDiagonal(LinearOperator):
         self.distribution.same(self.formula, exponent=exponent, damping=damping)
         self._check_symmetric("raised to a power")
         made = self._map_damped(lambda structure, d: structure.power(float(exponent), d), damping)
-        return made.called(f"{bracketed(self)}.power({number(exponent)}, {shown(damping)})")
+        return made.called(f"{bracketed(self)}.power({number(exponent)}, {formula_of(damping)})")
 
     def trace(self) -> Tensor:
         """Return the sum of all eigenvalues."""

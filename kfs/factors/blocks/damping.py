@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kfs.display.describe import Described, Description
+from kfs.display.describe import Described, Description, number
 from kfs.display.suggestions import few, guess
 from kfs.errors import DtypeError, KfsWarning, ModelError
 from kfs.factors.blocks import decompositions
@@ -117,6 +117,11 @@ def damping_by_name(damping: Damping, names: set[str]) -> Mapping[str, float | R
         if not isinstance(value, Relative):
             _check_number(value, "A damping")
     return numbers
+
+
+def formula_of(damping: Damping) -> str:
+    """Return the text of a damping in a formula."""
+    return "damping of each block" if isinstance(damping, Mapping) else number(damping)
 
 
 def absolute_damping(stack: Stack, damping: Mapping[str, float | Relative], mean: Tensor | float) -> Tensor:
@@ -306,8 +311,8 @@ if __name__ == "__main__":
     verify_differs("so that it differs from exact damping", inverses["factored"], exact)
     gap = torch.linalg.eigvalsh(exact - inverses["factored"]).min()
     verify_that("and damps more, in every direction", bool(gap > 0))
-    number = torch.full((1, 1), 0.3, dtype=torch.float64)
-    bias = Kronecker(Factor.dense(number.unsqueeze(0)), Factor.dense(B.unsqueeze(0)))
+    single = torch.full((1, 1), 0.3, dtype=torch.float64)
+    bias = Kronecker(Factor.dense(single.unsqueeze(0)), Factor.dense(B.unsqueeze(0)))
     expected = torch.linalg.inv(0.3 * B + delta * I_B)
     verify(
         "if one factor is a number, factored damping is exact",

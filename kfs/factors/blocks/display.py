@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from kfs.display.charts import draw_spectra
-from kfs.display.describe import Description, Table, counted, number, readable_size, times
+from kfs.display.describe import Description, Table, counted, readable_size, times
 from kfs.display.suggestions import suggest
 from kfs.errors import UnknownNameError
 from kfs.factors.blocks.congruence import Congruence
@@ -108,11 +108,6 @@ def kind_and_size(kind: str, size: int, groups: int = 1) -> str:
     """Return kind and size of a factor, such as `"dense 4x4"` or `"diagonal 4"`; `"dense 2x4x4"` for two groups."""
     shape = [groups] * (groups > 1) + [size] * (2 if kind == "dense" else 1)
     return f"{kind} {'x'.join(map(str, shape))}"
-
-
-def shown(damping: object) -> str:
-    """Return the text of a damping in a formula."""
-    return "damping of each block" if isinstance(damping, Mapping) else number(damping)
 
 
 def formula_of_both(one: LinearOperator, sign: str, other: LinearOperator) -> tuple[str, str]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.row_map import Receiver, RowMap, RowQuery
 from kfs.factors.rules import elementwise, linear
 from kfs.factors.rules.elementwise import all_rows, entries_layout
@@ -20,6 +19,7 @@ from kfs.factors.trace.discovery import Discovery, prepared, takes
 from kfs.factors.trace.plan import Argument, Broadcast, Call, Plan, argument_at
 from kfs.factors.trace.trace import no_rule
 from kfs.factors.trace.tracking import Derived, Tracked, is_in_place, tensors_of
+from kfs.runtime.precision import full_precision
 
 # Operations whose results consist of entries of their first argument.
 _MOVE_NAMES = (

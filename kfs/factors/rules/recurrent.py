@@ -35,11 +35,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import ModelError
-from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Call, Planned, Rewrite
 from kfs.problem.torch_fixes import refuse_checkpoint
-from kfs.runtime.precision import at_least_float32
+from kfs.runtime.precision import at_least_float32, full_precision
 
 # Gradients with respect to all p, all q, all projected states, the first state, and the first cell state. Gradients
 # that a network does not have are empty.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.row_map import Receiver, RowMap, RowQuery, StridedRows
 from kfs.factors.trace.plan import Argument, Broadcast, Call
 from kfs.factors.trace.tracking import Derived, Tracked
+from kfs.runtime.precision import full_precision
 
 if TYPE_CHECKING:
     from kfs.factors.trace.discovery import Discovery

@@ -23,7 +23,6 @@ from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
-from kfs.factors.accumulate.outer_products import full_precision
 from kfs.factors.rows.row_map import AuditResult, Receiver, RowSource
 from kfs.factors.trace.derived import saved_as_before, tap_broadcast
 from kfs.factors.trace.plan import Broadcast, Call, Copy, Plan, Rewrite, argument_at, describe, with_argument
@@ -31,6 +30,7 @@ from kfs.factors.trace.trace import Rule, Trace, no_rule
 from kfs.factors.trace.tracking import FIRST_ONLY, SHAPES_ONLY, Derived, Marks, Tracked, tensors_of
 from kfs.problem.torch_fixes import refuse_reentrant_checkpoint
 from kfs.runtime.nested import mapped, without_tensors
+from kfs.runtime.precision import full_precision
 
 # Queries of tensor metadata. They are so frequent that skipping the inspection of their arguments pays.
 _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")

@@ -21,7 +21,7 @@ from torch import Tensor
 from kfs.factors.accumulate.inputs import Inputs
 from kfs.factors.layout import Layout, Side
 from kfs.factors.trace.tracking import Tracked, Tracker
-from kfs.problem.torch_fixes import refuse_sparse_and_nested
+from kfs.problem.torch_fixes import stored_otherwise
 
 CPU = torch.device("cpu")
 # Position of an argument: its index, its keyword, or an index followed by an index into a list.
@@ -89,7 +89,8 @@ class Argument:
     @classmethod
     def of(cls, place: Place, t: Tensor, tracked: Tracked | None, data: bool) -> "Argument":
         """Describe a tensor."""
-        refuse_sparse_and_nested(t)
+        if t.is_nested or t.layout is not torch.strided:
+            raise stored_otherwise("nested" if t.is_nested else "sparse", "it is combined with a parameter")
         one = cls(place, tuple(t.shape), tuple(t.stride()), t.dtype, t.device, data)
         if tracked is None:
             return one

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kfs.errors import ModelError
-from kfs.factors.accumulate.block_sums import BlockMap
+from kfs.factors.layout import BlockMap
 from kfs.factors.trace.plan import Call, Plan, Planned
 from kfs.factors.trace.tracking import Tracker
 
