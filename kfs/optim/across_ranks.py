@@ -71,7 +71,7 @@ from kfs.factors.compute import not_covered
 from kfs.factors.layout import Key
 from kfs.factors.settings import Products
 from kfs.losses import describe
-from kfs.optim.averages import Average, Inverted, StepSums, SumKey, norms_of, unstored
+from kfs.optim.averages import Average, Inverted, StepSums, SumKey, unstored
 from kfs.optim.fsdp import gathered, group_of, own_parts
 from kfs.optim.inverses import Inverses
 from kfs.problem.isolation import equal_up_to_round_off
@@ -801,7 +801,7 @@ class Exchange:
             DistributedError: If ranks are not at the same step of the same training.
         """
         if not self._talks:
-            return sums, largest(self.ranks, size)
+            return sums, largest(self.ranks, size) if self.ranks.are_several else size
         # Sharded tensors are not compared: their parts differ.
         everywhere = {n: p for n, p in params.items() if not is_sharded(p)}
         found = {n: g for n, g in grads.items() if n in everywhere}
@@ -821,15 +821,14 @@ class Exchange:
         blocks = {key: block.shared() for key, block in mine.blocks.items()}
         sent = without_numbers(blocks.values())
         on_host = not sync.is_asynchronous(size.device)
-        totals = mine.totals(blocks) if on_host else {}
-        norms = dict(zip(totals, norms_of(totals).tolist(), strict=True)) if totals else {}
+        places, norms = mine.norms_of(blocks) if on_host else ([], torch.zeros(0))
         report = _Report(
             digest_of(same),
             _without_tensors(sums),
             sent,
             frozenset(mine.squares),
             size.item() if on_host else None,
-            norms,
+            dict(zip(places, norms.tolist(), strict=True)),
             values,
             buffers,
         )

@@ -62,15 +62,17 @@ class StepSums:
     inputs: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # args, kwargs and targets, if kept
     norms: dict[SumKey, float] | None = None  # the largest norms of sums over all processes, if hosts exchanged them
 
-    def totals(self, blocks: Mapping[Key, BlockSums]) -> dict[SumKey, Tensor]:
-        """Return the sums of some blocks, and of all squared gradients."""
-        totals = {
+    def norms_of(self, blocks: Mapping[Key, BlockSums]) -> tuple[list[SumKey], Tensor]:
+        """Return the sums of some blocks and of all squared gradients, and their 1-norms, `[n]`."""
+        totals: dict[SumKey, Tensor] = {
             (key, side, kind): s.total
             for key, block in blocks.items()
             for side, role in block.roles.items()
             for kind, s in (("inputs", role.input), ("gradients", role.gradient))
         }
-        return totals | {(key, "", "squares"): squares for key, squares in self.squares.items()}
+        totals |= {(key, "", "squares"): squares for key, squares in self.squares.items()}
+        norms = torch._foreach_norm(list(totals.values()), 1.0) if totals else ()
+        return list(totals), torch.stack(norms) if norms else torch.zeros(0)
 
     def merge(self, other: "StepSums") -> None:
         """Add the sums of another pass."""
@@ -135,8 +137,8 @@ class Average:
         """Return an average that starts at zero, with factors stored like those of a block; nowhere if `at_owner`."""
         K = block.structure()
         weight = torch.zeros((), dtype=torch.float64, device=K.like.device)
-        A, B = (_zeros_like(factor, stored=not at_owner) for factor in (K.A, K.B))
-        return cls(block.layout, Kronecker(A, B), weight, torch.ones_like(weight), is_elsewhere=at_owner)
+        factors = Kronecker(_zeros_like(K.A, not at_owner), _zeros_like(K.B, not at_owner))
+        return cls(block.layout, factors, weight, torch.ones_like(weight), is_elsewhere=at_owner)
 
     def fits(self, sums: BlockSums) -> bool:
         """Whether layout and kinds of factors are those of a block, so that its factors can be added."""
@@ -335,11 +337,6 @@ def unstored(t: Tensor) -> Tensor:
         4
     """
     return t.new_zeros(()).expand(t.shape)
-
-
-def norms_of(totals: Mapping[SumKey, Tensor]) -> Tensor:
-    """Return the 1-norms of sums, `[n]`, computed in a few operations."""
-    return torch.stack(torch._foreach_norm(list(totals.values()), 1.0))
 
 
 def _without_bias(factor: Factor, weight: Tensor) -> Factor:

@@ -6,6 +6,7 @@ are counted (`kfs.optim.safety`).
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from kfs.factors.compute import shared_with
 from kfs.factors.layout import BlockMap, Key
 from kfs.optim import across_ranks
 from kfs.optim.across_ranks import OwnedInverses, ReplicatedInverses
-from kfs.optim.averages import Average, Bases, StepSums, add_factors, norms_of
+from kfs.optim.averages import Average, Bases, StepSums, add_factors
 from kfs.optim.inverses import Groups, Inverses, inverted_together
 from kfs.optim.options import Interval, Parameters, interval_at
 from kfs.optim.report import Costs
@@ -157,14 +158,15 @@ class Curvature:
 
     def _are_usable(self, blocks: Mapping[Key, BlockSums], sums: StepSums, finite: Tensor | None) -> Tensor | None:
         """Return whether all sums are finite and of a usual size on all ranks; `None` if there are no sums."""
-        totals = sums.totals(blocks)
-        if not totals:
-            return None
         if sums.norms is None:
-            norms = largest(self.ranks, norms_of(totals))
+            places, norms = sums.norms_of(blocks)
+            norms = largest(self.ranks, norms) if self.ranks.are_several else norms
         else:
-            norms = next(iter(totals.values())).new_tensor([sums.norms[one] for one in totals])
-        names = tuple(" ".join((kind, *side, "of", key[0], str(key[1]))) for key, side, kind in totals)
+            places = [place for place in sums.norms if place[0] in blocks or place[0] in sums.squares]
+            norms = torch.tensor([sums.norms[place] for place in places], dtype=torch.float64)
+        if not places:
+            return None
+        names = tuple(" ".join((kind, *side, "of", key[0], str(key[1]))) for key, side, kind in places)
         return self.sizes.check(names, norms / (sums.examples or 1.0), finite)[1]
 
     def note_failures(self) -> None:
@@ -200,32 +202,28 @@ class Curvature:
         Each step has a list of blocks that are inverted together. The arguments are those of `update_inverses`.
         """
         due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
-        chosen, self._credit = self._chosen(due, step, self._credit, force)
-        steps, credit = [chosen], self._credit
-        for later in range(step + 1, until):
-            earlier = {a for together in steps[-1] for a in together}
-            due = [a for a in due if a not in earlier]
-            more, credit = self._chosen(due, later, credit)
-            steps.append(more)
-        return steps
-
-    def _chosen(
-        self, due: Iterable[Average], step: int, credit: float, force: bool = False
-    ) -> tuple[list[list[Average]], float]:
-        """Return the outdated inverses to recompute in a step, and the budget that is left."""
-        every = min(interval_at(self.every, step), 1 + step // 2)
         total = sum(average.cost for average in self.averages.values())
-        credit = min(credit + total / every, total)
-        chosen = []
-        for together in sorted(inverted_together(due), key=lambda same: min(a.updated for a in same)):
-            cost = sum(a.cost for a in together)
-            too_expensive = credit < (1 - 1e-9) * cost
-            # A block without an inverse cannot wait.
-            if too_expensive and not force and all(a.inverse is not None for a in together):
-                break
-            credit = max(0.0, credit - cost)
-            chosen.append(together)
-        return chosen, credit
+        steps: list[list[list[Average]]] = []
+        credit = self._credit
+        for now in range(step, max(until, step + 1)):
+            every = min(interval_at(self.every, now), 1 + now // 2)
+            credit = min(credit + total / every, total)
+            chosen = []
+            for together in sorted(inverted_together(due), key=lambda same: min(a.updated for a in same)):
+                cost = sum(a.cost for a in together)
+                too_expensive = credit < (1 - 1e-9) * cost
+                # A block without an inverse cannot wait.
+                if too_expensive and not force and all(a.inverse is not None for a in together):
+                    break
+                credit = max(0.0, credit - cost)
+                chosen.append(together)
+            if now == step:
+                self._credit = credit
+            steps.append(chosen)
+            # Averages do not change before `until`, so what was inverted is not due again.
+            gone = set(chain.from_iterable(chosen))
+            due = [a for a in due if a not in gone]
+        return steps
 
     def precondition(
         self,
