@@ -426,7 +426,7 @@ class Watch:
             results = [one.collect() for one in passes]
             for one, result in zip(passes, results, strict=True):
                 # There was padding that the audited data lacked: measure in every later batch which rows count.
-                if one.shows_padding and model is not None and one.audited is not None:
+                if model is not None and one.audited is not None and one.shows_padding:
                     distrust(model, one.audited)
                 if one.to_record is not None and one.data is not None:
                     self._graphs.record(one.to_record, one.data, result.blocks)
