@@ -500,9 +500,9 @@ class Watch:
             results = [one.collect() for one in passes]
             for one, result in zip(passes, results, strict=True):
                 # There was padding that the audited data lacked: measure in every later batch which rows count.
-                failed = None if one.padding is None else one.padding.first_failure()
-                if failed is not None and model is not None and one.audited is not None:
-                    distrust(model, one.audited)
+                audited, padding = one.audited, one.padding
+                if model is not None and audited is not None and padding and padding.first_failure() is not None:
+                    distrust(model, audited)
                 if one.to_record is not None and one.data is not None:
                     self._graphs.record(one.to_record, one.data, result.blocks)
             for other in results[1:]:
