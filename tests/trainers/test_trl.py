@@ -43,9 +43,11 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="<pad>", eos_token="<eos>")
 
 
-def sft(folder: Path, model: Any, fisher: Any = "type-2", **options: Any) -> tuple[SFTTrainer, KFAC]:
+def sft(
+    folder: Path, model: Any, fisher: Any = "type-2", damping: float = 0.003, **options: Any
+) -> tuple[SFTTrainer, KFAC]:
     """Train for three steps."""
-    optimizer = KFAC(model, LOSS, lr=0.05, fisher=fisher)
+    optimizer = KFAC(model, LOSS, lr=0.05, fisher=fisher, damping=damping)
     settings = {"per_device_train_batch_size": 4, "max_grad_norm": 0.0, "train_sampling_strategy": "sequential"}
     arguments = SFTConfig(
         str(folder),
@@ -113,12 +115,13 @@ def test_defaults(packing: bool, tmp_path: Path) -> None:
     for options in ({}, {"bf16": False}):
         model = llama()
         start = weights(model)
-        trainer, optimizer = sft(tmp_path, model, packing=packing, max_length=12, **options)
+        # With less damping, round-off is large in directions that few tokens do not determine.
+        trainer, optimizer = sft(tmp_path, model, "empirical", 1.0, packing=packing, max_length=12, **options)
         assert trainer.args.bf16 == (not options)
         assert trainer.args.gradient_checkpointing
         assert not optimizer.uncovered
         moved.append(weights(model) - start)
-    assert 0 < (moved[0] - moved[1]).norm() < 0.2 * moved[1].norm()
+    assert 0 < float((moved[0] - moved[1]).norm() / moved[1].norm()) < 0.1
 
 
 def test_adapters(tmp_path: Path) -> None:
