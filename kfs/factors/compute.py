@@ -575,7 +575,7 @@ def compute_factors(
     all_count = settings.uncovered != "skip"
     params = {name: p for name, p in risk.params.items() if all_count or name in covered}
     return Factors(
-        Space({name: p.shape for name, p in params.items()}, risk.dtype, risk.device),
+        Space.of(params, risk.dtype, risk.device),
         blocks,
         settings,
         LossScale.of(risk),

@@ -507,7 +507,7 @@ def _with_targets(batch: Batch, some: slice) -> Batch:
 def parameter_space(risk: EmpiricalRisk) -> Space:
     """Return the space of a risk's parameters."""
     check_risk(risk)
-    return Space({name: p.shape for name, p in risk.params.items()}, risk.dtype, risk.device)
+    return Space.of(risk.params, risk.dtype, risk.device)
 
 
 def _inputs_of(risk: EmpiricalRisk, batch: Batch) -> list[Tensor]:

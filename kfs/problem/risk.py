@@ -49,7 +49,7 @@ from kfs.problem.isolation import (
     random_state,
     restored,
 )
-from kfs.problem.parameters import Params, function_params, leaves_of, module_params, switched_on
+from kfs.problem.parameters import Params, common_dtype, function_params, leaves_of, module_params, switched_on
 from kfs.problem.torch_fixes import CheckedEmbeddings, ExactDerivatives, call_with, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
@@ -183,13 +183,19 @@ class EmpiricalRisk(Described):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters. Batches are moved to it."""
+        """The device of predictions, targets and flat vectors: that of the first parameter."""
         return next(iter(self.params.values())).device
 
     @property
+    def input_device(self) -> torch.device:
+        """The device of inputs: that of the model's first parameter that has values, considered or not."""
+        every = self.model.parameters() if isinstance(self.model, nn.Module) else ()
+        return next((p.device for p in every if not p.is_meta), self.device)
+
+    @property
     def dtype(self) -> torch.dtype:
-        """The parameters' common dtype."""
-        return next(iter(self.params.values())).dtype
+        """The parameters' dtype; if they have several, one that has all of their values."""
+        return common_dtype(self.params)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -248,7 +254,8 @@ class EmpiricalRisk(Described):
                         if g is not None:  # the batch uses this parameter
                             total[name] += g
             total = added_up(self.ranks, "gradient", total)
-            return {name: (self.reduction_factor * g).to(self.dtype) for name, g in total.items()}
+            kinds = {name: (p.device, p.dtype) for name, p in self.params.items()}
+            return {name: (self.reduction_factor * g).to(*kinds[name]) for name, g in total.items()}
 
     @contextmanager
     def together(
@@ -293,15 +300,21 @@ class EmpiricalRisk(Described):
             check_same(self.ranks, where, facts)
             yield
 
+    def values(self) -> Params:
+        """Return the detached values of the parameters, all in one dtype and on one device."""
+        device, dtype = self.device, self.dtype
+        return {name: p.detach().to(device, dtype) for name, p in self.params.items()}
+
     def leaves(self) -> Params:
         """Return the values of the parameters as leaves of a new computation graph."""
-        return {name: p.detach().requires_grad_() for name, p in self.params.items()}
+        return {name: p.requires_grad_() for name, p in self.values().items()}
 
     def predict(self, params: Params, batch: Batch, within: AbstractContextManager[Any] | None = None) -> Tensor:
         """Evaluate the model on a batch at the given parameters, and check the output.
 
         Args:
-            params: Values of the parameters, by name, such as `leaves()`.
+            params: Values of the parameters, by name, such as `leaves()`. If parameters have several dtypes or devices,
+                each value is converted to those of its parameter.
             batch: A batch from `batches()`.
             within: A context that is active only while the model runs.
 
@@ -324,7 +337,7 @@ class EmpiricalRisk(Described):
             again = partial(self._without_graph, lambda: self._prediction_in(self._call(self.params, batch)()))
             with evaluating():
                 self._unused_draws = check_draws(before, self._unused_draws, self.device, again)
-        f = self._prediction_in(output)
+        f = self._prediction_in(output).to(self.device)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
                 f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "
@@ -340,6 +353,9 @@ class EmpiricalRisk(Described):
 
     def _call(self, params: Params, batch: Batch) -> Callable[[], Any]:
         """Return a function without arguments that calls the model."""
+        own = self.params
+        if params is not own and len({(p.device, p.dtype) for p in own.values()}) > 1:
+            params = {name: p.to(own[name].device, own[name].dtype) if name in own else p for name, p in params.items()}
         if not isinstance(self.model, nn.Module):
             return partial(self.model, params, batch.x)
         args, kwargs = arguments(batch.x, self.model)
@@ -464,6 +480,7 @@ class EmpiricalRisk(Described):
             start: Index of the first example. By default, its index among all data, which may have to be counted first.
         """
         checks, device, several = self._same_data, self.device, self.ranks.are_several
+        input_device = self.input_device
         if start is None:
             if checks.start is None:  # it depends on the counts of other processes
                 self.count()
@@ -485,11 +502,12 @@ class EmpiricalRisk(Described):
                 checks.check_first_batch(seen)
                 self.loss.check_inputs(x, y)
             targets = to_device(y, device)
-            batch = Batch(to_device(x, device), targets, start + num_data, self.loss.count(targets))
-            copy = last_copy(x, y, device) if device.type == "cuda" else None
+            batch = Batch(to_device(x, input_device), targets, start + num_data, self.loss.count(targets))
+            copies = [last_copy(x, y, one) for one in {device, input_device} if one.type == "cuda"]
             yield batch
-            if copy is not None:  # pragma: no cover (tested on a GPU)
-                copy.synchronize()  # a loader may use its pinned memory again
+            for copy in copies:  # pragma: no cover (tested on a GPU)
+                if copy is not None:
+                    copy.synchronize()  # a loader may use its pinned memory again
             num_data += len(y)
             count = count + batch.counted
         checks.check_count(num_data, count, seen)
@@ -510,10 +528,11 @@ class EmpiricalRisk(Described):
 
     def check_model(self) -> None:
         """Raise an error if a prediction for one example would be random or depend on other examples."""
-        if self._needs_values and self.device.type == "meta":
+        if self._needs_values and any(p.is_meta for p in self.params.values()):
             raise ModelError(
                 "The parameters are on the meta device, where tensors have shapes but no values.",
-                "Move the model to another device, or estimate the cost of KFAC with kfs.inspect(model, sample).",
+                "Move the model to another device, or estimate the cost of KFAC with kfs.inspect(model, sample). If "
+                "accelerate has offloaded them, leave them out with params=.",
             )
         if isinstance(self.model, nn.Module):
             check_module(self.model)
