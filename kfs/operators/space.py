@@ -68,12 +68,6 @@ class Space:
         given = {name: (own or {}).get(name, (dtype, device)) for name in self.shapes}
         self.own = given if set(given.values()) - {(dtype, device)} else {}  # empty if there are no others
 
-    @classmethod
-    def of(cls, params: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> "Space":
-        """Return the space of parameters. Tensors in dictionaries are like the parameters themselves."""
-        kinds = {name: (p.dtype, p.device) for name, p in params.items()}
-        return cls({name: p.shape for name, p in params.items()}, dtype, device, kinds)
-
     def __repr__(self) -> str:
         return f"Space of {self.listed}: {counted(self.size, 'number')}, {kind(self.dtype, self.device)}"
 

@@ -5,7 +5,6 @@ Their use lives in `kfs.problem.risk`.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -89,11 +88,6 @@ def checked(params: Params) -> Params:
                 "Leave it out with params=.",
             )
     return params
-
-
-def common_dtype(params: Params) -> torch.dtype:
-    """Return the dtype of parameters; if they have several, one that has all of their values."""
-    return reduce(torch.promote_types, {p.dtype for p in params.values()})
 
 
 @contextmanager

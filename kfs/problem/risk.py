@@ -12,8 +12,9 @@ Losses live in `kfs.losses`, unpacking of data in `kfs.problem.data`, selection 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from math import isfinite
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -49,7 +50,8 @@ from kfs.problem.isolation import (
     random_state,
     restored,
 )
-from kfs.problem.parameters import Params, common_dtype, function_params, leaves_of, module_params, switched_on
+from kfs.problem.offloaded import Offloaded
+from kfs.problem.parameters import Params, function_params, leaves_of, module_params, switched_on
 from kfs.problem.torch_fixes import CheckedEmbeddings, ExactDerivatives, call_with, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
 from kfs.runtime import sync
@@ -57,6 +59,7 @@ from kfs.runtime.nested import is_named_tuple, tensors_in
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, not_finite
 
+_dtype_of, _kind_of = attrgetter("dtype"), attrgetter("device", "dtype")
 _COPY = "Copy them from rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
 
 
@@ -136,7 +139,9 @@ class EmpiricalRisk(Described):
             self.model = model_to_run(model)
             self.loss: Loss = describe(loss)
             own = self.model
-            self.params = module_params(own, params) if isinstance(own, nn.Module) else function_params(params)
+            chosen = module_params(own, params) if isinstance(own, nn.Module) else function_params(params)
+            self._offloaded = Offloaded(own, chosen)
+            self.params = self._offloaded.params
             self.progress = progress
             self.mask_source = MaskSource(mask)
             self.whole = WholeParameters(self.model, self.ranks)
@@ -187,15 +192,10 @@ class EmpiricalRisk(Described):
         return next(iter(self.params.values())).device
 
     @property
-    def input_device(self) -> torch.device:
-        """The device of inputs: that of the model's first parameter that has values, considered or not."""
-        every = self.model.parameters() if isinstance(self.model, nn.Module) else ()
-        return next((p.device for p in every if not p.is_meta), self.device)
-
-    @property
     def dtype(self) -> torch.dtype:
         """The parameters' dtype; if they have several, one that has all of their values."""
-        return common_dtype(self.params)
+        common: torch.dtype = reduce(torch.promote_types, map(_dtype_of, self.params.values()))
+        return common
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -337,7 +337,7 @@ class EmpiricalRisk(Described):
             again = partial(self._without_graph, lambda: self._prediction_in(self._call(self.params, batch)()))
             with evaluating():
                 self._unused_draws = check_draws(before, self._unused_draws, self.device, again)
-        f = self._prediction_in(output).to(self.device)
+        f = self._prediction_in(output).to(batch.y.device)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
                 f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "
@@ -353,15 +353,20 @@ class EmpiricalRisk(Described):
 
     def _call(self, params: Params, batch: Batch) -> Callable[[], Any]:
         """Return a function without arguments that calls the model."""
-        own = self.params
-        if params is not own and len({(p.device, p.dtype) for p in own.values()}) > 1:
-            params = {name: p.to(own[name].device, own[name].dtype) if name in own else p for name, p in params.items()}
+        if params is not self.params and len(set(map(_kind_of, self.params.values()))) > 1:
+            own = params | self.params
+            params = {name: p.to(own[name].device, own[name].dtype) for name, p in params.items()}
         if not isinstance(self.model, nn.Module):
             return partial(self.model, params, batch.x)
         args, kwargs = arguments(batch.x, self.model)
         if params is self.params and self._are_own(self.model):
             return partial(self.model, *args, **kwargs)
-        return partial(call_with, self.model, params, args, kwargs)
+        return partial(self._call_with, self.model, params, args, kwargs)
+
+    def _call_with(self, model: nn.Module, params: Params, args: Any, kwargs: Any) -> Any:
+        """Call the model with other parameters than its own."""
+        with self._offloaded.left_alone(params) as given:
+            return call_with(model, given, args, kwargs)
 
     def _are_own(self, model: nn.Module) -> bool:
         """Whether `params` are the model's own tensors. A loader may replace them from one batch to the next."""
@@ -480,7 +485,10 @@ class EmpiricalRisk(Described):
             start: Index of the first example. By default, its index among all data, which may have to be counted first.
         """
         checks, device, several = self._same_data, self.device, self.ranks.are_several
-        input_device = self.input_device
+        # The model's first parameter may be on another device than those that are considered.
+        every = self.model.parameters() if isinstance(self.model, nn.Module) else ()
+        input_device = next((p.device for p in every if not p.is_meta), device)
+        gpus = [one for one in {device, input_device} if one.type == "cuda"]
         if start is None:
             if checks.start is None:  # it depends on the counts of other processes
                 self.count()
@@ -503,7 +511,7 @@ class EmpiricalRisk(Described):
                 self.loss.check_inputs(x, y)
             targets = to_device(y, device)
             batch = Batch(to_device(x, input_device), targets, start + num_data, self.loss.count(targets))
-            copies = [last_copy(x, y, one) for one in {device, input_device} if one.type == "cuda"]
+            copies = [last_copy(x, y, one) for one in gpus] if gpus else []
             yield batch
             for copy in copies:  # pragma: no cover (tested on a GPU)
                 if copy is not None:
@@ -531,8 +539,7 @@ class EmpiricalRisk(Described):
         if self._needs_values and any(p.is_meta for p in self.params.values()):
             raise ModelError(
                 "The parameters are on the meta device, where tensors have shapes but no values.",
-                "Move the model to another device, or estimate the cost of KFAC with kfs.inspect(model, sample). If "
-                "accelerate has offloaded them, leave them out with params=.",
+                "Move the model to another device, or estimate the cost of KFAC with kfs.inspect(model, sample).",
             )
         if isinstance(self.model, nn.Module):
             check_module(self.model)

@@ -476,25 +476,23 @@ class _Audit:
         # Choose the last examples: a model may favor early ones, for example if experts have limited capacity.
         every = range(self.num_data)
         chosen = list(every[: -(self.num_data // 2) - 1 : -1] if self.halves else every)
-        precisions = Precisions()
         plain: Tensor | None = None  # if the batch cannot be cut, such as ragged graphs
         if not self.halves or can_be_cut(self.x, self.num_data, len(chosen), self.batch_axis):
             try:
                 x = cut(self.x, self.num_data, chosen, self.batch_axis) if self.halves else self.x
-                plain = self.run(x, len(chosen), precisions).detach()
+                plain = self.run(x, len(chosen), None).detach()
             except Exception:
                 if not self.whole:
                     raise
-        if plain is not None:
-            difference = difference_of(plain, f[chosen])
-            if difference > tolerance:
-                tolerance = max(tolerance, precisions.tolerance(f.dtype, f.device))
-            if difference <= tolerance:
-                return difference, tolerance
-        # Find the cause: a rule, or the other half of the examples.
-        difference = difference_of(self.run(self.x, self.num_data, precisions).detach(), f)
-        if difference > tolerance:
-            tolerance = max(tolerance, precisions.tolerance(f.dtype, f.device))
+        if plain is not None and (difference := difference_of(plain, f[chosen])) <= tolerance:
+            return difference, tolerance
+        # Find the cause: the precision of other parts of the model, a rule, or the other half of the examples.
+        precisions = Precisions()
+        all_plain = self.run(self.x, self.num_data, precisions).detach()
+        tolerance = max(tolerance, precisions.tolerance(f.dtype, f.device))
+        if plain is not None and difference <= tolerance:
+            return difference, tolerance
+        difference = difference_of(all_plain, f)
         if difference > tolerance:
             raise self._wrong_rule(difference, tolerance)
         if plain is None:

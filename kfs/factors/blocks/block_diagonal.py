@@ -311,9 +311,8 @@ class BlockDiagonal(LinearOperator):
         """
         kind = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in {"EKFAC", "KFAC", "BlockDiagonal"})
         shapes = [[name, list(shape)] for name, shape in self.domain.shapes.items()]
-        space = {"shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}
-        if self.domain.own:
-            space["own"] = {name: str(dtype).removeprefix("torch.") for name, (dtype, _) in self.domain.own.items()}
+        own = {name: str(dtype).removeprefix("torch.") for name, (dtype, _) in self.domain.own.items()}
+        space = {"shapes": shapes, "dtype": str(self.dtype).removeprefix("torch."), "own": own}
         with self.distribution.agree("save"):
             self.distribution.write(path, {"kind": kind} | self._about(), self._state() | {"space": space})
 
