@@ -133,6 +133,8 @@ def without_rule(seen: Discovery, func: Any, args: tuple[Any, ...], kwargs: dict
 def _followed(run: _Run, tracked: list[Tensor], parameters: list[Tracked], has_data: bool, result: Any) -> Any:
     """Return the result, tracked so that its gradients reach all parameters; `None` if that is not possible."""
     seen = run.seen
+    if any(parameter.rows for parameter in parameters):  # a table of which a parameter has replaced rows
+        return None
     different = list({id(t): t for t in tracked}.values())
     arguments = list(map(run.argument, different))
     follows = isinstance(result, Tensor) and not has_data and all(argument.by_rows for argument in arguments)
