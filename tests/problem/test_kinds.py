@@ -30,7 +30,7 @@ class Mixed(nn.Module):
     def __init__(self, dtypes: list[torch.dtype]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)]
+        layers: list[Any] = [nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)]
         # All values fit into all dtypes.
         for layer, dtype in zip(layers, dtypes, strict=True):
             for p in layer.parameters():
@@ -39,7 +39,8 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype))
+            kind: Any = layer.weight.dtype
+            x = layer(x.to(kind))
         return x
 
 
@@ -90,7 +91,7 @@ def test_several_dtypes(dtypes: list[torch.dtype], tmp_path: Path) -> None:
     again = kfs.load(tmp_path / "K.safetensors") @ g
     assert {name: t.dtype for name, t in again.items()} == own
     near(again, K @ g, 1e-12)
-    with pytest.raises(DtypeError, match="'layers.0.weight' is torch.complex64"):
+    with pytest.raises(DtypeError, match=r"'layers\.0\.weight' is torch\.complex64"):
         K @ {name: t.to(torch.complex64) for name, t in g.items()}
 
 
@@ -98,12 +99,12 @@ class Quantized(torch.autograd.Function):
     """A product with a matrix of 8-bit integers, hidden from modes, as in bitsandbytes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, W: Tensor, scale: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, x: Tensor, W: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(W, scale)
         return x @ (W.to(x.dtype) * scale.to(x.dtype)).T
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         W, scale = ctx.saved_tensors
         return g @ (W.to(g.dtype) * scale.to(g.dtype)), None, None
 
@@ -129,7 +130,8 @@ class Adapted(nn.Module):
             z: Tensor = Quantized.apply(x, self.base.weight, self.base.scale)  # type: ignore[no-untyped-call]
         else:
             z = self.base(x.to(self.base.weight.dtype)).to(x.dtype)
-        return z + self.B(self.A(x))
+        result: Tensor = z + self.B(self.A(x))
+        return result
 
 
 @pytest.mark.parametrize("base", ["half", "8 bit"])
@@ -171,10 +173,10 @@ def test_offloaded_parameters(params: list[str] | None, where: str, tmp_path: Pa
     risk, oracle = (kfs.EmpiricalRisk(m, nn.CrossEntropyLoss(), batches, params=params) for m in (away, plain))
     assert risk.value() == oracle.value()
     g = risk.gradient()
-    close(g, oracle.gradient())
-    close(kfs.GGN(risk) @ g, kfs.GGN(oracle) @ g)
+    near(g, oracle.gradient(), 1e-10)
+    near(kfs.GGN(risk) @ g, kfs.GGN(oracle) @ g, 1e-10)
     close(kfs.Hessian(risk).to_dense(), kfs.Hessian(oracle).to_dense())
-    close(kfs.GGN(risk, reuse=True) @ g, kfs.GGN(oracle) @ g)
+    near(kfs.GGN(risk, reuse=True) @ g, kfs.GGN(oracle) @ g, 1e-10)
     close(kfs.KFAC(risk).to_dense(), kfs.KFAC(oracle).to_dense())
     close(kfs.Influence(kfs.EKFAC(risk)).scores(risk, risk), kfs.Influence(kfs.EKFAC(oracle)).scores(oracle, oracle))
     given = kfs.EmpiricalRisk(away, nn.CrossEntropyLoss(), batches, params={n: 2 * p for n, p in oracle.params.items()})
@@ -196,9 +198,9 @@ def test_training_with_offloaded_parameters() -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-    close(away[2].weight, plain[2].weight)
+    near(away[2].weight.detach(), plain[2].weight.detach(), 1e-6)
     accelerate.cpu_offload(away[2], execution_device=torch.device("cpu"))
     with pytest.raises(
-        ModelError, match="These parameters are on the meta device, without values: '2.weight', '2.bias'"
+        ModelError, match=r"These parameters are on the meta device, without values: '2\.weight', '2\.bias'"
     ):
         kfs.optim.KFAC(away, nn.CrossEntropyLoss())

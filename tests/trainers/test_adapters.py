@@ -4,6 +4,7 @@ With one example of one token, every parameter is used once. Then KFAC is exact 
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
@@ -15,6 +16,7 @@ from torchao import quantization
 from transformers import LlamaConfig, LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
 
 import kfs
+from docs import blocks
 from kfs.errors import ModelError
 from tests.operators.contract import close
 
@@ -40,7 +42,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 def llama(size: int = 8, vocabulary: int = 23, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    settings: dict[str, Any] = dict(  # noqa: C408
         vocab_size=vocabulary,
         hidden_size=size,
         intermediate_size=size,
@@ -52,7 +54,9 @@ def llama(size: int = 8, vocabulary: int = 23, dtype: torch.dtype = torch.float3
         pad_token_id=0,
         initializer_range=0.3,
     )
-    return LlamaForSequenceClassification(config).to(dtype)
+    model: Any = LlamaForSequenceClassification(LlamaConfig(**settings))
+    result: nn.Module = model.to(dtype)
+    return result
 
 
 def adapted(base: nn.Module, config: Any) -> nn.Module:
@@ -103,7 +107,8 @@ def test_methods(method: str) -> None:
     close(kfs.KFAC(kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), parts)).to_dense(), kfs.KFAC(risk).to_dense())
     assert kfs.Influence(E, damping=kfs.Relative(0.1)).scores(risk, risk).isfinite().all()
     belief = kfs.laplace.posterior(E, risk, prior_precision=1.0)
-    close(belief.predict({key: t for key, t in batch.items() if key != "labels"}).sum(1), torch.ones(5).double())
+    predicted: Any = belief.predict({key: t for key, t in batch.items() if key != "labels"})
+    close(predicted.sum(1), torch.ones(5).double())
     losses = trained(model.float(), batch)
     assert losses[-1] < losses[0]
 
@@ -112,7 +117,7 @@ def test_methods(method: str) -> None:
 def test_experts() -> None:
     """Adapters of all experts at once are factors of weights: their exact diagonal is known, but no factors."""
     torch.manual_seed(0)
-    config = MixtralConfig(
+    settings: dict[str, Any] = dict(  # noqa: C408
         vocab_size=23,
         hidden_size=8,
         intermediate_size=12,
@@ -125,12 +130,12 @@ def test_experts() -> None:
     lora = peft.LoraConfig(
         r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     )
-    model = adapted(MixtralForCausalLM(config), lora)
+    model = adapted(MixtralForCausalLM(MixtralConfig(**settings)), lora)
     batch = reviews(3, 5)
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     risk = kfs.EmpiricalRisk(model, kfs.losses.TokenCrossEntropy(shift=True), batch)
     with pytest.raises(
-        ModelError, match="experts.lora_A.default.weight': it is used by linear before it meets the batch"
+        ModelError, match=r"experts\.lora_A\.default\.weight': it is used by linear before it meets the batch"
     ):
         kfs.KFAC(risk)
     K = kfs.KFAC(risk, uncovered="diagonal")
@@ -194,3 +199,11 @@ def test_bases(base: str, dtype: torch.dtype) -> None:
     assert abs(ratio - 1) < (1e-3 if dtype == torch.float32 else 5e-2)
     losses = trained(model, reviews(5, 4))
     assert min(losses) < losses[0] or "activations" in base  # the steps of rounded activations are not differentiable
+
+
+@pytest.mark.filterwarnings("default")  # warnings of other libraries are not tested here
+def test_all_programs_of_the_page(tmp_path: Path) -> None:
+    page = Path(blocks.__file__).parent / "howto_adapters.md"
+    with blocks.inside(tmp_path):
+        outputs = blocks.run(page, blocks.libraries(page)).outputs
+    assert None not in outputs
