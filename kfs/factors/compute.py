@@ -591,8 +591,9 @@ def compute_factors(
     covered = {name for block in blocks for name in block.layout.params}
     all_count = settings.uncovered != "skip"
     params = {name: p for name, p in risk.params.items() if all_count or name in covered}
+    own = {name: (p.dtype, p.device) for name, p in params.items()}
     return Factors(
-        Space({name: p.shape for name, p in params.items()}, risk.dtype, risk.device),
+        Space({name: p.shape for name, p in params.items()}, risk.dtype, risk.device, own),
         blocks,
         settings,
         LossScale.of(risk),

@@ -66,5 +66,8 @@ def _read(path: str | Path, device: str | torch.device, ranks: Ranks) -> BlockDi
         dtype = getattr(torch, state["space"]["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise UnfitError(f"{dtype} is no dtype")
-        made = cls._from_state(state, Space(shapes, dtype, torch.device(device)), ranks)
+        own = {
+            name: (getattr(torch, kind), torch.device(device)) for name, kind in state["space"].get("own", {}).items()
+        }
+        made = cls._from_state(state, Space(shapes, dtype, torch.device(device), own), ranks)
     return made.to(device) if ranks.are_several else made

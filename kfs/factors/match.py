@@ -154,7 +154,8 @@ def check_same_values(C: LinearOperator, queries: EmpiricalRisk, train: Empirica
 
 
 def _tensors(risk: EmpiricalRisk) -> dict[str, Tensor]:
-    """Return all parameters and buffers of a module, by name. The result is empty if the model is a function."""
+    """Return all parameters and buffers of a module that have values, by name; none if the model is a function."""
     if not isinstance(risk.model, nn.Module):
         return {}
-    return dict(risk.model.named_parameters()) | dict(risk.model.named_buffers())
+    every = dict(risk.model.named_parameters()) | dict(risk.model.named_buffers())
+    return {name: t for name, t in every.items() if not t.is_meta}

@@ -507,13 +507,14 @@ def _with_targets(batch: Batch, some: slice) -> Batch:
 def parameter_space(risk: EmpiricalRisk) -> Space:
     """Return the space of a risk's parameters."""
     check_risk(risk)
-    return Space({name: p.shape for name, p in risk.params.items()}, risk.dtype, risk.device)
+    own = {name: (p.dtype, p.device) for name, p in risk.params.items()}
+    return Space({name: p.shape for name, p in risk.params.items()}, risk.dtype, risk.device, own)
 
 
 def _inputs_of(risk: EmpiricalRisk, batch: Batch) -> list[Tensor]:
     """Return the tensors that the predictions for a batch depend on: parameters, buffers, inputs and targets."""
     model = [*risk.model.parameters(), *risk.model.buffers()] if isinstance(risk.model, Module) else []
-    return [*risk.params.values(), *model, *tensors_in(batch.x), batch.y]
+    return [*risk.params.values(), *(t for t in model if not t.is_meta), *tensors_in(batch.x), batch.y]
 
 
 PREDICTION = "prediction"

@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from kfs.errors import ModelError
 from kfs.operators.space import Columns
@@ -27,8 +26,7 @@ from kfs.problem.data import Batch, can_be_cut, cut
 from kfs.problem.parameters import Params
 from kfs.problem.risk import EmpiricalRisk
 from kfs.problem.torch_fixes import RefuseMissedErrors, StopsForwardMode
-from kfs.runtime.nested import tensors_in
-from kfs.runtime.precision import tolerance_for
+from kfs.runtime.precision import Precisions, tolerance_for
 
 log = logging.getLogger("kfs.operators")
 # Number of examples on which the modes of differentiation are compared.
@@ -61,8 +59,9 @@ def leaves_and_rest(risk: EmpiricalRisk, names: Iterable[str]) -> tuple[Params, 
     its own parameters, and must save the same number of tensors as in the first run.
     """
     chosen = set(names)
-    leaves = {name: p.detach().requires_grad_() for name, p in risk.params.items() if name in chosen}
-    rest = {n: p.detach().requires_grad_(p.requires_grad) for n, p in risk.params.items() if n not in chosen}
+    values = risk.values()
+    leaves = {name: p.requires_grad_() for name, p in values.items() if name in chosen}
+    rest = {n: p.requires_grad_(risk.params[n].requires_grad) for n, p in values.items() if n not in chosen}
     return leaves, rest
 
 
@@ -530,27 +529,14 @@ def _inner_and_size(signs: Columns, products: Columns) -> tuple[float, float]:
     return sum(inner), sum(squares) ** 0.5
 
 
-class _Precisions(TorchFunctionMode):
-    """Collects the floating-point dtypes of all results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[torch.dtype] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        self.found |= {t.dtype for t in tensors_in(result) if t.is_floating_point()}
-        return result
-
-
 def _differs(difference: float | None, risk: EmpiricalRisk, batch: Batch) -> bool:
     """Return whether a difference is too large to be round-off in the lowest precision that the model uses."""
     if difference is None or difference <= tolerance_for(risk.dtype, risk.device):
         return False
     # Run the model to collect its precisions only now, because most differences are small.
-    precisions = _Precisions()
+    precisions = Precisions()
     risk.predict(risk.params, batch, within=precisions)
-    return difference > max(tolerance_for(dtype, risk.device) for dtype in precisions.found | {risk.dtype})
+    return difference > precisions.tolerance(risk.dtype, risk.device)
 
 
 def enabled_kernels() -> list[SDPBackend]:

@@ -44,8 +44,9 @@ class Space:
 
     Args:
         shapes: Shape of every tensor, by name, in order.
-        dtype: Dtype of the tensors.
-        device: Device of the tensors.
+        dtype: Dtype of flat vectors, and of all computations.
+        device: Device of flat vectors.
+        own: Dtype and device of the tensors in dictionaries and lists, by name. By default, those of flat vectors.
 
     Example:
         >>> space = Space({"W": (2, 3), "b": (2,)}, torch.float32, torch.device("cpu"))
@@ -53,18 +54,28 @@ class Space:
         Space of 'W', 'b': 8 numbers, float32 on cpu
     """
 
-    def __init__(self, shapes: Mapping[str, Iterable[int]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Iterable[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        own: Mapping[str, tuple[torch.dtype, torch.device]] | None = None,
+    ) -> None:
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.sizes = {name: prod(shape) for name, shape in self.shapes.items()}
         self.size = sum(self.sizes.values())
         self.dtype, self.device = dtype, device
+        given = {name: (own or {}).get(name, (dtype, device)) for name in self.shapes}
+        self.own = given if set(given.values()) - {(dtype, device)} else {}  # empty if there are no others
 
     def __repr__(self) -> str:
         return f"Space of {self.listed}: {counted(self.size, 'number')}, {kind(self.dtype, self.device)}"
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Space":
         """Return the space on another device, or with another dtype."""
-        return Space(self.shapes, dtype or self.dtype, self.device if device is None else torch.device(device))
+        new = None if device is None else torch.device(device)
+        own = {name: (dtype or kind[0], new or kind[1]) for name, kind in self.own.items()}
+        return Space(self.shapes, dtype or self.dtype, new or self.device, own)
 
     @property
     def listed(self) -> str:
@@ -97,7 +108,7 @@ class Space:
         if unknown or not names:
             text = f"There are no parameters {unknown}." if unknown else "No parameters are named."
             raise ModelError(text, suggest(unknown, self.shapes))
-        return Space({name: self.shapes[name] for name in names}, self.dtype, self.device)
+        return Space({name: self.shapes[name] for name in names}, self.dtype, self.device, self.own)
 
     def read(self, v: Vector) -> tuple[Columns, Form]:
         """Convert a vector, a matrix of columns, a dictionary or a list of tensors to columns.
@@ -139,11 +150,18 @@ class Space:
     def write(self, columns: Columns, form: Form) -> Vector:
         """Convert columns to the given form; the inverse of `read`."""
         if form in {"dicts", "lists", "dict", "list"}:
+            columns = self.like_own(columns)
             tensors = columns if form in {"dicts", "lists"} else {name: t.squeeze(0) for name, t in columns.items()}
             tensors = {name: sharded_like(t, form.like.get(name, t)) for name, t in tensors.items()}
             return tensors if form in {"dicts", "dict"} else [tensors[name] for name in self.shapes]
         flat = self.flatten(columns)
         return flat.squeeze(0) if form == "vector" else flat.T
+
+    def like_own(self, columns: Columns) -> Columns:
+        """Return columns in the dtype and on the device of the tensors in dictionaries."""
+        if not self.own:
+            return columns
+        return {name: t.to(self.own[name][1], self.own[name][0]) for name, t in columns.items()}
 
     def flatten(self, columns: Columns) -> Tensor:
         """Return the columns as rows of a matrix, `[K, size]`."""
@@ -197,7 +215,7 @@ class Space:
         several = all(v[name].ndim == 1 + len(shape) for name, shape in self.shapes.items())
         lengths = {len(v[name]) for name in self.shapes} if several else {1}
         for name, shape in self.shapes.items():
-            self._check_kind(f"{name!r}", v[name])
+            self._check_kind(f"{name!r}", v[name], *self.own.get(name, ()))
             if (v[name].shape[1:] if several else v[name].shape) != shape or len(lengths) > 1:
                 raise ShapeError(
                     f"{name!r} has shape {list(v[name].shape)}, but the parameter has shape {list(shape)}.",
@@ -205,6 +223,8 @@ class Space:
                     "more axis in front, of one length.",
                 )
         found = {name: whole(v[name].detach()) for name in self.shapes}
+        if self.own:
+            found = {name: t.to(self.device, self.dtype) for name, t in found.items()}
         return {name: t if several else t.unsqueeze(0) for name, t in found.items()}, several
 
     def _named(self, v: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -249,11 +269,15 @@ class Space:
             )
         return places[index]
 
-    def _check_kind(self, name: str, t: Tensor) -> None:
-        if t.dtype != self.dtype or t.device.type != self.device.type:
+    def _check_kind(
+        self, name: str, t: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> None:
+        """Check that a tensor is like flat vectors, or of the given dtype and device."""
+        dtype, device = dtype or self.dtype, device or self.device
+        if (t.dtype, t.device.type) not in {(self.dtype, self.device.type), (dtype, device.type)}:
             raise DtypeError(
-                f"{name} is {t.dtype} on {t.device}, but the operator is {self.dtype} on {self.device}.",
-                f"Convert it: .to('{self.device}', {self.dtype}).",
+                f"{name} is {t.dtype} on {t.device}, but the operator is {dtype} on {device}.",
+                f"Convert it: .to('{device}', {dtype}).",
             )
 
 

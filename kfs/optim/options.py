@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from kfs.display.suggestions import few
 from kfs.errors import KfsWarning, LossError, ModelError, StorageError
 from kfs.factors.blocks import METHODS, Method, Relative
 from kfs.factors.layout import Layout
@@ -320,6 +321,13 @@ class Parameters:
                 f"Parameters of shapes {strange} are not parameters of the model.",
                 "Pass parameters of the model itself, not of a copy: its forward pass is watched.",
             )
+        without_values = [names[id(p)] for p, _ in found if p.is_meta and p.requires_grad]
+        if without_values:
+            raise ModelError(
+                f"These parameters are on the meta device, without values: {few(without_values)}. If accelerate has "
+                "offloaded them, their gradients are lost after each pass.",
+                "Train other parameters, such as adapters, or do not offload these.",
+            )
         check_groups(groups)
         self._claim([p for p, _ in found], take_over)
         self.tensors: dict[str, Tensor] = {names[id(p)]: p for p, _ in found}
@@ -424,8 +432,10 @@ class Parameters:
 
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
-    """Whether this is the same parameter object, or its unsharded copy."""
+    """Whether this is the same parameter object, its unsharded copy, or a frozen one that accelerate loads anew."""
     if now is before:
         return True
+    if now is not None and before is not None and before.is_meta:
+        return not now.requires_grad and now.shape == before.shape
     is_whole = isinstance(now, nn.Parameter) and not is_sharded(now)
     return is_whole and is_sharded(before) and before is not None and now is not None and now.shape == before.shape

@@ -77,7 +77,7 @@ def function_params(params: object) -> Params:
 
 
 def checked(params: Params) -> Params:
-    """Return the parameters; raise an error if they are empty, not floating-point, or of mixed dtypes or devices."""
+    """Return the parameters; raise an error if they are empty, or not floating-point."""
     if not params:
         raise ModelError("There are no parameters to consider.", "Name at least one with params=.")
     for name, p in params.items():
@@ -87,12 +87,6 @@ def checked(params: Params) -> Params:
                 f"Parameter {name!r} is {kind}, expected a tensor of real floating-point numbers.",
                 "Leave it out with params=.",
             )
-    kinds = {(p.dtype, p.device) for p in params.values()}
-    if len(kinds) > 1:
-        raise DtypeError(
-            f"Parameters have different dtypes or devices: {sorted(map(str, kinds))}.",
-            "Choose parameters of one dtype and device with params=, or convert the model.",
-        )
     return params
 
 

@@ -12,8 +12,9 @@ Losses live in `kfs.losses`, unpacking of data in `kfs.problem.data`, selection 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from math import isfinite
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -49,6 +50,7 @@ from kfs.problem.isolation import (
     random_state,
     restored,
 )
+from kfs.problem.offloaded import Offloaded
 from kfs.problem.parameters import Params, function_params, leaves_of, module_params, switched_on
 from kfs.problem.torch_fixes import CheckedEmbeddings, ExactDerivatives, call_with, explained, no_hooks_on_saved_tensors
 from kfs.problem.whole_parameters import WholeParameters, check_same_data, model_to_run
@@ -57,6 +59,7 @@ from kfs.runtime.nested import is_named_tuple, tensors_in
 from kfs.runtime.precision import at_least_float32
 from kfs.runtime.sync import DeferredChecks, not_finite
 
+_dtype_of, _kind_of = attrgetter("dtype"), attrgetter("device", "dtype")
 _COPY = "Copy them from rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
 
 
@@ -141,7 +144,9 @@ class EmpiricalRisk(Described):
             self.model = model_to_run(model)
             self.loss: Loss = describe(loss)
             own = self.model
-            self.params = module_params(own, params) if isinstance(own, nn.Module) else function_params(params)
+            chosen = module_params(own, params) if isinstance(own, nn.Module) else function_params(params)
+            self._offloaded = Offloaded(own, chosen)
+            self.params = self._offloaded.params
             self.progress = progress
             self.mask_source = MaskSource(mask)
             self.whole = WholeParameters(self.model, self.ranks, by_layer)
@@ -189,13 +194,14 @@ class EmpiricalRisk(Described):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters. Batches are moved to it."""
+        """The device of predictions, targets and flat vectors: that of the first parameter."""
         return next(iter(self.params.values())).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameters' common dtype."""
-        return next(iter(self.params.values())).dtype
+        """The parameters' dtype; if they have several, one that has all of their values."""
+        common: torch.dtype = reduce(torch.promote_types, map(_dtype_of, self.params.values()))
+        return common
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -254,7 +260,8 @@ class EmpiricalRisk(Described):
                         if g is not None:  # the batch uses this parameter
                             total[name] += g
             total = added_up(self.ranks, "gradient", total)
-            return {name: (self.reduction_factor * g).to(self.dtype) for name, g in total.items()}
+            kinds = {name: (p.device, p.dtype) for name, p in self.params.items()}
+            return {name: (self.reduction_factor * g).to(*kinds[name]) for name, g in total.items()}
 
     @contextmanager
     def together(
@@ -304,15 +311,21 @@ class EmpiricalRisk(Described):
             check_same(self.ranks, where, facts)
             yield
 
+    def values(self) -> Params:
+        """Return the detached values of the parameters, all in one dtype and on one device."""
+        device, dtype = self.device, self.dtype
+        return {name: p.detach().to(device, dtype) for name, p in self.params.items()}
+
     def leaves(self) -> Params:
         """Return the values of the parameters as leaves of a new computation graph."""
-        return {name: p.detach().requires_grad_() for name, p in self.params.items()}
+        return {name: p.requires_grad_() for name, p in self.values().items()}
 
     def predict(self, params: Params, batch: Batch, within: AbstractContextManager[Any] | None = None) -> Tensor:
         """Evaluate the model on a batch at the given parameters, and check the output.
 
         Args:
-            params: Values of the parameters, by name, such as `leaves()`.
+            params: Values of the parameters, by name, such as `leaves()`. If parameters have several dtypes or devices,
+                each value is converted to those of its parameter.
             batch: A batch from `batches()`.
             within: A context that is active only while the model runs.
 
@@ -335,7 +348,7 @@ class EmpiricalRisk(Described):
             again = partial(self._without_graph, lambda: self._prediction_in(self._call(self.params, batch)()))
             with evaluating():
                 self._unused_draws = check_draws(before, self._unused_draws, self.device, again)
-        f = self._prediction_in(output)
+        f = self._prediction_in(output).to(batch.y.device)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
                 f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "
@@ -351,12 +364,20 @@ class EmpiricalRisk(Described):
 
     def _call(self, params: Params, batch: Batch) -> Callable[[], Any]:
         """Return a function without arguments that calls the model."""
+        if params is not self.params and len(set(map(_kind_of, self.params.values()))) > 1:
+            own = params | self.params
+            params = {name: p.to(own[name].device, own[name].dtype) for name, p in params.items()}
         if not isinstance(self.model, nn.Module):
             return partial(self.model, params, batch.x)
         args, kwargs = arguments(batch.x, self.model)
         if params is self.params and self._are_own(self.model):
             return partial(self.model, *args, **kwargs)
-        return partial(call_with, self.model, params, args, kwargs)
+        return partial(self._call_with, self.model, params, args, kwargs)
+
+    def _call_with(self, model: nn.Module, params: Params, args: Any, kwargs: Any) -> Any:
+        """Call the model with other parameters than its own."""
+        with self._offloaded.left_alone(params) as given:
+            return call_with(model, given, args, kwargs)
 
     def _are_own(self, model: nn.Module) -> bool:
         """Whether `params` are the model's own tensors. A loader may replace them from one batch to the next."""
@@ -476,6 +497,10 @@ class EmpiricalRisk(Described):
         """
         checks, device, several = self._same_data, self.device, self.ranks.are_several
         with_passes = start is None
+        # The model's first parameter may be on another device than those that are considered.
+        every = self.model.parameters() if isinstance(self.model, nn.Module) else ()
+        input_device = next((p.device for p in every if not p.is_meta), device)
+        gpus = [one for one in {device, input_device} if one.type == "cuda"]
         if start is None:
             if checks.start is None:  # it depends on the counts of other processes
                 self.count()
@@ -497,11 +522,12 @@ class EmpiricalRisk(Described):
                 checks.check_first_batch(seen)
                 self.loss.check_inputs(x, y)
             targets = to_device(y, device)
-            batch = Batch(to_device(x, device), targets, start + num_data, self.loss.count(targets))
-            copy = last_copy(x, y, device) if device.type == "cuda" else None
+            batch = Batch(to_device(x, input_device), targets, start + num_data, self.loss.count(targets))
+            copies = [last_copy(x, y, one) for one in gpus] if gpus else []
             yield batch
-            if copy is not None:  # pragma: no cover (tested on a GPU)
-                copy.synchronize()  # a loader may use its pinned memory again
+            for copy in copies:  # pragma: no cover (tested on a GPU)
+                if copy is not None:
+                    copy.synchronize()  # a loader may use its pinned memory again
             num_data += len(y)
             count = count + batch.counted
         checks.check_count(num_data, count, seen)
@@ -524,7 +550,7 @@ class EmpiricalRisk(Described):
 
     def check_model(self) -> None:
         """Raise an error if a prediction for one example would be random or depend on other examples."""
-        if self._needs_values and self.device.type == "meta":
+        if self._needs_values and any(p.is_meta for p in self.params.values()):
             raise ModelError(
                 "The parameters are on the meta device, where tensors have shapes but no values.",
                 "Move the model to another device, or estimate the cost of KFAC with kfs.inspect(model, sample).",

@@ -3,6 +3,9 @@
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+from kfs.runtime.nested import tensors_in
 
 # Largest relative difference between results that count as equal. Rounding depends on the batch size, and rounding
 # errors grow from layer to layer. A few times the square root of the machine precision allows them half of all digits.
@@ -36,6 +39,23 @@ def tolerance_for(dtype: torch.dtype, device: torch.device) -> float:
     if dtype == torch.float32 and device.type != "cpu":
         return _ON_ACCELERATOR
     return _TOLERANCE.get(dtype, IN_HALF_PRECISION)
+
+
+class Precisions(TorchFunctionMode):
+    """A mode that collects the floating-point dtypes of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self.found |= {t.dtype for t in tensors_in(result) if t.is_floating_point()}
+        return result
+
+    def tolerance(self, dtype: torch.dtype, device: torch.device) -> float:
+        """Return the tolerance for the lowest precision among `dtype` and all results."""
+        return max(tolerance_for(one, device) for one in self.found | {dtype})
 
 
 _matmul: Any = torch.backends.cuda.matmul

@@ -136,9 +136,32 @@ def test_data_written_into_parts_and_batches_that_are_not_found() -> None:
     risk = EmpiricalRisk(model, nn.MSELoss(), (X, y[:, :2]))
     close(EKFAC(risk).trace(), GGN(risk).to_dense().trace())
     columns = Function(lambda m, x: x + F.embedding((x[:, 0] > 0).long(), m.W.T), W=normal(3, 2)).double()
-    assert list(inspect(columns, X).uncovered) == ["W"]
+    risk = EmpiricalRisk(columns, nn.MSELoss(), (X, X))
+    close(EKFAC(risk).trace(), GGN(risk).to_dense().trace())
     left = Function(lambda m, x: (m.W @ torch.ones(3, 2, dtype=x.dtype)).sum() * x[:, :2], W=W).double()
     assert not inspect(left, X).uncovered
+
+
+@pytest.mark.parametrize("padding", [None, 5])
+@pytest.mark.parametrize("num_data", [1, 6])
+def test_a_parameter_replaces_rows_of_a_table(num_data: int, padding: int | None) -> None:
+    """As in trained tokens: other rows are constants, whether the table is looked up or predicts tokens."""
+    torch.manual_seed(0)
+    table, out, rows = normal(7, 3), normal(3, 2), torch.tensor([5, 0, 2])
+    tokens, targets = torch.tensor([0, 1, 2, 0, 5, 6])[:num_data], normal(6, 2)[:num_data]
+
+    def looked_up(m: Any, x: Tensor) -> Tensor:
+        return F.embedding(x, table.index_copy(0, rows, m.E), padding) @ out
+
+    risk = EmpiricalRisk(Function(looked_up, E=normal(3, 3)).double(), nn.MSELoss(), (tokens, targets))
+    close(KFAC(risk).to_dense(), GGN(risk).to_dense())
+    close(EKFAC(risk).to_dense(), GGN(risk).to_dense())
+    x = normal(num_data, 3)
+    predicted = Function(lambda m, x: F.linear(x, table.index_copy(0, rows, m.E)), E=normal(3, 3)).double()
+    risk = EmpiricalRisk(predicted, nn.MSELoss(), (x, normal(num_data, 7)))
+    close(KFAC(risk).to_dense(), GGN(risk).to_dense())
+    part = Function(lambda m, x: F.linear(x, table.index_copy(0, rows, m.E)[:6]), E=normal(3, 3)).double()
+    assert list(inspect(part, x).uncovered) == ["E"]
 
 
 def test_tables_as_long_as_the_batch() -> None:

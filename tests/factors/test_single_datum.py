@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, Hessian, Jacobian
+from kfs.factors import exact_blocks
 from kfs.factors.audit import forget_audits
 from kfs.problem.torch_fixes import ExactDerivatives, RightGradients, has_instance_norms
 from tests.operators.contract import close
@@ -261,3 +262,25 @@ def test_models_that_take_one_datum_only() -> None:
     singles = list(zip(X.split(1), y.split(1), strict=True))
     K = KFAC(EmpiricalRisk(OneByOne(), nn.CrossEntropyLoss(), singles))
     close(K.to_dense(), KFAC(EmpiricalRisk(linear, nn.CrossEntropyLoss(), (X, y))).to_dense())
+
+
+def test_constants_of_the_last_batch() -> None:
+    """A use of parameters with constants (as in DoRA) does not count, whether or not a batch has one example."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.A, self.B, self.size = nn.Linear(6, 2, bias=False), nn.Linear(2, 5), nn.Parameter(torch.rand(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            norm = self.B(self.A(torch.eye(6, dtype=x.dtype))).T.detach().norm(dim=1)
+            result: Tensor = self.size / norm * self.B(self.A(x))
+            return result
+
+    torch.manual_seed(0)
+    model, X, Y = Scaled().double(), torch.randn(5, 6).double(), torch.randn(5, 5).double()
+    batches = [(X[:4], Y[:4]), (X[4:], Y[4:])]
+    last, whole = (KFAC(EmpiricalRisk(model, nn.MSELoss(), data)).to_dense() for data in (batches, (X, Y)))
+    close(last, whole)
+    one = EmpiricalRisk(model, nn.MSELoss(), (X[:1], Y[:1]))
+    close(KFAC(one).to_dense(), exact_blocks(one).to_dense())

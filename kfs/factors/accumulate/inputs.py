@@ -243,13 +243,17 @@ def _as_rows(x: Tensor, g: Tensor, ones: bool) -> RowProducts:
     return RowProducts(PlainVectors(x.unsqueeze(0), 1.0 if ones else None), PlainVectors(g.unsqueeze(0)))
 
 
+# The index of positions that look up rows of other tables; such a position does not count.
+OTHERS = -1
+
+
 class OneHot(Inputs):
     """Indices `[*leading]` that stand for unit vectors.
 
     Args:
         size: Number of different indices.
         dtype: The parameter's dtype; sums are in float32 or better.
-        padding: Positions with this index do not count; their vector is zero.
+        padding: Positions with this index do not count; their vector is zero. It may be `OTHERS`.
     """
 
     sparse = True
@@ -279,7 +283,7 @@ class OneHot(Inputs):
         counts = self.counted(x).flatten()
         if counted is not None:
             counts = counts & counted.flatten()
-        total.entries[0].index_add_(0, x.flatten(), counts.to(total.total.dtype))
+        total.entries[0].index_add_(0, self._places(x).flatten(), counts.to(total.total.dtype))
         return x.numel() if self.padding is None and counted is None else counts.sum()
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
@@ -293,7 +297,7 @@ class OneHot(Inputs):
             counted = counted & row_map.counted.reshape(x.shape)
         # Examples with fewer positions than others are filled up with index 0 and a count of zero.
         counts = row_map.by_datum(counted.to(self.dtype), trailing=0)
-        index = row_map.by_datum(x, trailing=0)
+        index = self._places(row_map.by_datum(x, trailing=0))
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
         return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
 
@@ -338,7 +342,11 @@ class OneHot(Inputs):
     def _both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices `[batch, shared]` and gradients `[batch, shared, d_B]`, zero where they do not count."""
         index = use.row_map.by_datum(use.x, trailing=0)
-        return index, self.masked(use.row_map.by_datum(g), index)
+        return self._places(index), self.masked(use.row_map.by_datum(g), index)
+
+    def _places(self, index: Tensor) -> Tensor:
+        """Return indices that exist; those of positions that do not count may be any."""
+        return index.clamp(min=0) if self.padding == OTHERS else index
 
 
 def _rows_by_token(index: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ from kfs.factors.trace.trace import Trace
 from kfs.factors.trace.tracking import Tracker, tensors_of
 from kfs.problem.data import can_be_cut, cut
 from kfs.problem.isolation import uncompiled
-from kfs.runtime.precision import IN_HALF_PRECISION, at_least_float32, tolerance_for
+from kfs.runtime.precision import IN_HALF_PRECISION, Precisions, at_least_float32, tolerance_for
 from kfs.runtime.sync import numbers
 
 log = logging.getLogger("kfs.factors")
@@ -319,7 +319,7 @@ class _Audit:
         with _without_hooks(self.params.values()):
             f, one, sums, exact = self._captured([self.params[name] for name in names])
         tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f.dtype, f.device)
-        predictions = self._compare_predictions(f.detach(), tolerance)
+        predictions, tolerance = self._compare_predictions(f.detach(), tolerance)
         gradients, unexplained = self._compare_gradients(f, one, sums, dict(zip(names, exact, strict=True)), tolerance)
         # Store what later batches need: row maps, answers, uses that are not covered.
         opened, asked = list(one.rows.opened), list(one.rows.asked)
@@ -476,8 +476,13 @@ class _Audit:
             self.candidates += [frozenset([place]) for place in reversed(data)] if len(one.marks.inputs) > 1 else []
         return self.candidates.pop(0) if self.candidates else None
 
-    def _compare_predictions(self, f: Tensor, tolerance: float) -> float:
-        """Compare predictions with those of the model without capture, for half of the examples if possible."""
+    def _compare_predictions(self, f: Tensor, tolerance: float) -> tuple[float, float]:
+        """Compare predictions with those of the model without capture, for half of the examples if possible.
+
+        Returns:
+            The relative difference, and the tolerance: a larger one if it is needed, because other parts of the model
+            compute in lower precision than predictions and uses of parameters.
+        """
         # Choose the last examples: a model may favor early ones, for example if experts have limited capacity.
         every = range(self.num_data)
         chosen = list(every[: -(self.num_data // 2) - 1 : -1] if self.halves else every)
@@ -490,13 +495,18 @@ class _Audit:
                 if not self.whole:
                     raise
         if plain is not None and (difference := difference_of(plain, f[chosen])) <= tolerance:
-            return difference
-        # Find the cause: a rule, or the other half of the examples.
-        difference = difference_of(self.run(self.x, self.num_data, None).detach(), f)
+            return difference, tolerance
+        # Find the cause: the precision of other parts of the model, a rule, or the other half of the examples.
+        precisions = Precisions()
+        all_plain = self.run(self.x, self.num_data, precisions).detach()
+        tolerance = max(tolerance, precisions.tolerance(f.dtype, f.device))
+        if plain is not None and difference <= tolerance:
+            return difference, tolerance
+        difference = difference_of(all_plain, f)
         if difference > tolerance:
             raise self._wrong_rule(difference, tolerance)
         if plain is None:
-            return difference
+            return difference, tolerance
         raise mixing_error(
             f"The predictions for {len(chosen)} examples are not the same in a batch with "
             f"{self.num_data - len(chosen)} others."

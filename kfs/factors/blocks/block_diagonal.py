@@ -356,7 +356,8 @@ class BlockDiagonal(LinearOperator):
         """
         kind = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in {"EKFAC", "KFAC", "BlockDiagonal"})
         shapes = [[name, list(shape)] for name, shape in self.domain.shapes.items()]
-        space = {"shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}
+        own = {name: str(dtype).removeprefix("torch.") for name, (dtype, _) in self.domain.own.items()}
+        space = {"shapes": shapes, "dtype": str(self.dtype).removeprefix("torch."), "own": own}
         with self.distribution.agree("save"):
             self.distribution.write(path, {"kind": kind} | self._about(), self._state() | {"space": space})
 
@@ -614,7 +615,7 @@ class BlockDiagonal(LinearOperator):
             stack.write(colored(stack.structure, noise).to(self.device, self.dtype), columns)
 
         self.power(-0.5, damping)._write("sample", columns.values(), write)
-        return self.domain.flatten(columns).T if form == "matrix" else columns
+        return self.domain.flatten(columns).T if form == "matrix" else self.domain.like_own(columns)
 
     def to_dense(self, flattening: str | VecFunction = "rvec") -> Tensor:
         """Return the matrix, formed block by block.

@@ -133,18 +133,22 @@ def without_rule(seen: Discovery, func: Any, args: tuple[Any, ...], kwargs: dict
 def _followed(run: _Run, tracked: list[Tensor], parameters: list[Tracked], has_data: bool, result: Any) -> Any:
     """Return the result, tracked so that its gradients reach all parameters; `None` if that is not possible."""
     seen = run.seen
+    if any(parameter.rows for parameter in parameters):  # a table of which a parameter has replaced rows
+        return None
     different = list({id(t): t for t in tracked}.values())
     arguments = list(map(run.argument, different))
     follows = isinstance(result, Tensor) and not has_data and all(argument.by_rows for argument in arguments)
     if follows and len(different) == 1 and run.func not in _FOLLOW:
         return _Following(run, tracked[0], arguments[0], parameters[0], result).result()
-    expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(run, t, parameter)]
-    if expanded and (len({parameter.name for parameter in parameters}) > 1 or has_data):
-        # With one example, everything may be a row of it; an audit knows what larger batches are like.
-        guess = seen.num_data > 1 or not has_data
-        with seen.rows.question(run.func, seen.tracker.get(expanded[0]).name, guess) as has_rows:
+    asked = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(run, t, parameter)]
+    if asked and (len({parameter.name for parameter in parameters}) > 1 or has_data):
+        # With one example, everything may be a row of it. So a question that an audit of several examples has not
+        # asked would be answered wrongly: which questions are asked does not depend on the number of examples.
+        expanded = [t for t in asked if elementwise.is_expanded(seen.num_data, run.argument(t))]
+        guess = bool(expanded) if seen.num_data > 1 else not has_data
+        with seen.rows.question(run.func, seen.tracker.get(asked[0]).name, guess) as has_rows:
             if has_rows:
-                return _with_expanded(run, expanded[0])
+                return _with_expanded(run, (expanded or asked)[0])
     return _Computed(run, different, arguments, result).result() if follows else None
 
 
@@ -159,9 +163,9 @@ def _why_not(run: _Run, parameters: list[Tracked], has_data: bool) -> str:
 
 def _may_have_rows(run: _Run, t: Tensor, parameter: Tracked) -> bool:
     """Whether (a view of) a parameter may have a row for every example, such as expanded learned queries."""
-    argument, num_data = run.argument(t), run.seen.num_data
-    computed = parameter.derived is not None and num_data == 1
-    return argument.by_rows and (computed or elementwise.is_expanded(num_data, argument))
+    argument = run.argument(t)
+    may_be_expanded = elementwise.is_expanded(1, argument) or 0 in argument.stride
+    return argument.by_rows and (parameter.derived is not None or may_be_expanded)
 
 
 def _with_expanded(run: _Run, t: Tensor) -> Any:

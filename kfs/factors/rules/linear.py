@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from kfs.factors.accumulate.inputs import Inputs, Rows, Vectors
 from kfs.factors.layout import Layout
 from kfs.factors.rules import experts
+from kfs.factors.trace.derived import on_device
 from kfs.factors.trace.discovery import Discovery
 from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read, Rewrite, argument_at, with_argument
 
@@ -155,6 +156,8 @@ def multiply(
     if not weight.tracked:
         features = weight.shape[1 if flip else 0]
         return (bias_plan(bias, leading, read),) if x.data and is_bias(bias, features) else None
+    if weight.rows and x.data and not flip and read is None and bias is None:
+        return _some_outputs(x, weight)
     view = weight.view
     if view is None or x.tracked:
         return None
@@ -163,6 +166,16 @@ def multiply(
         prepare = _narrowed(call.narrow, prepare)  # as autocast multiplies
     vectors = Vectors(layout.column_size)
     return weight_and_bias(operation, layout, vectors, (x,), bias, leading, prepare, read, follows=not x.data)
+
+
+def _some_outputs(x: Argument, weight: Argument) -> Planned:
+    """Plan a product with a table in which a parameter has replaced some rows: these rows give some of the outputs."""
+    layout, chosen = weight.layout_of_rows(), torch.tensor(weight.rows)
+
+    def read(g: Tensor, _: Any) -> Tensor:
+        return g.index_select(-1, on_device(chosen, g.device))
+
+    return (Plan("linear", layout, Vectors(layout.column_size), (x,), read=read),)
 
 
 def weight_and_bias(

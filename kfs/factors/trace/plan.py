@@ -85,6 +85,8 @@ class Argument:
     offset: int = 0  # storage offset, relative to the parameter's
     source: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None  # the parameter's shape, strides, dtype
     derived: bool = False  # whether it is a view of a derived parameter
+    # If the parameter has replaced rows of a constant table, which this argument is: these rows; none for a part of it.
+    rows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, place: Place, t: Tensor, tracked: Tracked | None, data: bool) -> "Argument":
@@ -95,6 +97,9 @@ class Argument:
         if tracked is None:
             return one
         p = tracked.tensor
+        if tracked.rows:
+            rows = tracked.rows if (t.shape, t.stride()) == (p.shape, p.stride()) else ()
+            return replace(one, name=tracked.name, rows=rows)
         offset = int(t.storage_offset()) - int(p.storage_offset())
         source = (tuple(p.shape), tuple(p.stride()), p.dtype)
         derived = tracked.derived is not None
@@ -136,10 +141,16 @@ class Argument:
         offset = self.offset + index * self.stride[0]
         return replace(self, shape=self.shape[1:], stride=self.stride[1:], offset=offset)
 
+    def layout_of_rows(self) -> Layout:
+        """Return the layout of a parameter that has replaced `rows` of a table."""
+        assert self.name is not None  # noqa: S101 (it is tracked)
+        return Layout(self.name, (len(self.rows), self.shape[1]), (0, len(self.rows)), (0, 1), 1)
+
     @property
     def by_rows(self) -> bool:
         """Whether the viewed parameter is contiguous in row-major order."""
-        assert self.source is not None  # noqa: S101 (only tracked arguments are asked)
+        if self.source is None:  # it has replaced rows of a table
+            return False
         shape, stride, _ = self.source
         expected = 1
         for n, step in zip(reversed(shape), reversed(stride), strict=True):

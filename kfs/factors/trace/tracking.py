@@ -33,6 +33,7 @@ class Tracked:
     token: Any  # identifies it in the keys of plans; the same for every batch
     derived: "Derived | None" = None  # collects the gradients of a derived parameter
     also: frozenset[str] = frozenset()  # further parameters that a derived one was computed from
+    rows: tuple[int, ...] = ()  # if the tensor is a table of which the parameter has replaced rows: these rows
     start: int = field(init=False)  # half-open range of bytes in the storage
     stop: int = field(init=False)
 
