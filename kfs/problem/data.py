@@ -353,20 +353,19 @@ def to_device(x: Any, device: torch.device) -> Any:
                 "A batch is on the meta device, where tensors have shapes but no values.",
                 f"Pass data with values: the model is on {device}.",
             )
-        # A copy to a GPU may be asynchronous; see `last_copy`. A copy from a GPU must be complete before it is read.
+        # A copy to a GPU may be asynchronous; see `last_copies`. A copy from a GPU must be complete before it is read.
         return x.to(device, non_blocking=x.is_cpu and device.type == "cuda")
     if hasattr(x, "to"):  # packed sequences
         return x.to(device)
     return type(x)(*(to_device(value, device) for value in x)) if is_named_tuple(x) else x
 
 
-def last_copy(x: Any, y: Tensor, device: torch.device) -> torch.cuda.Event | None:  # pragma: no cover (tested on a GPU)
-    """Return an event after the asynchronous copies of a batch to a GPU; `None` if its memory is not pinned."""
-    if not any(t.is_pinned() for t in (*tensors_in(x), y)):
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+def last_copies(x: Any, y: Tensor, devices: Iterable[torch.device]) -> list[torch.cuda.Event]:
+    """Return an event for each GPU, after the asynchronous copies of a batch, if its memory is pinned."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    if not gpus or not any(t.is_pinned() for t in (*tensors_in(x), y)):
+        return []
+    return [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]  # pragma: no cover (tested on a GPU)
 
 
 class RepeatabilityCheck:

@@ -36,7 +36,7 @@ from kfs.problem.data import (
     as_batches,
     default_unpack,
     fingerprint,
-    last_copy,
+    last_copies,
     repeatably,
     to_device,
     unpacked,
@@ -497,10 +497,7 @@ class EmpiricalRisk(Described):
         """
         checks, device, several = self._same_data, self.device, self.ranks.are_several
         with_passes = start is None
-        # The model's first parameter may be on another device than those that are considered.
-        every = self.model.parameters() if isinstance(self.model, nn.Module) else ()
-        input_device = next((p.device for p in every if not p.is_meta), device)
-        gpus = [one for one in {device, input_device} if one.type == "cuda"]
+        input_device = self._input_device()
         if start is None:
             if checks.start is None:  # it depends on the counts of other processes
                 self.count()
@@ -523,16 +520,20 @@ class EmpiricalRisk(Described):
                 self.loss.check_inputs(x, y)
             targets = to_device(y, device)
             batch = Batch(to_device(x, input_device), targets, start + num_data, self.loss.count(targets))
-            copies = [last_copy(x, y, one) for one in gpus] if gpus else []
+            copies = last_copies(x, y, {device, input_device})
             yield batch
             for copy in copies:  # pragma: no cover (tested on a GPU)
-                if copy is not None:
-                    copy.synchronize()  # a loader may use its pinned memory again
+                copy.synchronize()  # a loader may use its pinned memory again
             num_data += len(y)
             count = count + batch.counted
         checks.check_count(num_data, count, seen)
         if with_passes and self.whole.layers is not None:
             self.whole.layers.finish()
+
+    def _input_device(self) -> torch.device:
+        """Return the device of the model's first parameter, which may be none of those that are considered."""
+        every = self.model.parameters() if isinstance(self.model, nn.Module) else ()
+        return next((p.device for p in every if not p.is_meta), self.device)
 
     def count(self) -> tuple[int, float]:
         """Return the number of examples and the divisor of a mean over them, counted in a first pass if necessary.

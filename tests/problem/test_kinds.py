@@ -188,7 +188,7 @@ def test_offloaded_parameters(params: list[str] | None, where: str, tmp_path: Pa
 
 def test_training_with_offloaded_parameters() -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 5).requires_grad_(False), nn.Tanh(), nn.Linear(5, 3))
+    plain: Any = nn.Sequential(nn.Linear(4, 5).requires_grad_(False), nn.Tanh(), nn.Linear(5, 3))
     away = copy.deepcopy(plain)
     accelerate.cpu_offload(away[0], execution_device=torch.device("cpu"))
     (x, y), _ = data()
