@@ -217,10 +217,21 @@ def conformance_counts(results: Path) -> str:
     return f"{ours} is right in {right}{whole}. {', '.join(said)}."
 
 
+def large_language_models(results: Path) -> str:
+    """Return times of programs of kfs for two models that fill a GPU, without rows that have no time."""
+    lines = []
+    for shape in ("1B", "3B"):
+        for row in rows(results, f"large_language_model_{shape}", library="kfs"):
+            if row["seconds"] is not None:
+                ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+                lines.append([shape, row["program"], f"{row['seconds']:.3g}", ratio])
+    return table(["model", "program", "seconds", "/ (forward+backward)"], lines)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     made.__name__: made
     for made in (
         *(pruning, compression, merging, influence_scores, influence_damping, influence_gpu, predictions, placements),
-        *(conformance, conformance_counts, pinn_training, pinn_derivatives),
+        *(conformance, conformance_counts, pinn_training, pinn_derivatives, large_language_models),
     )
 }
