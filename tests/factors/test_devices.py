@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfs import GGN
 from kfs.factors import EKFAC, KFAC, exact_blocks, load, optimal_kronecker
 from kfs.factors.accumulate.outer_products import OuterProductSum, add_gram, mirror
 from kfs.problem.risk import EmpiricalRisk
@@ -165,3 +166,39 @@ def test_other_structures(make: Any) -> None:
     X, y = torch.randn(5, 3, dtype=torch.float64), torch.randint(2, (5,))
     here, there = (make(EmpiricalRisk(m, nn.CrossEntropyLoss(), (X, y))) for m in (model, copy.deepcopy(model).cuda()))
     torch.testing.assert_close(there.to_dense().cpu(), here.to_dense(), rtol=1e-7, atol=1e-9)
+
+
+def test_parameters_on_two_devices() -> None:
+    """Predictions and flat vectors are on the device of the first parameter; tensors in dictionaries stay in place."""
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            where = self.second.weight.device
+            result: Tensor = self.second(self.first(x).tanh().to(where))
+            return result
+
+    torch.manual_seed(0)
+    plain = Split().double()
+    split = copy.deepcopy(plain)
+    split.second.cuda()
+    data = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    risk, oracle = (EmpiricalRisk(m, nn.CrossEntropyLoss(), data) for m in (split, plain))
+    g, expected = risk.gradient(), oracle.gradient()
+    assert {name: t.device.type for name, t in g.items()} == {
+        name: "cuda" if name.startswith("second") else "cpu" for name in g
+    }
+    K, L = KFAC(risk), KFAC(oracle)
+    assert {block.A.device.type for block in K.blocks.values()} == {"cpu", "cuda"}
+    for found, right in (
+        (g, expected),
+        (GGN(risk) @ g, GGN(oracle) @ expected),
+        (K.inverse(0.1) @ g, L.inverse(0.1) @ expected),
+        (EKFAC(risk) @ g, EKFAC(oracle) @ expected),
+    ):
+        for name, t in found.items():
+            torch.testing.assert_close(t.cpu(), right[name], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(K.to_dense(), L.to_dense(), rtol=1e-9, atol=1e-9)
