@@ -323,7 +323,8 @@ class CapturedPass(Discovery):
         with full_precision(predictions.device.type):
             for v in self._rows.measure(predictions):
                 found.append(self.backward(f, v.unsqueeze(0), True, () if found else also, Phase.PROBING))
-            self.pass_derived()
+            if self.derived:
+                self.pass_derived()
         return found[0] if found else [None] * len(also)
 
     def send_back(
@@ -424,7 +425,9 @@ class CapturedPass(Discovery):
             statistic.finish_batch()
         if self._padding is not None:
             self._padding.finish()
-        self.forget()
+        self.derived.clear()  # as in `forget`
+        if self._rows is not None:
+            self._rows.forget()
 
     def forget(self) -> None:
         """Drop references from which the graph of the predictions leads back: they would keep its memory forever."""

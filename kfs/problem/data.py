@@ -360,12 +360,13 @@ def to_device(x: Any, device: torch.device) -> Any:
     return type(x)(*(to_device(value, device) for value in x)) if is_named_tuple(x) else x
 
 
-def last_copies(x: Any, y: Tensor, devices: Iterable[torch.device]) -> list[torch.cuda.Event]:
+def last_copies(  # pragma: no cover (tested on a GPU)
+    x: Any, y: Tensor, gpus: Iterable[torch.device]
+) -> list[torch.cuda.Event]:
     """Return an event for each GPU, after the asynchronous copies of a batch, if its memory is pinned."""
-    gpus = [device for device in devices if device.type == "cuda"]
-    if not gpus or not any(t.is_pinned() for t in (*tensors_in(x), y)):
+    if not any(t.is_pinned() for t in (*tensors_in(x), y)):
         return []
-    return [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]  # pragma: no cover (tested on a GPU)
+    return [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
 
 
 class RepeatabilityCheck:

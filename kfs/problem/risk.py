@@ -497,7 +497,7 @@ class EmpiricalRisk(Described):
         """
         checks, device, several = self._same_data, self.device, self.ranks.are_several
         with_passes = start is None
-        input_device = self._input_device()
+        input_device, gpus = self._devices()
         if start is None:
             if checks.start is None:  # it depends on the counts of other processes
                 self.count()
@@ -520,7 +520,7 @@ class EmpiricalRisk(Described):
                 self.loss.check_inputs(x, y)
             targets = to_device(y, device)
             batch = Batch(to_device(x, input_device), targets, start + num_data, self.loss.count(targets))
-            copies = last_copies(x, y, {device, input_device})
+            copies = last_copies(x, y, gpus) if gpus else []
             yield batch
             for copy in copies:  # pragma: no cover (tested on a GPU)
                 copy.synchronize()  # a loader may use its pinned memory again
@@ -530,10 +530,14 @@ class EmpiricalRisk(Described):
         if with_passes and self.whole.layers is not None:
             self.whole.layers.finish()
 
-    def _input_device(self) -> torch.device:
-        """Return the device of the model's first parameter, which may be none of those that are considered."""
+    def _devices(self) -> tuple[torch.device, list[torch.device]]:
+        """Return the device of inputs, and all GPUs among the devices of data.
+
+        Inputs are where the model's first parameter is, which may be none of those that are considered.
+        """
         every = self.model.parameters() if isinstance(self.model, nn.Module) else ()
-        return next((p.device for p in every if not p.is_meta), self.device)
+        found = next((p.device for p in every if not p.is_meta), self.device)
+        return found, [device for device in {found, self.device} if device.type == "cuda"]
 
     def count(self) -> tuple[int, float]:
         """Return the number of examples and the divisor of a mean over them, counted in a first pass if necessary.

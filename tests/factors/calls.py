@@ -313,6 +313,20 @@ def products() -> Iterator[Case]:
             "sparse": False,
         },
     )
+    for owner in (torch, Tensor):
+        yield Case(
+            f"{owner.__name__}.index_copy",
+            owner.index_copy,
+            {"W": (2, 3)},
+            lambda m, _: {
+                "input": torch.ones(7, 3, dtype=torch.float64),
+                "dim": 0,
+                "index": torch.tensor([4, 1]),
+                "source": m.W,
+            },
+            int(owner is Tensor),
+            read=lambda out, x: F.embedding((6 * x(5)).long(), out),
+        )
     yield Case(
         "F.embedding_bag",
         F.embedding_bag,

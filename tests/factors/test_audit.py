@@ -383,4 +383,5 @@ def test_a_refused_batch_leaves_no_memory() -> None:
         gc.collect()
         return sum(type(one) is Tensor for one in gc.get_objects())
 
-    assert refuse() == refuse()
+    before = refuse()
+    assert refuse() <= before

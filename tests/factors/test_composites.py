@@ -127,6 +127,17 @@ def test_recurrent_networks_are_linear_layers_in_time(kind: str, sharing: Any) -
         close(K.blocks["head"].B, Ks[2].blocks["head"].B)
 
 
+@pytest.mark.parametrize("seed", [105, 271])
+def test_rows_that_values_switch_off(seed: int) -> None:
+    """All units are off at some times, also in the first repetitions of the audit: the positions count nevertheless."""
+    torch.manual_seed(seed)
+    net = Recurrent(nn.RNN(3, 4, nonlinearity="relu", batch_first=True)).double()
+    X, y = torch.randn(3, 5, 3).double(), torch.randn(3, 2).double()
+    A = KFAC(EmpiricalRisk(net, nn.MSELoss(), (X, y))).blocks["rnn.weight_ih_l0"].A
+    expected = X.flatten(0, 1).T @ X.flatten(0, 1)
+    close(A[:3, :3] / A[0, 0], expected / expected[0, 0])
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -19,7 +19,7 @@ example, such as a table that is repeated over the batch.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan, prod
@@ -303,57 +303,52 @@ class _Audit:
         self.params = self.trace.tracker.params
         self.halves = self.halves and self.num_data > 1
         self.rules_hold = False
-        self.passes: list[CapturedPass] = []
 
     def result(self) -> tuple[Audited, Tensor]:
         """Run the audit."""
-        try:
-            return self._result()
-        finally:
-            for one in self.passes:
-                one.forget()
-
-    def _result(self) -> tuple[Audited, Tensor]:
-        # Run under capture, and compare predictions and gradients with those of the model alone.
-        names = list(self.params)
-        with _without_hooks(self.params.values()):
-            f, one, sums, exact = self._captured([self.params[name] for name in names])
-        tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f.dtype, f.device)
-        predictions, tolerance = self._compare_predictions(f.detach(), tolerance)
-        gradients, unexplained = self._compare_gradients(f, one, sums, dict(zip(names, exact, strict=True)), tolerance)
-        # Store what later batches need: row maps, answers, uses that are not covered.
-        opened, asked = list(one.rows.opened), list(one.rows.asked)
-        known_uses: dict[bool, list[KnownUse]] = {False: [], True: []}
-        for pending in opened:
-            query, found = pending.query, pending.measured
-            certain = pending.certain and not one.routes and found is not None and found.has_votes
-            inner = pending.inner if certain else None
-            known_uses[query.meeting].append(KnownUse(query.what, query.leading, self.num_data, inner))
-        known = replace(
-            self.known,
-            answers={question: answer for question, answer, _ in one.rows.questions},
-            uses=tuple(known_uses[False]),
-            meetings=tuple(known_uses[True]),
-            unexplained=frozenset(unexplained),
-            inputs=tuple(is_data for _, is_data in one.marks.inputs),
-            both_ways=frozenset(self.trace.both_ways),
-        )
-        # Find out which rows count, by further passes.
-        mixes = any(pending.measured is not None and pending.measured.mixes for pending in opened)
-        one.forget()
-        known = self._with_row_rules(known, asked, one.routes, mixes)
-        source = self.counts.source if self.counts is not None and known.has_mask else None
-        report = Audit(
-            self.num_data,
-            predictions,
-            gradients,
-            tuple(self._audited_uses([pending for pending in opened if not pending.query.meeting], known)),
-            tolerance,
-            missed=tuple(name for name in gradients if name in dict(unexplained)),
-            unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None),
-            mask=source.name if source is not None and source.find(self.x, self.num_data) is not None else "",
-        )
-        return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
+        with ExitStack() as self.passes:
+            # Run under capture, and compare predictions and gradients with those of the model alone.
+            names = list(self.params)
+            with _without_hooks(self.params.values()):
+                f, one, sums, exact = self._captured([self.params[name] for name in names])
+            tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f.dtype, f.device)
+            predictions, tolerance = self._compare_predictions(f.detach(), tolerance)
+            gradients, unexplained = self._compare_gradients(
+                f, one, sums, dict(zip(names, exact, strict=True)), tolerance
+            )
+            # Store what later batches need: row maps, answers, uses that are not covered.
+            opened, asked = list(one.rows.opened), list(one.rows.asked)
+            known_uses: dict[bool, list[KnownUse]] = {False: [], True: []}
+            for pending in opened:
+                query, found = pending.query, pending.measured
+                certain = pending.certain and not one.routes and found is not None and found.has_votes
+                inner = pending.inner if certain else None
+                known_uses[query.meeting].append(KnownUse(query.what, query.leading, self.num_data, inner))
+            known = replace(
+                self.known,
+                answers={question: answer for question, answer, _ in one.rows.questions},
+                uses=tuple(known_uses[False]),
+                meetings=tuple(known_uses[True]),
+                unexplained=frozenset(unexplained),
+                inputs=tuple(is_data for _, is_data in one.marks.inputs),
+                both_ways=frozenset(self.trace.both_ways),
+            )
+            # Find out which rows count, by further passes.
+            mixes = any(pending.measured is not None and pending.measured.mixes for pending in opened)
+            one.forget()
+            known = self._with_row_rules(known, asked, one.routes, mixes)
+            source = self.counts.source if self.counts is not None and known.has_mask else None
+            report = Audit(
+                self.num_data,
+                predictions,
+                gradients,
+                tuple(self._audited_uses([pending for pending in opened if not pending.query.meeting], known)),
+                tolerance,
+                missed=tuple(name for name in gradients if name in dict(unexplained)),
+                unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None),
+                mask=source.name if source is not None and source.find(self.x, self.num_data) is not None else "",
+            )
+            return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
 
     def _audited_uses(self, queries: Sequence[PendingQuery], known: AuditResult) -> Iterator[AuditedUse]:
         """Generate the report of all measured uses."""
@@ -446,7 +441,7 @@ class _Audit:
         """Return a pass that measures all row maps. Blocks are placed anew in every pass."""
         self.trace.restart_blocks()
         one = CapturedPass(self.trace, [sums], self.num_data, self.batch_axis, self.known, auditing=True)
-        self.passes.append(one)
+        self.passes.callback(one.forget)
         return one
 
     def _changed_answers(self, one: CapturedPass) -> dict[Question, bool]:

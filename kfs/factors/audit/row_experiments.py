@@ -158,7 +158,9 @@ class RowExperiments:
                 found[number] = rule, exact = seen[number].rule(masks, self.routes)
                 if exact and rule.kind != "positions":
                     doubtful.discard(number)
-            if not again or (turn + 1 >= _FEWEST and not any(seen[n].chance for n in doubtful)):
+            # A row may be off in a few repetitions. Repeat more often before concluding that no rule explains it.
+            unexplained = any(not found[n][1] and seen[n].query.row_map is None for n in doubtful) and not self.routes
+            if not again or (turn + 1 >= _FEWEST and not unexplained and not any(seen[n].chance for n in doubtful)):
                 break
         # Check the remaining rules, and choose the use at which later batches are checked for padding.
         if any(rule.kind == "positions" for rule, _ in found.values()):

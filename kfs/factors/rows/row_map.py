@@ -600,7 +600,9 @@ class RowSource:
             vectors = list(probes(predictions, self.num_data))
             yield from vectors
             # In half precision, results of an accelerator may differ noticeably between runs. How much, two runs show.
-            lowest = self._lowest_precision(unknown)
+            # Gradients that came through operations in half precision are no more precise than those.
+            dtypes = [pending.dtype for pending in unknown if pending.probed]
+            lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
             repeats = torch.finfo(lowest).bits == 16 and sync.is_asynchronous(predictions.device)
             if repeats:
                 yield vectors[0]
@@ -611,11 +613,6 @@ class RowSource:
         for one in reversed(self.opened):
             if one.first is not None and one.receiver is not None:
                 one.receiver(one.first)
-
-    def _lowest_precision(self, unknown: list[PendingQuery]) -> torch.dtype:
-        """Return the lowest precision of gradients: others that came through these operations are no more precise."""
-        found = (pending.dtype for pending in unknown if pending.probed)
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
     def _find_row_maps(
         self, unknown: list[PendingQuery], count: int, lowest: torch.dtype, repeated: bool = False
