@@ -255,7 +255,17 @@ class Stream:
             self._own = dict(self.own_of_each_batch())
 
     def own_of_each_batch(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the index of the first example of each batch of training data, with the self-scores of the batch."""
+        """Yield the index of the first example of each batch of training data, with the self-scores of the batch.
+
+        Raises:
+            ModelError: If blocks have owners, and parameters are gathered layer by layer: both wait for other ranks.
+        """
+        if self.request.train.whole.by_layer and self.inverse.operator.distribution.ranks.are_several:
+            raise ModelError(
+                "Scores of examples with themselves, which normalize= needs, are not supported if blocks have owners "
+                "and parameters are gathered layer by layer.",
+                "Use a curvature with placement='replicated', or a risk without by_layer=True.",
+            )
         for batch in self.inverse.in_step(self.train()):
             if batch is not None:
                 yield batch.start, self.own(batch)

@@ -191,8 +191,9 @@ def invert(
     """
     due = [list(step) for step in steps]
     everything = [(a, damping) for step in due for same in step for a, damping in zip(*same, strict=True)]
-    # Each owner needs averages over the data of all ranks.
+    # Each owner needs averages over the data of all ranks. A process that has failed says so before.
     if not at_owners:
+        ranks.gather("averages", None)
         sum_at_owners(ranks, [(a, owners[a.layout.key]) for a, _ in everything])
     results: dict[Key, Inverted] = {}
     outcomes: dict[Key, Outcome] = {}

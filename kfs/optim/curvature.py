@@ -139,6 +139,7 @@ class Curvature:
         if self.at_owners:
             self._choose_owners()
             owned = [(block.sums, average.owner) for average, block in pairs if average.owner is not None]
+            self.ranks.gather("sums", None)  # a process that has failed says so
             across_ranks.sum_blocks_at_owners(self.ranks, owned)
         add_factors(pairs, self.decay, good)
         self._ahead.clear()

@@ -178,13 +178,14 @@ class WholeParameters:
         by_layer: Whether parameters are gathered while their layer runs; see `kfs.problem.layer_by_layer`.
 
     Attributes:
+        by_layer: Whether parameters are gathered layer by layer.
         layers: The layers inside of `held`, if parameters are gathered layer by layer.
     """
 
     def __init__(self, model: Any, ranks: Ranks, by_layer: bool = False) -> None:
         self._model = model if isinstance(model, nn.Module) else nn.Module()
         self._ranks = ranks
-        self._by_layer = by_layer
+        self.by_layer = by_layer
         self.layers: Layers | None = None
         self._held: dict[int, tuple[Tensor, Tensor]] | None = None  # sharded and whole tensor, by id of the sharded one
 
@@ -200,7 +201,7 @@ class WholeParameters:
             return
         _reshard(self._model)
         self._agree(params)
-        if self._by_layer:
+        if self.by_layer:
             self.layers = Layers(_layers_of(self._model), self._sharing(params), whole)
         known = {} if self.layers is None else dict(self.layers.pairs)
         self._held = _gathered(self._model, params.values(), known)

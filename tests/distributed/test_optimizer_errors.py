@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfs.errors import DistributedError, KfsError, LossError, ModelError
 from kfs.factors.blocks import BlockError
-from kfs.optim import KFAC, across_ranks, averages, inverses
+from kfs.optim import KFAC, across_ranks, averages, curvature, inverses
 from kfs.optim.across_ranks import owners_of
 from kfs.optim.averages import Average
 from kfs.optim.curvature import Curvature
@@ -112,6 +112,30 @@ def test_errors_of_backward_passes(ranks: Pool, fisher: str) -> None:
     """They are raised in the step, since other ranks wait for gradients during the backward pass."""
     first, second = ranks(2, with_unknown_targets, fisher)
     assert first == second
+
+
+def without_memory() -> tuple[str, float]:
+    """Take a step in which the last rank has no memory for factors; return the error, and the seconds."""
+    model = DistributedDataParallel(model_of("net"))
+    optimizer = KFAC(model, LOSS, factors_every=1, inverses_every=1)
+    with pytest.MonkeyPatch.context() as patch:
+        for number, (x, y) in enumerate(batches(2)):
+            optimizer.zero_grad()
+            LOSS(model(rows(x)), rows(y)).backward()
+            if number == 1 and dist.get_rank():
+                patch.setattr(curvature, "add_factors", torch.empty)
+            start = time.perf_counter()
+            try:
+                take_step(optimizer)
+            except Exception as error:  # noqa: BLE001 (the kind depends on the rank)
+                return str(error), time.perf_counter() - start
+    raise AssertionError("There was no error.")
+
+
+def test_errors_before_sums_of_factors(ranks: Pool) -> None:
+    """Other ranks, which would wait for sums of this one, raise the error, too."""
+    results = ranks(2, without_memory)
+    assert all("empty()" in text and seconds < 10 for text, seconds in results)
 
 
 def with_drift() -> tuple[bool, list[str]]:

@@ -70,12 +70,12 @@ def exchanges(way: str) -> list[dict[str, int]]:
     [("DDP", {}), ("sharded", {"all_to_all_single": 2, "all_reduce": 1})],
 )
 def test_messages_of_a_step(ranks: Pool, way: str, tensors: dict[str, int]) -> None:
-    """A step without factors has one message; others also have one about inverses, and one at the end."""
+    """A step without factors has one message; others also have two about inverses or sums, and one at the end."""
     first, second = ranks(2, exchanges, way)
     assert first == second
     for step, counts in list(enumerate(first))[1:]:
         if step % FACTORS_EVERY == 0:
-            assert counts["all_gather_object"] == 3
+            assert counts["all_gather_object"] == 4
             assert counts["reduce"] == 2  # one for each rank
         else:
             assert counts == {"all_gather_object": 1} | tensors

@@ -92,6 +92,11 @@ def refused() -> None:
     fully_shard(model, mesh=mesh)
     with pytest.raises(ModelError, match="the risk has no group to gather layers in"):
         kfs.KFAC(kfs.EmpiricalRisk(model, loss, (X, y), by_layer=True))
+    owned = kfs.Influence(kfs.EKFAC(risk, placement="owner"), 0.1)
+    with pytest.raises(ModelError, match="not supported if blocks have owners and parameters are gathered layer by"):
+        owned.self_scores(risk)
+    with pytest.raises(ModelError, match="Use a curvature with placement='replicated'"):
+        owned.scores(kfs.EmpiricalRisk(risk.model, loss, (X[:3], y[:3]), by_layer=True), risk, normalize="cosine")
     assert kfs.KFAC(risk).num_data == 23
     own = list(risk.model.parameters())  # type: ignore[union-attr]
     assert all(p is q for p, q in zip(risk.params.values(), own, strict=True))
