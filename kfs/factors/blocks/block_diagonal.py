@@ -265,6 +265,10 @@ class BlockDiagonal(LinearOperator):
     @property
     def layouts(self) -> list[Layout]:
         """How parameters become the matrices that blocks act on, for the blocks of all processes."""
+        if self.distribution.is_complete:
+            return sorted(
+                (one for stack in self.own_stacks for one in stack.layouts), key=by_parameter(self.domain.shapes)
+            )
         return [block.layout for block in self._listed()]
 
     @property
