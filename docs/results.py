@@ -82,6 +82,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
         "quantity": _brute_force,
         "rate": _rates,
         "method": _times,
+        "host": _large_models,
         "program": _programs,
         "products": _errors,
         "scheme": _traffic,
@@ -178,6 +179,23 @@ def _default_settings(contents: dict[str, Any]) -> str:
         "losses are those of held-out data.\n\n"
         f"{_table(['task', 'schedule'], numbers, lines)}\n\n"
         f":::{{dropdown}} Commands and machines\n{sources}\n:::"
+    )
+
+
+def _large_models(rows: list[dict[str, Any]]) -> str:
+    """Return times and memory of programs with a model that fills a GPU; an error in place of a time is named."""
+    lines: list[Cells] = []
+    for row in rows:
+        numbers = [row[name] for name in ("seconds", "ratio", "peak", "host")]
+        lines.append(
+            [
+                row["program"] if not row["why"] else f"{row['program']}: {row['why'].partition(':')[0]}",
+                row["library"],
+                *numbers,
+            ]
+        )
+    return _table(
+        ["program", "library"], ["seconds", "/ (forward+backward)", "GiB on the GPU", "GiB of the host"], lines
     )
 
 
