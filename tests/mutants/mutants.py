@@ -566,6 +566,13 @@ _MUTANTS = [
         ("tests/factors/test_audit.py",),
     ),
     capture(
+        "factors/audit/row_experiments.py",
+        "turn + 1 >= _FEWEST and not unexplained and not any(",
+        "turn + 1 >= _FEWEST and not any(",
+        "rows that values switch off in few repetitions do not count",
+        ("tests/factors/test_composites.py",),
+    ),
+    capture(
         "factors/rows/measure.py",
         "torch.equal(voters // inner % num_data, row_map[voters])",
         "torch.equal(voters // inner, row_map[voters])",
