@@ -127,6 +127,19 @@ def test_recurrent_networks_are_linear_layers_in_time(kind: str, sharing: Any) -
         close(K.blocks["head"].B, Ks[2].blocks["head"].B)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_no_layer_reads(seed: int) -> None:
+    """A stride leaves out the same positions of all examples, whatever else the values switch off."""
+    torch.manual_seed(seed)
+    layers = nn.Conv2d(2, 5, 3, padding=1), nn.GroupNorm(1, 5), nn.Tanh(), nn.Conv2d(5, 4, 3, stride=2), nn.ReLU()
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 4)).double()
+    K = KFAC(EmpiricalRisk(net, nn.CrossEntropyLoss(), (normal(8, 2, 8, 8), torch.randint(4, (8,)))))
+    assert K.audit is not None
+    rows = {use.rows for use in K.audit.uses if use.parameter.startswith("1.")}
+    assert len(rows) == 1
+    assert "49 of 64 rows of an example count" in rows.pop()
+
+
 @pytest.mark.parametrize("seed", [105, 271])
 def test_rows_that_values_switch_off(seed: int) -> None:
     """All units are off at some times, also in the first repetitions of the audit: the positions count nevertheless."""

@@ -567,6 +567,13 @@ _MUTANTS = [
     ),
     capture(
         "factors/audit/row_experiments.py",
+        "(other.rows[0] & ~rows).any()",
+        "(other.rows[0] ^ rows).any()",
+        "positions that hold for shifted inputs only if no value is off",
+        ("tests/factors/test_composites.py",),
+    ),
+    capture(
+        "factors/audit/row_experiments.py",
         "turn + 1 >= _FEWEST and not unexplained and not any(",
         "turn + 1 >= _FEWEST and not any(",
         "rows that values switch off in few repetitions do not count",

@@ -198,8 +198,10 @@ class RowExperiments:
         result = dict(found)
         for number, (rule, exact) in found.items():
             other = again.get(number)
-            same = other is not None and torch.equal(seen[number].rows[0], other.rows[0])
-            if rule.kind == "positions" and not (exact and same):
+            rows = seen[number].rows[0]
+            # Values may switch off further rows in a single run.
+            holds = other is not None and other.rows[0].shape == rows.shape and not bool((other.rows[0] & ~rows).any())
+            if rule.kind == "positions" and not (exact and holds):
                 result[number] = (ALL, False)
         return result
 
@@ -223,11 +225,13 @@ class RowExperiments:
         """Return the final rule of a use, after all repetitions."""
         # Do values determine which rows have gradients? If no repetition was possible, assume so, unless the data
         # select rows.
-        by_values = one.chance > _CHANCE or (one.rounds == 1 and not self.routes)
+        assumed = one.rounds == 1 and not self.routes
+        by_values = one.chance > _CHANCE or assumed
         by_construction = one.query.row_map is not None
         if rule.kind == "positions" and by_construction:  # derived parameters have no noise
             return self.known.otherwise
-        if rule.kind == "positions" and by_values:
+        # A position has no gradient in any example: that all of them are off by chance is less probable.
+        if rule.kind == "positions" and (assumed or one.chance**self.num_data > _CHANCE):
             return ALL
         # If all rows have gradients whenever all targets count, such batches need not be measured.
         measured = replace(MEASURED, whole=bool(one.rows[0].all()) and (self.mask is None or bool(self.mask.all())))
