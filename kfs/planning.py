@@ -361,7 +361,7 @@ class Sent(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What `kfs.optim.KFAC` takes on each rank.
+    """Memory and work of `kfs.optim.KFAC` on each rank.
 
     Attributes:
         model: How the model is distributed.
@@ -493,7 +493,7 @@ class Plan(DescribedByTables):
 
     @property
     def training(self) -> tuple[Trained, ...]:
-        """What `kfs.optim.KFAC` takes: with `DistributedDataParallel`, and with `fully_shard`.
+        """Memory and work of `kfs.optim.KFAC`: with `DistributedDataParallel`, and with `fully_shard`.
 
         Sharded models keep averages and inverses at owners, but not eigenvectors. In steps with factors, all ranks also
         hold the sums of the step, `summed`.

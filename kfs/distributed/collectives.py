@@ -380,7 +380,7 @@ class Transfers:
 
 
 def start_copies(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> Transfers:
-    """Start what `copy_from` does, in the background.
+    """Start the copies of `copy_from`, in the background.
 
     Example:
         >>> start_copies(Ranks(None), 0, [torch.ones(2, 3)]).wait()

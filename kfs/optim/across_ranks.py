@@ -644,7 +644,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Report(NamedTuple):
-    """What a rank reports about a step."""
+    """The report of a rank about a step."""
 
     facts: bytes  # digest of what must be the same everywhere
     sums: StepSums | None  # without tensors; `None` without a pass

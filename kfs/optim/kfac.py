@@ -66,7 +66,7 @@ def _is_for_checkpoint() -> bool:
 
 
 class Rest:
-    """What trains the parameters that KFAC does not: the user's optimizer, or AdamW.
+    """The optimizer of the parameters that KFAC does not train: the user's, or AdamW.
 
     Args:
         optimizer: The user's optimizer; `None` for AdamW.

@@ -87,7 +87,7 @@ class StepGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a preconditioner is made for: to be used alone, or by an optimizer such as `KFAC`.
+    """The purpose of a preconditioner: use on its own, or by an optimizer such as `KFAC`.
 
     Attributes:
         kind: Name of what the user has, for messages.

@@ -1,4 +1,4 @@
-"""What goes wrong in training, and what the optimizer does about it.
+"""Events of training that goes wrong, and the actions of the optimizer against them.
 
 Events are counted and logged (`Events`). After several of them in a row, damping is raised (`DampingPolicy`). Flags of
 steps are read from an accelerator when they have arrived (`PendingChecks`). Gradients and factors that are far larger

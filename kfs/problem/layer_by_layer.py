@@ -89,7 +89,7 @@ class Layers:
             whole.untyped_storage().resize_(0)
 
     def finish(self) -> None:
-        """Gather what other processes need, until all of them have called this."""
+        """Gather the layers that other processes need, until all of them have called this."""
         self._last = -1, []
         while any(place is not None for place in self._wanted(None)):
             pass

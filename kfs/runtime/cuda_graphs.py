@@ -35,6 +35,7 @@ from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from kfs.errors import ModelError
+from kfs.runtime.memory import free_memory
 from kfs.runtime.nested import is_named_tuple, mapped, tensors_in
 from kfs.runtime.precision import uses_tf32
 from kfs.runtime.sync import detect_syncs
@@ -202,8 +203,7 @@ def recorder_for(
     def make() -> CudaRecorder:  # pragma: no cover (tested on a GPU)
         if share is None:
             return CudaRecorder(device, memory)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch
-        return CudaRecorder(device, int(share * (torch.cuda.mem_get_info(device)[0] + cached)))
+        return CudaRecorder(device, int(share * (free_memory(device) or 0)))
 
     return make  # pragma: no cover
 
